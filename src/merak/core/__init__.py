@@ -1,0 +1,1 @@
+"""What every other room stands on: errors, the mesh of ranks, collectives, random state."""
