@@ -1,0 +1,34 @@
+"""Random state that does not depend on the layout: every draw is keyed by what it is for."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+def seed_for(*key: int | str) -> int:
+    """A seed, the same on every rank and machine, for what `key` names.
+
+    Args:
+        key: for instance (job seed, "dropout", step, microbatch, segment).
+
+    Returns:
+        A seed in 0 … 2⁶³ − 1.
+    """
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def set_random_state(device: torch.device, *key: int | str) -> None:
+    """Seed the default generator of one device from `key`; nothing is synchronised.
+
+    Args:
+        device: the device whose draws follow.
+        key: as for `seed_for`.
+    """
+    seed = seed_for(*key)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)

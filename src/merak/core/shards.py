@@ -1,0 +1,49 @@
+"""How one rank's part of a parameter lies in the whole: cutting it out, putting it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """The layout of a parameter that is split over an axis of the mesh.
+
+    A fused parameter (query, key and value in one matrix) is split part by part: every rank holds
+    its share of each part, parts in their order.
+
+    Args:
+        dim: the dim that is split.
+        parts: sizes along `dim` of the fused parts in the whole parameter, (n,) when not fused.
+        degree: the number of ranks it is split over; divides every part.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    degree: int
+
+    def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) intervals along `dim` of the whole that rank `index` holds, in order."""
+        starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
+        shares = [size // self.degree for size in self.parts]
+        return tuple(
+            (start + index * share, start + (index + 1) * share)
+            for start, share in zip(starts, shares, strict=True)
+        )
+
+
+def take(whole: torch.Tensor, shard: ParameterShard, index: int) -> torch.Tensor:
+    """Rank `index`'s part of a whole parameter, as a new tensor."""
+    pieces = [whole.narrow(shard.dim, a, b - a) for a, b in shard.ranges(index)]
+    return torch.cat(pieces, dim=shard.dim)
+
+
+def join(shares: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
+    """The whole parameter from every rank's part, in rank order; the inverse of `take`."""
+    sizes = [size // shard.degree for size in shard.parts]
+    split = [share.split(sizes, dim=shard.dim) for share in shares]
+    pieces = [share[part] for part in range(len(sizes)) for share in split]
+    return torch.cat(pieces, dim=shard.dim)
