@@ -1,0 +1,55 @@
+# Everything a newcomer or the continuous integration runs. `make` alone lists the targets.
+#
+# Each target that needs the environment builds it first, in .venv, from pyproject.toml and the
+# exact versions in constraints.txt. Needed beforehand: git, make and Python >= 3.11.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first of these that is new enough; override with `make PYTHON=/path/to/python`.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+# One thread per rank: several ranks share the cores of one machine.
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+TESTS := $(wildcard tests/unit tests/golden tests/multirank)
+LINTED := $(wildcard src tests examples benchmarks docs)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format docs examples bench check clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' \
+		| while IFS="$$(printf '\t')" read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+setup: $(STAMP) ## create .venv with everything the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Merak needs Python >= 3.11 and found none; say which one with make PYTHON=/path/to/python." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); the first time this takes a few minutes."
+	$(BIN)/python -m pip install --quiet "$$(grep -i '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## train GPT-2 on four local ranks (tp=2, pp=2)
+	$(BIN)/torchrun --nproc-per-node 4 examples/pretrain_gpt2.py --output-dir runs/demo
+
+test: $(STAMP) ## run the tests: the unit tier first, then the tiers with real ranks
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(STAMP) ## check format, lint, types and the direction of imports
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the files as `make lint` wants them, where a tool can
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
+
+clean: ## remove .venv, caches, the built pages and the runs
+	rm -rf $(VENV) site runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
