@@ -51,5 +51,25 @@ format: $(STAMP) ## rewrite the files as `make lint` wants them, where a tool ca
 	$(BIN)/ruff check --fix $(LINTED)
 	$(BIN)/ruff format $(LINTED)
 
+docs: $(STAMP) ## build the pages into site/, with warnings as errors
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+	@echo "The pages are in site/index.html."
+
+examples: $(STAMP) ## run every example in its short form, as written in .ci/examples
+	@for example in $(wildcard examples/*.py); do \
+		grep -qF "$$example" .ci/examples || { echo "$$example has no line in .ci/examples; add the command that runs it in its short form." >&2; exit 1; }; \
+	done
+	@grep -vE '^(#|$$)' .ci/examples | while read -r command; do \
+		echo "+ $$command"; \
+		PATH="$(CURDIR)/$(BIN):$$PATH" bash -c "$$command" </dev/null || exit 1; \
+	done
+
+bench: ## list the benchmarks and what each measures
+	@for script in $(wildcard benchmarks/*.py); do \
+		printf '  %s\n      %s\n' "$(BIN)/python $$script" "$$(sed -n '/"""/{s/.*"""\([^"]*\).*/\1/p;q}' $$script)"; \
+	done
+
+check: lint docs test examples ## all of the above that can fail: what the continuous integration runs
+
 clean: ## remove .venv, caches, the built pages and the runs
 	rm -rf $(VENV) site runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
