@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: built, checked, simulated, drawn and lowered to an engine's steps."""

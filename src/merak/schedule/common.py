@@ -1,0 +1,64 @@
+"""What the builders share: short constructors, checks of their arguments, and assembly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from merak.core.errors import ScheduleError
+from merak.schedule.ir import Action, Kind, Schedule
+
+
+def forwards(stage: int, microbatches: Iterable[int]) -> list[Action]:
+    """The forwards of some microbatches on a stage."""
+    return [Action(Kind.FORWARD, stage, m) for m in microbatches]
+
+
+def backwards(stage: int, microbatches: Iterable[int]) -> list[Action]:
+    """The whole backwards of some microbatches on a stage."""
+    return [Action(Kind.BACKWARD, stage, m) for m in microbatches]
+
+
+def check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Refuse a pipeline without ranks or without microbatches.
+
+    Raises:
+        ScheduleError: a count is below 1.
+    """
+    if num_ranks < 1:
+        raise ScheduleError(f"{name} needs at least 1 stage; got {num_ranks}.")
+    if num_microbatches < 1:
+        raise ScheduleError(f"{name} needs at least 1 microbatch; got {num_microbatches}.")
+
+
+def straight(
+    name: str,
+    actions: Iterable[Sequence[Action]],
+    num_microbatches: int,
+    recompute: Sequence[bool],
+    notes: Sequence[str] = (),
+) -> Schedule:
+    """A synchronous schedule of one pipe whose rank i holds stage i."""
+    lists = tuple(tuple(rank_actions) for rank_actions in actions)
+    return single_pipe(name, range(len(lists)), lists, num_microbatches, recompute, notes)
+
+
+def single_pipe(
+    name: str,
+    stage_ranks: Iterable[int],
+    actions: Iterable[Sequence[Action]],
+    num_microbatches: int,
+    recompute: Sequence[bool],
+    notes: Sequence[str] = (),
+) -> Schedule:
+    """A synchronous schedule of one pipe, with the rank of every stage given."""
+    pipe = tuple(stage_ranks)
+    return Schedule(
+        name=name,
+        pipes=(pipe,),
+        microbatch_pipes=(0,) * num_microbatches,
+        actions=tuple(tuple(rank_actions) for rank_actions in actions),
+        recompute=tuple(recompute),
+        eager_reduction=(True,) * len(pipe),
+        microbatches_per_update=num_microbatches,
+        notes=tuple(notes),
+    )
