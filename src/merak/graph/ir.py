@@ -3,7 +3,8 @@
 Graphs are `torch.fx.Graph`s of ATen operators. Every node carries, in `node.meta`:
 
     "tensor"   TensorMeta, a tuple of them, or None: what the node yields
-    "source"   "path/to/model.py:123 in module.path", the user's line that made it ("" if unknown)
+    "source"   "path/to/model.py:123", the user's line that made it ("" if unknown)
+    "module"   the path of the module in the user's model that it ran in
 
 Placeholders also carry `"kind"` (a `Kind`) and `"name"`: a parameter's or buffer's name in the
 user's model, the batch's column, or the name of a value from an earlier segment.
@@ -26,6 +27,7 @@ class Kind(Enum):
     BUFFER = "buffer"
     COLUMN = "column"
     VALUE = "value"
+    DERIVED = "derived"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,8 @@ class TensorMeta:
 class Segment:
     """The smallest piece that sharding yields: one attention block, one feed-forward block, ….
 
-    Its graph's placeholders are the parameters, buffers, columns and inputs below, in that order;
-    it returns the tuple of its outputs.
+    Its graph's placeholders are the parameters, buffers, columns, inputs and derived values below,
+    in that order; it returns the tuple of its outputs.
 
     Args:
         index: position in the model's list of segments.
@@ -64,6 +66,8 @@ class Segment:
         columns: columns of the batch it reads.
         inputs: values of earlier segments it reads.
         outputs: values it gives to later segments, or to the caller.
+        derived: values it reads that depend on the batch alone (masks, position ids, rotary
+            tables); each rank computes those it needs from the prologue, none is ever sent.
     """
 
     index: int
@@ -74,6 +78,7 @@ class Segment:
     columns: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    derived: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class ModelGraph:
 
     Args:
         segments: in execution order.
+        prologue: computes every derived value from the batch; see `graph.shard.slice_outputs`.
         values: what every value that crosses a cut or leaves the model is, by name.
         parameters: what every parameter is, by its (first) name in the user's model.
         tied: other names of a tied parameter → its first name.
@@ -92,6 +98,7 @@ class ModelGraph:
     """
 
     segments: tuple[Segment, ...]
+    prologue: Segment
     values: dict[str, TensorMeta]
     parameters: dict[str, TensorMeta]
     tied: dict[str, str]
@@ -102,6 +109,16 @@ class ModelGraph:
 
     def boundary(self, cut: int) -> tuple[str, ...]:
         """The values that cross the cut before segment `cut`: made before it, read at or after."""
-        made = {name for segment in self.segments[:cut] for name in segment.outputs}
+        made = [name for segment in self.segments[:cut] for name in segment.outputs]
         read = {name for segment in self.segments[cut:] for name in segment.inputs}
-        return tuple(sorted(made & read))
+        return tuple(name for name in made if name in read)
+
+    def boundaries(self) -> tuple[tuple[str, ...], ...]:
+        """The values that cross each cut between neighbouring segments, in linear time."""
+        last = {name: s.index for s in self.segments for name in s.inputs}
+        alive: list[str] = []
+        crossing = []
+        for segment in self.segments[:-1]:
+            alive = [n for n in (*alive, *segment.outputs) if last.get(n, -1) > segment.index]
+            crossing.append(tuple(alive))
+        return tuple(crossing)

@@ -1,0 +1,285 @@
+"""Cut a traced model into segments that run one after another with little between them.
+
+Merak's Algorithms 1 and 2 walk the graph in order and end a subgraph where a node depends on
+nothing older than the last node but on common nodes. Put differently: a cut may fall where only one
+value lives on, common ones aside. This file says it that way, with one sweep over the lifetimes of
+all values, so the time is linear in the graph.
+
+Source: Merak (IEEE TPDS), section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from merak.core.errors import TraceError
+from merak.graph.clean import eliminate_dead_code
+from merak.graph.flow import Flow, analyse, is_embedding, is_weight_gemm, reads_parameter
+from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.graph.trace import Trace
+
+_MAX_GEMMS_PER_BLOCK = 8
+"""A block with more weight GEMMs is searched for values that only pass through it."""
+
+_MAX_CARRIED_PER_BLOCK = 6
+"""How many values may be set aside at once to find cuts inside one block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Main nodes start … stop − 1 between two neighbouring places where a cut may fall."""
+
+    start: int
+    stop: int
+    num_gemms: int
+    has_embedding: bool
+
+
+def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
+    """Cut a trace into segments: embedding, attention block, feed-forward block, …, head.
+
+    Args:
+        trace: the whole model; its graph is consumed.
+        outputs: names of the model outputs to keep; ("loss",) for training. All by default.
+
+    Returns:
+        The segments, and the prologue that computes what depends on the batch alone.
+
+    Raises:
+        TraceError: an output that the model does not give.
+    """
+    kept = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
+    flow = analyse(trace.graph)
+    starts = _segment_starts(flow)
+    segment_of = _assign(flow.main, starts)
+    builder = _Builder(flow, segment_of, kept)
+    bounds = zip(starts, (*starts[1:], len(flow.main)), strict=True)
+    segments = tuple(builder.segment(i, flow.main[a:b]) for i, (a, b) in enumerate(bounds))
+    return ModelGraph(
+        segments=segments,
+        prologue=builder.prologue(segments),
+        values=builder.values,
+        parameters=trace.parameters,
+        tied=trace.tied,
+        constants=trace.constants,
+        columns=trace.columns,
+        outputs={name: node.name for name, node in kept.items()},
+        loss=kept["loss"].name if "loss" in kept else None,
+    )
+
+
+def _keep_outputs(trace: Trace, names: tuple[str, ...]) -> dict[str, fx.Node]:
+    missing = [name for name in names if name not in trace.outputs]
+    if missing:
+        given = ", ".join(trace.outputs) or "nothing"
+        what = "no loss" if "loss" in missing else f"no {missing[0]}"
+        raise TraceError(
+            f"the model returns {what} for the columns {', '.join(trace.columns)}; it returns "
+            f"{given}. Give it labels (a `labels` column) or pass a loss function."
+        )
+    (output,) = trace.graph.find_nodes(op="output")
+    by_name = dict(zip(trace.outputs, output.args[0], strict=True))
+    output.args = (tuple(by_name[name] for name in names),)
+    eliminate_dead_code(trace.graph)
+    return {name: by_name[name] for name in names}
+
+
+def _segment_starts(flow: Flow) -> list[int]:
+    """Positions in `flow.main` where segments begin.
+
+    A segment begins with a block that does GEMMs, or with embeddings after such a block (a
+    decoder's); lighter blocks (norms, dropout) go with what they follow.
+    """
+    starts = [0]
+    gemms_so_far = 0
+    for block in _blocks(flow):
+        begins = block.num_gemms > 0 or (block.has_embedding and gemms_so_far > 0)
+        if begins and block.start > 0:
+            starts.append(block.start)
+            gemms_so_far = 0
+        gemms_so_far += block.num_gemms
+    return starts
+
+
+def _blocks(flow: Flow) -> list[Block]:
+    """Blocks between cuts; values that pass through large blocks are set aside to cut them too."""
+    carried: frozenset[int] = frozenset()
+    blocks = _blocks_between(flow, carried)
+    settled: set[tuple[int, int]] = set()
+    while True:
+        large = [
+            b
+            for b in blocks
+            if b.num_gemms > _MAX_GEMMS_PER_BLOCK and (b.start, b.stop) not in settled
+        ]
+        if not large:
+            return blocks
+        block = max(large, key=lambda b: b.num_gemms)
+        settled.add((block.start, block.stop))
+        carried = _carry_through(flow, block, carried)
+        blocks = _blocks_between(flow, carried)
+
+
+def _carry_through(flow: Flow, block: Block, carried: frozenset[int]) -> frozenset[int]:
+    """The longest-lived values of a block whose setting aside splits it, added to `carried`."""
+    inside = [i for i in range(block.start, block.stop) if i not in carried]
+    if block.start > 0:
+        inside += [i for i in flow.crossing(block.start - 1) if i not in carried]
+    by_life = sorted(inside, key=lambda i: min(flow.last_use[i], block.stop) - i, reverse=True)
+    trial = carried
+    for value in by_life[:_MAX_CARRIED_PER_BLOCK]:
+        trial = trial | {value}
+        parts = [
+            b
+            for b in _blocks_between(flow, trial)
+            if block.start <= b.start < block.stop and b.num_gemms > 0
+        ]
+        if len(parts) > 1:
+            return trial
+    return carried
+
+
+def _blocks_between(flow: Flow, carried: frozenset[int]) -> list[Block]:
+    cuts = flow.cuts(carried)
+    starts = [0, *(p + 1 for p in cuts)]
+    stops = [*starts[1:], len(flow.main)]
+    return [
+        Block(
+            a,
+            b,
+            sum(is_weight_gemm(n) for n in flow.main[a:b]),
+            any(is_embedding(n) for n in flow.main[a:b]),
+        )
+        for a, b in zip(starts, stops, strict=True)
+    ]
+
+
+def _assign(main: Sequence[fx.Node], starts: Sequence[int]) -> dict[fx.Node, int]:
+    segment_of: dict[fx.Node, int] = {}
+    segment = -1
+    begins = set(starts)
+    for position, node in enumerate(main):
+        segment += position in begins
+        segment_of[node] = segment
+    return segment_of
+
+
+class _Builder:
+    """Copies nodes of the whole graph into graphs of their own, one per segment."""
+
+    def __init__(
+        self, flow: Flow, segment_of: dict[fx.Node, int], kept: dict[str, fx.Node]
+    ) -> None:
+        self.flow = flow
+        self.segment_of = segment_of
+        self.kept = set(kept.values())
+        self.values: dict[str, TensorMeta] = {}
+
+    def segment(self, index: int, nodes: Sequence[fx.Node]) -> Segment:
+        outputs = [n for n in nodes if self._leaves(n, index)]
+        return self._copy(index, _name(nodes), nodes, outputs)
+
+    def prologue(self, segments: Sequence[Segment]) -> Segment:
+        """Derived nodes that some segment reads, or the caller."""
+        read = {name for segment in segments for name in segment.derived}
+        derived = self.flow.derived
+        outputs = [n for n in derived if n.name in read or n in self.kept]
+        return self._copy(-1, "prologue", derived, outputs)
+
+    def _leaves(self, node: fx.Node, index: int) -> bool:
+        later = any(self.segment_of.get(user, index) != index for user in node.users)
+        return later or node in self.kept
+
+    def _copy(
+        self, index: int, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> Segment:
+        inside = set(nodes)
+        external = list(
+            dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
+        )
+        by_kind: dict[Kind, list[fx.Node]] = {kind: [] for kind in Kind}
+        for node in external:
+            by_kind[self._kind(node)].append(node)
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for kind in Kind:
+            for node in by_kind[kind]:
+                env[node] = _placeholder(graph, node, kind)
+        for node in nodes:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[n] for n in outputs))
+        for node in (*outputs, *by_kind[Kind.VALUE], *by_kind[Kind.DERIVED]):
+            self.values[node.name] = node.meta["tensor"]
+        names = {kind: tuple(_label(n) for n in found) for kind, found in by_kind.items()}
+        return Segment(
+            index=index,
+            name=name,
+            graph=graph,
+            parameters=names[Kind.PARAMETER],
+            buffers=names[Kind.BUFFER],
+            columns=names[Kind.COLUMN],
+            inputs=names[Kind.VALUE],
+            outputs=tuple(n.name for n in outputs),
+            derived=names[Kind.DERIVED],
+        )
+
+    def _kind(self, node: fx.Node) -> Kind:
+        if node.op == "placeholder":
+            kind: Kind = node.meta["kind"]
+            return kind
+        return Kind.VALUE if node in self.segment_of else Kind.DERIVED
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, kind: Kind) -> fx.Node:
+    new = graph.placeholder(node.name)
+    new.meta = {**node.meta, "kind": kind, "name": _label(node)}
+    return new
+
+
+def _label(node: fx.Node) -> str:
+    return str(node.meta["name"]) if node.op == "placeholder" else node.name
+
+
+def _name(nodes: Sequence[fx.Node]) -> str:
+    """The module that holds all of a segment's GEMMs, or else all its parameters."""
+    tests: tuple[Callable[[fx.Node], bool], ...] = (is_weight_gemm, reads_parameter)
+    for test in tests:
+        paths = [n.meta["module"].split(".") for n in nodes if test(n)]
+        if paths:
+            shared = [p[0] for p in zip(*paths, strict=False) if len(set(p)) == 1]
+            return ".".join(shared)
+    return ""
+
+
+def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
+    """The part of a segment that computes some of its outputs (a rank's own prologue)."""
+    wanted = set(names)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(segment.graph, env)
+    assert isinstance(result, tuple)
+    for old, new in env.items():
+        new.meta = dict(old.meta)
+    kept = [(n, v) for n, v in zip(segment.outputs, result, strict=True) if n in wanted]
+    graph.output(tuple(value for _, value in kept))
+    eliminate_dead_code(graph)
+    read: dict[Kind, tuple[str, ...]] = {
+        kind: tuple(
+            n.meta["name"] for n in graph.find_nodes(op="placeholder") if n.meta["kind"] is kind
+        )
+        for kind in Kind
+    }
+    return Segment(
+        index=segment.index,
+        name=segment.name,
+        graph=graph,
+        parameters=read[Kind.PARAMETER],
+        buffers=read[Kind.BUFFER],
+        columns=read[Kind.COLUMN],
+        inputs=read[Kind.VALUE],
+        outputs=tuple(name for name, _ in kept),
+        derived=read[Kind.DERIVED],
+    )

@@ -1,0 +1,314 @@
+"""Trace a model without its weights: one graph of ATen operators, the loss inside.
+
+`torch.export` runs the model once on fake tensors, so nothing is allocated and nothing computed;
+what comes out is the operators that one device would run, in their order.
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind
+
+from merak.core.errors import TraceError
+from merak.graph.clean import clean_graph
+from merak.graph.ir import Kind, TensorMeta
+
+LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The whole model as one graph, before it is cut.
+
+    Args:
+        graph: ATen operators; placeholders carry `meta["kind"]` and `meta["name"]`; it returns the
+            tuple of the model's tensor outputs.
+        outputs: names of these outputs, in order ("loss" first where there is one).
+        parameters: every parameter of the model, by its first name.
+        tied: other names of a parameter → its first name.
+        constants: tensors the model's code made outside its buffers, by name.
+        columns: the batch it was traced with.
+        sources: files whose code the trace ran through.
+    """
+
+    graph: fx.Graph
+    outputs: tuple[str, ...]
+    parameters: dict[str, TensorMeta]
+    tied: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    columns: dict[str, TensorMeta]
+    sources: frozenset[str] = field(default_factory=frozenset)
+
+
+def trace(
+    model: nn.Module,
+    columns: Mapping[str, TensorMeta],
+    *,
+    loss_fn: LossFunction | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+) -> Trace:
+    """Run the model once on fake tensors and write down its operators.
+
+    Args:
+        model: any module, in the mode (train or eval) to trace; its parameters may be on meta.
+        columns: the batch's tensors by the name of the model's argument, at microbatch shape.
+        loss_fn: `loss_fn(outputs, batch) -> loss`, where the model does not compute a loss itself.
+        fixed: further keyword arguments that are no tensors, passed as they are.
+        device: device type the model will run on; fake tensors claim to be there.
+
+    Returns:
+        The trace.
+
+    Raises:
+        TraceError: the model's code cannot be traced, naming the line of it that cannot.
+    """
+    device = torch.device((device or torch.device("cpu")).type)
+    names, tied = parameter_names(model)
+    runner = _Runner(model, tuple(columns), dict(fixed or {}), loss_fn)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack:
+        stack.enter_context(_fake_weights(model, mode, device))
+        stack.enter_context(_eager_masks(columns))
+        values = _fake_batch(columns, mode, device)
+        try:
+            program = torch.export.export(runner, values, strict=False)
+        except Exception as error:
+            raise _explain(model, error) from error
+    graph, constants = _lift(program, runner, tied)
+    sources = clean_graph(graph)
+    return Trace(graph, runner.outputs(), names, tied, constants, dict(columns), sources)
+
+
+def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, str]]:
+    """Every parameter by its first name, and the other names of tied ones (found by identity)."""
+    first: dict[int, str] = {}
+    names: dict[str, TensorMeta] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known == name:
+            shape = tuple(parameter.shape)
+            names[name] = TensorMeta(shape, parameter.dtype, parameter.requires_grad)
+        else:
+            tied[name] = known
+    return names, tied
+
+
+class _Runner(nn.Module):
+    """Calls the model with keyword arguments and returns a flat tuple of named tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        columns: tuple[str, ...],
+        fixed: dict[str, Any],
+        loss_fn: LossFunction | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.columns = columns
+        self.fixed = fixed
+        self.loss_fn = loss_fn
+        self.training = model.training
+        names: list[str] = []
+        self.outputs = lambda: tuple(names)  # export undoes what forward sets on a module itself
+        self.set_outputs = lambda found: names.__setitem__(slice(None), found)
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch = dict(zip(self.columns, values, strict=True))
+        outputs = call_model(self.model, batch, self.fixed, self.loss_fn)
+        self.set_outputs(outputs)
+        return tuple(outputs.values())
+
+
+def call_model(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    fixed: Mapping[str, Any],
+    loss_fn: LossFunction | None,
+) -> dict[str, torch.Tensor]:
+    """The model's tensor outputs by name, the loss function's result as "loss" first.
+
+    A tuple's first element is its loss where no loss function is given and it is a scalar, as
+    transformers has it; a bare scalar tensor is the loss.
+    """
+    if loss_fn is None:
+        return dict(_named_tensors(model(**batch, **fixed)))
+    passed = _accepted(model, batch)
+    result = model(**passed, **fixed)
+    loss = loss_fn(result, batch)
+    return {"loss": loss} | {k: v for k, v in _named_tensors(result) if k != "loss"}
+
+
+def _accepted(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The columns that the model's forward takes; the loss function reads the others."""
+    import inspect
+
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return batch
+    return {name: value for name, value in batch.items() if name in parameters}
+
+
+def _named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(result, torch.Tensor):
+        yield ("loss" if result.ndim == 0 else "output"), result
+        return
+    if isinstance(result, Mapping):
+        items = list(result.items())
+    elif isinstance(result, (tuple, list)):
+        first_is_loss = len(result) and isinstance(result[0], torch.Tensor) and result[0].ndim == 0
+        items = [
+            ("loss" if i == 0 and first_is_loss else f"output{i}", v) for i, v in enumerate(result)
+        ]
+    elif hasattr(result, "__dataclass_fields__"):
+        items = [(name, getattr(result, name)) for name in result.__dataclass_fields__]
+    else:
+        items = []
+    for name, value in items:
+        if isinstance(value, torch.Tensor):
+            yield str(name), value
+        elif isinstance(value, (tuple, list, Mapping)):
+            for inner, tensor in _named_tensors(value):
+                yield f"{name}.{inner}", tensor
+
+
+@contextmanager
+def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    """Put fake tensors in the place of parameters and buffers; the model's own come back after."""
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                )
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = fake
+        return fakes[id(tensor)]
+
+    try:
+        for module in model.modules():
+            for slots in (module._parameters, module._buffers):
+                for name, tensor in slots.items():
+                    if tensor is not None:
+                        kept.append((slots, name, tensor))
+                        slots[name] = fake_of(tensor)
+        yield
+    finally:
+        for slots, name, tensor in kept:
+            slots[name] = tensor
+
+
+def _fake_batch(
+    columns: Mapping[str, TensorMeta], mode: FakeTensorMode, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    with mode:
+        return tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in columns.values())
+
+
+@contextmanager
+def _eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
+    """Let transformers choose masks in the trace as it does in eager.
+
+    While a model is exported, transformers builds every causal mask in full, which rules out the
+    attention kernels that know `is_causal`. In eager it looks at the numbers: no padding mask and
+    positions that count up by one mean no mask. Positions that the model itself counted (one row,
+    or one row expanded) always do.
+    """
+    from transformers import masking_utils
+
+    find_packed = masking_utils.find_packed_sequence_indices
+
+    def find_packed_in_batch(position_ids: torch.Tensor) -> torch.Tensor | None:
+        counted = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
+        if "position_ids" not in columns and counted:
+            return None
+        return find_packed(position_ids)
+
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(
+            patch(masking_utils, "find_packed_sequence_indices", find_packed_in_batch)
+        )
+        stack.enter_context(
+            patch(masking_utils, "is_torchdynamo_exporting", lambda: False, create=True)
+        )
+        yield
+
+
+def _lift(
+    program: torch.export.ExportedProgram, runner: _Runner, tied: Mapping[str, str]
+) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    """Name the placeholders after what they stand for; keep only what the user's call returns."""
+    signature = program.graph_signature
+    graph = program.graph_module.graph
+    constants: dict[str, torch.Tensor] = {}
+    columns = iter(runner.columns)
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    for node in graph.find_nodes(op="placeholder"):
+        spec = specs[node.name]
+        target = (spec.target or "").removeprefix("model.")
+        if spec.kind == InputKind.USER_INPUT:
+            node.meta |= {"kind": Kind.COLUMN, "name": next(columns)}
+        elif spec.kind == InputKind.PARAMETER:
+            node.meta |= {"kind": Kind.PARAMETER, "name": tied.get(target, target)}
+        else:
+            node.meta |= {"kind": Kind.BUFFER, "name": target}
+            if spec.kind == InputKind.CONSTANT_TENSOR:
+                constants[target] = program.constants[spec.target or ""]
+    _keep_user_outputs(graph, signature)
+    _merge_placeholders(graph)
+    return graph, constants
+
+
+def _keep_user_outputs(
+    graph: fx.Graph, signature: torch.export.graph_signature.ExportGraphSignature
+) -> None:
+    (output,) = graph.find_nodes(op="output")
+    wanted = set(signature.user_outputs)
+    kept = [n for n in output.args[0] if isinstance(n, fx.Node) and n.name in wanted]
+    by_name = {n.name: n for n in kept}
+    output.args = (tuple(by_name[str(name)] for name in signature.user_outputs),)
+
+
+def _merge_placeholders(graph: fx.Graph) -> None:
+    """One placeholder per parameter, column or buffer, used ones only."""
+    first: dict[tuple[Kind, str], fx.Node] = {}
+    for node in list(graph.find_nodes(op="placeholder")):
+        known = first.setdefault((node.meta["kind"], node.meta["name"]), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+
+
+def _explain(model: nn.Module, error: Exception) -> TraceError:
+    """A sentence that names the user's own line, not torch's."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in ("/torch/", "/merak/graph/", "<eval_with"))
+    ]
+    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
+    line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip() if own else ""
+    reason = str(error).strip().splitlines()
+    cause = reason[0] if reason else type(error).__name__
+    return TraceError(
+        f"{type(model).__name__} cannot be traced at {where}: `{line}` ({cause}); control flow and "
+        "shapes must not depend on the values of tensors there: use torch.where, fixed sizes, or "
+        "switch the feature off in the model's config."
+    )
