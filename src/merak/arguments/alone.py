@@ -1,0 +1,89 @@
+"""Accelerate in single-process mode, inside a job of many ranks.
+
+Merak reduces gradients and hands out data itself, so each rank's `transformers.Trainer` must
+believe that it is alone: no DistributedDataParallel, no sharded loader, gather the identity.
+Accelerate decides by the launcher's environment variables, so those are hidden while it looks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from accelerate.state import (  # type: ignore[import-untyped]
+    AcceleratorState,
+    PartialState,
+)
+
+from merak.core.errors import ArgumentsError
+from merak.core.mesh import current_mesh
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "ACCELERATE_USE_CPU",
+)
+"""What Accelerate counts ranks and chooses a device by."""
+
+DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
+"""The device that Accelerate takes without looking further."""
+
+REFUSED_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "merak.init(dp=…, tp=…, pp=…)",
+    "ACCELERATE_USE_FSDP": "merak.init(dp=…, tp=…, pp=…)",
+    "ACCELERATE_USE_MEGATRON_LM": "merak.init(dp=…, tp=…, pp=…)",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "merak.init(dp=…, tp=…, pp=…)",
+    "ACCELERATE_MIXED_PRECISION": "single precision",
+    "ACCELERATE_DYNAMO_BACKEND": "no compilation",
+}
+"""Wishes of `accelerate launch` that Merak cannot honour, and what to use instead."""
+
+
+@contextmanager
+def single_process_accelerate() -> Iterator[None]:
+    """Hide the launcher's variables, so that Accelerate built inside sees one process.
+
+    Accelerate's device is the one that `merak.init` chose. The variables are back afterwards.
+
+    Raises:
+        MeshError: `merak.init` has not been called.
+        ArgumentsError: `accelerate launch` asked for something that Merak cannot honour.
+    """
+    device = current_mesh().device
+    _refuse_launch_wishes()
+    names = (*LAUNCHER_VARIABLES, DEVICE_VARIABLE)
+    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ[DEVICE_VARIABLE] = str(device)
+    try:
+        yield
+    finally:
+        del os.environ[DEVICE_VARIABLE]
+        os.environ.update(saved)
+
+
+def fresh_state() -> PartialState:
+    """Accelerate's process state, made anew: one process, on this rank's device.
+
+    Raises:
+        MeshError: `merak.init` has not been called.
+        ArgumentsError: `accelerate launch` asked for something that Merak cannot honour.
+    """
+    with single_process_accelerate():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return PartialState(cpu=current_mesh().device.type == "cpu")
+
+
+def _refuse_launch_wishes() -> None:
+    for name, instead in REFUSED_VARIABLES.items():
+        value = os.environ.get(name, "")
+        if value.lower() not in ("", "0", "no", "false"):
+            raise ArgumentsError(
+                f"the environment variable {name}={value} cannot be honoured; use {instead}, "
+                "and start the script with torchrun instead of `accelerate launch`."
+            )

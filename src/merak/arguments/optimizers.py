@@ -1,0 +1,85 @@
+"""Which optimizers, by name, are right for parameters that lie on many ranks.
+
+A stage's optimizer sees the parameters of its own segments, and under tensor parallelism a slice
+of each. One whose update is elementwise is right on slices; one that takes norms, factors or
+blocks over a parameter is right only on whole parameters; one that looks for modules or for the
+whole model is right on neither.
+"""
+
+from __future__ import annotations
+
+from merak.arguments.rules import Layout, Rule, honoured, refused
+
+_ELEMENTWISE = honoured("its update is elementwise, so it is right on every slice of a parameter")
+_BNB = honoured("its update is elementwise; it needs bitsandbytes")
+_WHOLE = "tensor parallel ranks hold a slice of each parameter; use 'adamw_torch', or tp=1"
+_PER_PARAMETER = refused(
+    f"its update depends on norms or factors of a whole parameter, and {_WHOLE}",
+    layout=Layout.TENSOR_PARALLEL,
+)
+_BLOCKWISE = refused(
+    f"it quantises its state in blocks of a whole parameter, and {_WHOLE}",
+    layout=Layout.TENSOR_PARALLEL,
+)
+_EMBEDDINGS = refused(
+    "it keeps embeddings in 32 bits by looking for nn.Embedding modules, which a traced model "
+    "does not have; use 'adamw_torch' or the optimizer's 32-bit variant"
+)
+_MODULES = refused(
+    "it projects the gradients of named nn.Linear modules, which a traced model does not have; "
+    "use 'adamw_torch'"
+)
+_FUSED_BACKWARD = refused(
+    "it updates parameters inside the backward pass, before gradients are reduced over ranks; "
+    "use 'adamw_torch' or 'adafactor'"
+)
+_GLOBAL = refused(
+    "it clips by a norm over all parameters and counts layers, of which a stage sees only its "
+    "own; use 'adamw_torch'"
+)
+_DEVICE = refused("Merak runs on CPU and CUDA devices; use 'adamw_torch' or 'adamw_torch_fused'")
+
+OPTIMIZERS: dict[str, Rule] = {
+    "adamw_torch": _ELEMENTWISE,
+    "adamw_torch_fused": _ELEMENTWISE,
+    "adamw_anyprecision": _ELEMENTWISE,
+    "sgd": _ELEMENTWISE,
+    "adagrad": _ELEMENTWISE,
+    "rmsprop": _ELEMENTWISE,
+    "schedule_free_adamw": _ELEMENTWISE,
+    "schedule_free_radam": _ELEMENTWISE,
+    "schedule_free_sgd": _ELEMENTWISE,
+    "ademamix": _BNB,
+    "lion_32bit": _BNB,
+    "paged_adamw_32bit": _BNB,
+    "paged_ademamix_32bit": _BNB,
+    "paged_lion_32bit": _BNB,
+    "rmsprop_bnb": _BNB,
+    "rmsprop_bnb_32bit": _BNB,
+    "adafactor": _PER_PARAMETER,
+    "stable_adamw": _PER_PARAMETER,
+    "adamw_torch_4bit": _BLOCKWISE,
+    "adamw_torch_8bit": _BLOCKWISE,
+    "adamw_bnb_8bit": _EMBEDDINGS,
+    "adamw_8bit": _EMBEDDINGS,
+    "ademamix_8bit": _EMBEDDINGS,
+    "lion_8bit": _EMBEDDINGS,
+    "paged_adamw_8bit": _EMBEDDINGS,
+    "paged_ademamix_8bit": _EMBEDDINGS,
+    "paged_lion_8bit": _EMBEDDINGS,
+    "rmsprop_bnb_8bit": _EMBEDDINGS,
+    "galore_adamw": _MODULES,
+    "galore_adamw_8bit": _MODULES,
+    "galore_adafactor": _MODULES,
+    "galore_adamw_layerwise": _MODULES,
+    "galore_adamw_8bit_layerwise": _MODULES,
+    "galore_adafactor_layerwise": _MODULES,
+    "apollo_adamw": _MODULES,
+    "apollo_adamw_layerwise": _MODULES,
+    "lomo": _FUSED_BACKWARD,
+    "adalomo": _FUSED_BACKWARD,
+    "grokadamw": _GLOBAL,
+    "adamw_torch_xla": _DEVICE,
+    "adamw_torch_npu_fused": _DEVICE,
+}
+"""Decision by optimizer name; a name that is not here is refused."""

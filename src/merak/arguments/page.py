@@ -1,0 +1,82 @@
+"""The page docs/arguments.md, made from the decisions; `python -m merak.arguments.page` prints it.
+
+After a change of the table: `python -m merak.arguments.page > docs/arguments.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+
+from merak.arguments.alone import REFUSED_VARIABLES
+from merak.arguments.optimizers import OPTIMIZERS
+from merak.arguments.rules import Layout, Policy, Rule
+from merak.arguments.table import ACCELERATOR, SECTIONS
+from merak.arguments.training import OWN_FIELDS, MerakArguments
+
+INTRODUCTION = """\
+# Training arguments
+
+`merak.MerakArguments` is a subclass of `transformers.TrainingArguments`. Build it after
+`merak.init`, from Python or with `transformers.HfArgumentParser`. Every argument of transformers
+keeps its meaning, or has no effect for the reason given here, or is refused: a value that is not
+the default ends the script with one sentence, an `ArgumentsError`, before anything runs. A field
+of a newer transformers that this table does not know is refused as soon as it is set.
+
+Sizes of batches are those of one microbatch of one replica. A step takes
+`per_device_train_batch_size` × `gradient_accumulation_steps` × dp samples: the number of
+accumulation steps is the number of microbatches in the pipeline. `args.world_size` is dp, the
+number by which batch sizes are multiplied, and `args.process_index` is the global rank. Rank 0
+alone logs and saves.
+
+This page is made from the table in `merak.arguments.table` by `python -m merak.arguments.page`.
+"""
+
+
+def render() -> str:
+    """The page as Markdown."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield INTRODUCTION
+    yield "## Merak's own arguments\n"
+    yield "| argument | default | meaning |"
+    yield "|---|---|---|"
+    for field in dataclasses.fields(MerakArguments):
+        if field.name in OWN_FIELDS:
+            yield f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} |"
+    yield "\n## Arguments of transformers\n"
+    for title, rules in SECTIONS.items():
+        yield f"### {title}\n"
+        yield from _table("argument", rules)
+    yield "### Options of `accelerator_config`\n"
+    yield from _table("option", ACCELERATOR)
+    yield "## Optimizers\n"
+    yield "Names of `optim`. A name that is not here is refused.\n"
+    yield from _table("optimizer", OPTIMIZERS)
+    yield "## Wishes of `accelerate launch`\n"
+    yield "Start scripts with torchrun. These environment variables are refused when they are set:"
+    yield ", ".join(f"`{name}`" for name in REFUSED_VARIABLES) + ".\n"
+
+
+def _table(kind: str, rules: Mapping[str, Rule]) -> Iterator[str]:
+    yield f"| {kind} | decision | how, or why not |"
+    yield "|---|---|---|"
+    for name, rule in rules.items():
+        yield f"| `{name}` | {_decision(rule)} | {rule.sentence} |"
+    yield ""
+
+
+def _decision(rule: Rule) -> str:
+    choices = [f"`{choice}`" for choice in rule.accepted if isinstance(choice, str) and choice]
+    if choices:
+        return f"{rule.policy.value}, but for the default, {' and '.join(choices)}"
+    if rule.policy is not Policy.REFUSED or rule.layout is Layout.ANY:
+        return rule.policy.value
+    return f"{rule.policy.value} {rule.layout.value}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

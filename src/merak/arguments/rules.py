@@ -1,0 +1,125 @@
+"""What Merak does with a training argument, as data: honoured, without effect, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from merak.core.errors import ArgumentsError
+from merak.core.mesh import Mesh
+
+
+class Policy(Enum):
+    """What becomes of an argument's value."""
+
+    HONOURED = "honoured"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+class Layout(Enum):
+    """The jobs in which a value is refused."""
+
+    ANY = "in every job"
+    DATA_PARALLEL = "with dp > 1"
+    TENSOR_PARALLEL = "with tp > 1"
+    SEVERAL_RANKS = "with more than one rank"
+    NOT_CPU = "unless `merak.init` chose the CPU"
+
+    def holds(self, mesh: Mesh) -> bool:
+        """Whether this job is one of them."""
+        return {
+            Layout.ANY: True,
+            Layout.DATA_PARALLEL: mesh.dp > 1,
+            Layout.TENSOR_PARALLEL: mesh.tp > 1,
+            Layout.SEVERAL_RANKS: mesh.world_size > 1,
+            Layout.NOT_CPU: mesh.device.type != "cpu",
+        }[self]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The decision about one argument.
+
+    Args:
+        policy: what becomes of a value that is not the default.
+        sentence: how it is honoured, why it has no effect, or why it is refused and what to use.
+        accepted: values that a refused argument may have besides its default.
+        layout: the jobs in which it is refused; elsewhere it is honoured.
+    """
+
+    policy: Policy
+    sentence: str
+    accepted: tuple[object, ...] = ()
+    layout: Layout = Layout.ANY
+
+
+def honoured(sentence: str) -> Rule:
+    """An argument that keeps its meaning."""
+    return Rule(Policy.HONOURED, sentence)
+
+
+def no_effect(sentence: str) -> Rule:
+    """An argument that changes nothing, rightly so."""
+    return Rule(Policy.NO_EFFECT, sentence)
+
+
+def refused(sentence: str, *accepted: object, layout: Layout = Layout.ANY) -> Rule:
+    """An argument that cannot be honoured; the sentence says why and what to use."""
+    return Rule(Policy.REFUSED, sentence, accepted, layout)
+
+
+UNKNOWN = refused("this version of Merak does not know what it means; leave it at its default")
+"""The rule for fields of a transformers version that the table does not know."""
+
+
+def problems(
+    arguments: object, rules: Mapping[str, Rule], own: frozenset[str], mesh: Mesh
+) -> Iterator[str]:
+    """One sentence for every argument that this job cannot honour.
+
+    Args:
+        arguments: a dataclass instance of training arguments.
+        rules: the decisions, by field name.
+        own: fields that are Merak's own, which no rule governs.
+        mesh: the ranks of the job.
+    """
+    for field in dataclasses.fields(arguments):  # type: ignore[arg-type]
+        if field.name in own or not field.init:
+            continue
+        rule = rules.get(field.name, UNKNOWN)
+        value = getattr(arguments, field.name)
+        if rule.policy is not Policy.REFUSED or _accepted(value, field, rule):
+            continue
+        if rule.layout.holds(mesh):
+            yield refusal(field.name, value, rule)
+
+
+def refusal(name: str, value: object, rule: Rule) -> str:
+    """The sentence for a value that is refused: the argument, its value, why, and what to use."""
+    shown = value.value if isinstance(value, Enum) else value
+    where = "" if rule.layout is Layout.ANY else f" {rule.layout.value}"
+    return f"{name}={shown!r} cannot be honoured{where}: {rule.sentence}."
+
+
+def _accepted(value: object, field: dataclasses.Field[Any], rule: Rule) -> bool:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    return any(
+        value == option and isinstance(value, bool) == isinstance(option, bool)
+        for option in (default, *rule.accepted)
+    )
+
+
+def raise_first(sentences: Iterator[str]) -> None:
+    """Raise the first of the sentences, if there is one.
+
+    Raises:
+        ArgumentsError: there is a sentence.
+    """
+    for sentence in sentences:
+        raise ArgumentsError(sentence)

@@ -1,0 +1,249 @@
+"""Every field of `transformers.TrainingArguments`, and what Merak does with it.
+
+The page docs/arguments.md is made from this table, and a test walks the fields of the installed
+transformers: a field without a decision here fails it, and is refused when it is set.
+"""
+
+from __future__ import annotations
+
+from merak.arguments.rules import Layout, Rule, honoured, no_effect, refused
+
+_PRECISION = "this release trains and evaluates in the model's own precision; leave it unset"
+_RECOMPUTE = "recomputation of activations comes in a later release; use more stages or smaller"
+_RECOMPUTE += " microbatches to save memory"
+_COMPILE = "segments run as traced, without torch.compile, in this release; leave it unset"
+_DEGREES = "Merak lays parameters out itself; use merak.init(dp=…, tp=…, pp=…)"
+_LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"
+_HUB = honoured("rank 0 pushes what `save_model` and checkpoints wrote")
+_LOGGER = honoured("given to the logger, on rank 0")
+_SCRIPT = honoured("read by scripts, not by the trainer")
+_LOADER = honoured("as in transformers, in the loader of every rank that reads data")
+_EVALUATION = honoured("as in transformers; every rank sees the same metrics")
+_SAVING = honoured("as in transformers; rank 0 writes a folder that any Hugging Face tool reads")
+_LOGGING = honoured("as in transformers; rank 0 logs")
+_ADAM = honoured("given to the optimizer")
+
+OUTPUT = {
+    "output_dir": honoured("rank 0 writes into it"),
+    "do_train": _SCRIPT,
+    "do_eval": _SCRIPT,
+    "do_predict": _SCRIPT,
+    "resume_from_checkpoint": _SCRIPT,
+}
+
+LENGTH = {
+    "per_device_train_batch_size": honoured("samples of one microbatch of one replica"),
+    "per_device_eval_batch_size": honoured("samples of one evaluation batch of one replica"),
+    "gradient_accumulation_steps": honoured(
+        "the number of microbatches of a step; a step takes microbatch size × microbatches × dp "
+        "samples"
+    ),
+    "num_train_epochs": honoured("as in transformers"),
+    "max_steps": honoured("as in transformers"),
+    "auto_find_batch_size": refused(
+        "a pipeline is laid out for one microbatch size, and ranks cannot change it one by one; "
+        "set per_device_train_batch_size"
+    ),
+}
+
+OPTIMIZATION = {
+    "optim": honoured("by name; the second table says which optimizers are right in which job"),
+    "optim_args": honoured("given to the optimizer"),
+    "optim_target_modules": refused(
+        "only GaLore and APOLLO read it, which cannot be honoured; leave it unset"
+    ),
+    "learning_rate": honoured("as in transformers"),
+    "lr_scheduler_type": honoured("every rank steps the same schedule"),
+    "lr_scheduler_kwargs": honoured("given to the schedule"),
+    "warmup_steps": honoured("as in transformers"),
+    "weight_decay": honoured("parameters are told apart by their names in your model"),
+    "adam_beta1": _ADAM,
+    "adam_beta2": _ADAM,
+    "adam_epsilon": _ADAM,
+    "max_grad_norm": honoured("the norm is over all parameters of all ranks"),
+    "average_tokens_across_devices": refused(
+        "the loss is always divided by the label tokens of all replicas, as in one process; "
+        "leave it True",
+        layout=Layout.DATA_PARALLEL,
+    ),
+    "label_smoothing_factor": refused(
+        "the loss is traced with the model; use a model or loss function that smooths labels"
+    ),
+    "neftune_noise_alpha": refused(
+        "it hooks the embedding module, which a traced model does not have; leave it unset"
+    ),
+}
+
+PRECISION = {
+    "bf16": refused(_PRECISION),
+    "fp16": refused(_PRECISION),
+    "bf16_full_eval": refused(_PRECISION),
+    "fp16_full_eval": refused(_PRECISION),
+    "tf32": honoured("switched on or off in every rank"),
+}
+
+MEMORY_AND_SPEED = {
+    "activation_checkpointing": refused(_RECOMPUTE, False),
+    "activation_checkpointing_kwargs": refused(_RECOMPUTE),
+    "gradient_checkpointing": refused(_RECOMPUTE, False),
+    "gradient_checkpointing_kwargs": refused(_RECOMPUTE),
+    "torch_compile": refused(_COMPILE),
+    "torch_compile_backend": refused(_COMPILE),
+    "torch_compile_mode": refused(_COMPILE),
+    "use_liger_kernel": refused(_LIGER),
+    "liger_kernel_config": refused(_LIGER),
+    "use_cache": refused("a cache of keys and values is not an output of training; leave it False"),
+    "torch_empty_cache_steps": refused(
+        "emptying the cache would stop every stage of the pipeline; set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation"
+    ),
+}
+
+LOGGING = {
+    "logging_strategy": _LOGGING,
+    "logging_steps": _LOGGING,
+    "logging_first_step": _LOGGING,
+    "logging_nan_inf_filter": honoured(
+        "a filter of logs alone; `nan_policy` says what becomes of such a step"
+    ),
+    "log_on_each_node": no_effect("every rank has the same losses, so rank 0 alone speaks"),
+    "log_level": honoured("the level of rank 0"),
+    "log_level_replica": honoured("the level of every other rank"),
+    "include_num_input_tokens_seen": honoured("counted over all replicas"),
+    "disable_tqdm": honoured("rank 0 shows the bar"),
+    "skip_memory_metrics": honoured("the metrics are those of rank 0"),
+    "report_to": honoured("the loggers run on rank 0"),
+    "run_name": _LOGGER,
+    "project": _LOGGER,
+    "trackio_space_id": _LOGGER,
+    "trackio_bucket_id": _LOGGER,
+    "trackio_static_space_id": _LOGGER,
+    "debug": refused(
+        "it hooks the model's modules, which a traced model does not run; use nan_policy='stop'",
+        [],
+        None,
+    ),
+}
+
+EVALUATION = {
+    "eval_strategy": _EVALUATION,
+    "eval_steps": _EVALUATION,
+    "eval_delay": _EVALUATION,
+    "eval_on_start": _EVALUATION,
+    "prediction_loss_only": _EVALUATION,
+    "eval_do_concat_batches": _EVALUATION,
+    "eval_accumulation_steps": _EVALUATION,
+    "include_for_metrics": _EVALUATION,
+    "batch_eval_metrics": _EVALUATION,
+    "eval_use_gather_object": no_effect("a traced model gives tensors, which are gathered as such"),
+    "load_best_model_at_end": honoured("every rank loads its own segments of the best checkpoint"),
+    "metric_for_best_model": _EVALUATION,
+    "greater_is_better": _EVALUATION,
+}
+
+SAVING = {
+    "save_strategy": _SAVING,
+    "save_steps": _SAVING,
+    "save_total_limit": _SAVING,
+    "save_only_model": _SAVING,
+    "save_on_each_node": refused("rank 0 alone writes the model; use a file system all nodes see"),
+    "enable_jit_checkpoint": refused(
+        "ranks would stop at different steps when the signal arrives; use save_steps"
+    ),
+    "ignore_data_skip": honoured("as in transformers"),
+    "restore_callback_states_from_checkpoint": honoured("as in transformers"),
+    "push_to_hub": _HUB,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+}
+
+REPRODUCIBILITY = {
+    "seed": honoured("the same weights, dropout and losses in every layout"),
+    "data_seed": honoured("the same order of samples in every layout"),
+    "full_determinism": honoured("as in transformers, in every rank"),
+}
+
+DATA = {
+    "dataloader_drop_last": _LOADER,
+    "dataloader_num_workers": _LOADER,
+    "dataloader_pin_memory": _LOADER,
+    "dataloader_persistent_workers": _LOADER,
+    "dataloader_prefetch_factor": _LOADER,
+    "dataloader_multiprocessing_context": _LOADER,
+    "dataloader_in_order": refused(
+        "ranks of one replica would read different batches; leave it True",
+        layout=Layout.SEVERAL_RANKS,
+    ),
+    "remove_unused_columns": _LOADER,
+    "label_names": _LOADER,
+    "train_sampling_strategy": refused(
+        "it gives microbatches of different numbers of samples, each of which would have to be "
+        "traced; use 'random', 'sequential' or 'group_by_length'",
+        "sequential",
+        "group_by_length",
+    ),
+    "length_column_name": _LOADER,
+}
+
+DISTRIBUTION = {
+    "use_cpu": refused(
+        "the device was chosen by merak.init; call merak.init(device='cpu')", layout=Layout.NOT_CPU
+    ),
+    "local_rank": no_effect("transformers no longer reads it; torchrun's LOCAL_RANK counts"),
+    "ddp_bucket_cap_mb": honoured("the same as `bucket_bytes`, in MiB"),
+    "ddp_find_unused_parameters": no_effect(
+        "the trace knows which parameters the loss depends on; nothing has to be found"
+    ),
+    "ddp_static_graph": no_effect("a traced graph is static"),
+    "ddp_broadcast_buffers": refused(
+        "replicas keep their own buffers; leave it unset", False, layout=Layout.DATA_PARALLEL
+    ),
+    "ddp_backend": refused("merak.init connects the ranks; use merak.init(backend=…)"),
+    "ddp_timeout": refused("merak.init connects the ranks; use merak.init(timeout_s=…)"),
+    "fsdp": refused(_DEGREES, False, "", []),
+    "fsdp_config": refused(_DEGREES, {}),
+    "deepspeed": refused(_DEGREES),
+    "parallelism_config": refused(_DEGREES),
+    "accelerator_config": honoured("option by option, as below"),
+}
+
+ACCELERATOR = {
+    "split_batches": refused(
+        "batch sizes are those of one microbatch of one replica; set per_device_train_batch_size"
+    ),
+    "dispatch_batches": refused(
+        "every rank reads the columns that its own segments use; leave it unset", False
+    ),
+    "even_batches": no_effect("no sample is ever duplicated; a ragged end is as in one process"),
+    "use_seedable_sampler": honoured("as in one process"),
+    "non_blocking": honoured("as in one process, in the loader of every rank"),
+    "gradient_accumulation_kwargs": refused(
+        "accumulation is the pipeline's; set gradient_accumulation_steps", {}
+    ),
+    "use_configured_state": refused("the state of each rank's Accelerate is made by Merak"),
+}
+"""The decisions for the options of `accelerator_config`."""
+
+SECTIONS: dict[str, dict[str, Rule]] = {
+    "Output and scripts": OUTPUT,
+    "Length and batches": LENGTH,
+    "Optimization": OPTIMIZATION,
+    "Precision": PRECISION,
+    "Memory and speed": MEMORY_AND_SPEED,
+    "Logging": LOGGING,
+    "Evaluation": EVALUATION,
+    "Saving": SAVING,
+    "Reproducibility": REPRODUCIBILITY,
+    "Data": DATA,
+    "Distribution": DISTRIBUTION,
+}
+"""The decisions as the documentation groups them."""
+
+RULES: dict[str, Rule] = {
+    name: rule for section in SECTIONS.values() for name, rule in section.items()
+}
+"""The decision for every field, by its name."""

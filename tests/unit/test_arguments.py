@@ -1,0 +1,312 @@
+"""Training arguments: every field decided, refusals in words, and one process per rank."""
+
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.training_args import OptimizerNames, ParallelMode
+
+from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
+from merak.arguments.optimizers import OPTIMIZERS
+from merak.arguments.page import render
+from merak.arguments.rules import Layout, Policy
+from merak.arguments.table import ACCELERATOR, RULES, SECTIONS
+from merak.core import mesh as meshes
+from merak.core.errors import ArgumentsError, MeshError
+
+PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
+
+SOME_VALUES: dict[str, object] = {
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+    "torch_empty_cache_steps": 4,
+    "activation_checkpointing_kwargs": {"every_n_layers": 2},
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+    "liger_kernel_config": {"rope": True},
+    "optim_target_modules": ["attn"],
+    "debug": "underflow_overflow",
+    "train_sampling_strategy": "batch_rebalance",
+    "ddp_backend": "gloo",
+    "ddp_timeout": 60,
+    "fsdp_config": {"version": 2},
+    "deepspeed": "ds_config.json",
+    "parallelism_config": {"tp_size": 2},
+    "average_tokens_across_devices": False,
+    "dataloader_in_order": False,
+}
+"""A value that is not the default, for refused fields that are not plain switches."""
+
+
+@pytest.fixture
+def job() -> Iterator[Callable[..., None]]:
+    """Say what the mesh is, as this process sees it."""
+
+    def stand(dp: int = 1, tp: int = 1, pp: int = 1, rank: int = 0) -> None:
+        meshes.reset()
+        meshes._current.append(meshes.Mesh(dp, tp, pp, rank, torch.device("cpu"), None))
+
+    stand()
+    yield stand
+    meshes.reset()
+
+
+def arguments(**settings: object) -> MerakArguments:
+    return MerakArguments(output_dir="unused", **settings)  # type: ignore[arg-type]
+
+
+def test_every_field_of_transformers_is_decided() -> None:
+    undecided = {field.name for field in dataclasses.fields(TrainingArguments)} - set(RULES)
+    assert not undecided
+    assert len(RULES) == sum(len(section) for section in SECTIONS.values())
+
+
+def test_every_optimizer_and_accelerator_option_is_decided() -> None:
+    assert {name.value for name in OptimizerNames} <= set(OPTIMIZERS)
+    assert {field.name for field in dataclasses.fields(AcceleratorConfig)} <= set(ACCELERATOR)
+
+
+def test_documentation_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(), "run python -m merak.arguments.page"
+
+
+REFUSED = [name for name, rule in RULES.items() if rule.policy is Policy.REFUSED]
+
+
+@pytest.mark.parametrize("name", [n for n in REFUSED if RULES[n].layout is Layout.ANY])
+def test_refuses_by_name_value_and_advice(name: str, job: Callable[..., None]) -> None:
+    value = SOME_VALUES.get(name, True)
+    with pytest.raises(ArgumentsError) as caught:
+        arguments(**{name: value})
+    assert str(caught.value) == f"{name}={value!r} cannot be honoured: {RULES[name].sentence}."
+
+
+@pytest.mark.parametrize(
+    ("name", "degree"),
+    [
+        ("average_tokens_across_devices", "dp"),
+        ("ddp_broadcast_buffers", "dp"),
+        ("dataloader_in_order", "pp"),
+    ],
+)
+def test_refuses_only_where_it_matters(name: str, degree: str, job: Callable[..., None]) -> None:
+    value = SOME_VALUES.get(name, True)
+    assert getattr(arguments(**{name: value}), name) == value
+    job(**{degree: 2})
+    with pytest.raises(ArgumentsError, match=f"^{name}={value} cannot be honoured with "):
+        arguments(**{name: value})
+
+
+def test_use_cpu_needs_a_mesh_on_the_cpu(job: Callable[..., None]) -> None:
+    assert arguments(use_cpu=True).device == torch.device("cpu")
+    args = arguments(use_cpu=True)
+    meshes.reset()
+    meshes._current.append(meshes.Mesh(1, 1, 1, 0, torch.device("meta"), None))
+    with pytest.raises(ArgumentsError, match=r"use_cpu=True .* merak.init\(device='cpu'\)"):
+        check_arguments(args)
+
+
+def test_defaults_of_the_installed_transformers_are_accepted(job: Callable[..., None]) -> None:
+    job(dp=2, tp=2, pp=2)
+    args = arguments()
+    rebuilt = dataclasses.replace(args)
+    assert rebuilt.to_dict() == args.to_dict()
+    assert MerakArguments(**args.to_dict()).to_dict() == args.to_dict()
+
+
+def test_fields_that_the_table_does_not_know(job: Callable[..., None]) -> None:
+    @dataclasses.dataclass(repr=False)
+    class Newer(MerakArguments):
+        shiny: int = 3
+
+    assert Newer(output_dir="unused").shiny == 3
+    with pytest.raises(ArgumentsError, match="shiny=4 cannot be honoured: this version of Merak"):
+        Newer(output_dir="unused", shiny=4)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "stable_adamw", "adamw_torch_8bit"])
+def test_optimizers_over_whole_parameters_need_tp_1(name: str, job: Callable[..., None]) -> None:
+    job(dp=2, pp=2)
+    arguments(optim=name)
+    job(tp=2)
+    with pytest.raises(ArgumentsError, match=f"optim='{name}' cannot be honoured with tp > 1: "):
+        arguments(optim=name)
+
+
+@pytest.mark.parametrize("name", ["lomo", "galore_adamw", "grokadamw", "adamw_bnb_8bit"])
+def test_optimizers_that_look_for_modules_are_refused(name: str, job: Callable[..., None]) -> None:
+    with pytest.raises(ArgumentsError, match=f"optim='{name}' cannot be honoured: "):
+        arguments(optim=name)
+
+
+def test_arguments_changed_later_are_checked_again(job: Callable[..., None]) -> None:
+    args = arguments()
+    args.set_optimizer("adafactor")
+    job(tp=2)
+    with pytest.raises(ArgumentsError, match="optim='adafactor'"):
+        check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"split_batches": True}, "accelerator_config.split_batches=True cannot be honoured"),
+        ({"dispatch_batches": True}, "accelerator_config.dispatch_batches=True"),
+        ('{"use_configured_state": true}', "accelerator_config.use_configured_state=True"),
+        ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "set gradient_accumulation_steps"),
+    ],
+)
+def test_accelerator_options(config: object, said: str, job: Callable[..., None]) -> None:
+    with pytest.raises(ArgumentsError, match=said):
+        arguments(accelerator_config=config)
+    arguments(accelerator_config={"non_blocking": True, "even_batches": False})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"nan_policy": "pray"}, "nan_policy='pray' is not a choice; use 'stop' or 'skip'"),
+        ({"tied_gradients": "never"}, "use 'microbatch' or 'step'"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 is not a size"),
+        ({"bucket_bytes": 7, "ddp_bucket_cap_mb": 1}, "contradict each other"),
+        ({"partition": [3, 0]}, r"partition=\[3, 0\] has an empty stage"),
+        ({"partition": [3, 4, 5]}, "names 3 stages, which cannot be laid out over pp=2"),
+        ({"segment_times": "nowhere.json"}, "segment_times='nowhere.json' is not a file"),
+        ({"feature_dict": "nowhere.json"}, "feature_dict='nowhere.json' cannot be read as JSON"),
+    ],
+)
+def test_own_fields_are_checked(
+    settings: dict[str, object], said: str, job: Callable[..., None]
+) -> None:
+    job(pp=2)
+    with pytest.raises(ArgumentsError, match=said):
+        arguments(**settings)
+
+
+def test_own_fields_are_settled(
+    job: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = tmp_path / "features.json"
+    features.write_text(json.dumps({"mlp.up": "column"}), encoding="utf-8")
+    monkeypatch.setenv("MERAK_CACHE", str(tmp_path))
+    args = arguments(feature_dict=str(features), ddp_bucket_cap_mb=3)
+    assert args.feature_dict == {"mlp.up": "column"}
+    assert args.bucket_bytes == 3 * 2**20
+    assert args.trace_cache == str(tmp_path)
+    monkeypatch.delenv("MERAK_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert arguments().trace_cache == "/caches/merak"
+    assert arguments(trace_cache="").trace_cache == ""
+    assert arguments().bucket_bytes == 25 * 2**20
+
+
+def test_command_line(job: Callable[..., None]) -> None:
+    job(pp=2)
+    words = "--output_dir unused --partition 3 4 --schedule gpipe --nan_policy skip"
+    words += " --bucket_bytes 1024 --gradient_accumulation_steps 4"
+    split = [*words.split(), "--feature_dict", '{"mlp.up": "column"}']
+    (args,) = HfArgumentParser(MerakArguments).parse_args_into_dataclasses(split)  # type: ignore[arg-type]
+    assert (args.partition, args.schedule, args.nan_policy) == ([3, 4], "gpipe", "skip")
+    assert (args.bucket_bytes, args.feature_dict) == (1024, {"mlp.up": "column"})
+
+
+def test_travels_and_keeps_secrets(job: Callable[..., None]) -> None:
+    args = arguments(hub_token="hf_secret", partition=[3])
+    stored = io.BytesIO()
+    torch.save(args, stored)
+    stored.seek(0)
+    assert torch.load(stored, weights_only=False).to_dict() == args.to_dict()
+    assert json.loads(args.to_json_string())["partition"] == [3]
+    assert "hf_secret" not in repr(args) + str(args) + args.to_json_string()
+
+
+def test_needs_init() -> None:
+    meshes.reset()
+    with pytest.raises(MeshError, match=r"merak\.init has not been called"):
+        arguments()
+
+
+class AloneTrainer(Trainer):
+    """A trainer whose Accelerate is built as Merak's trainer builds it."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with single_process_accelerate():
+            super().create_accelerator_and_postprocess()
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables that torchrun sets on the third of four ranks."""
+    variables = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_TORCH_DEVICE": "meta"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return variables
+
+
+def test_each_rank_believes_it_is_alone(
+    job: Callable[..., None], torchrun: dict[str, str], tmp_path: Path
+) -> None:
+    job(dp=2, pp=2, rank=2)
+    args = MerakArguments(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=5,
+    )
+    model = torch.nn.Linear(2, 2)
+    trainer = AloneTrainer(model=model, args=args)
+    accelerator = trainer.accelerator
+    assert (accelerator.num_processes, accelerator.use_distributed) == (1, False)
+    assert accelerator.device == args.device == torch.device("cpu")
+    assert accelerator.prepare(model) is model
+    local = torch.arange(3)
+    assert torch.equal(accelerator.gather(local), local)
+    loader = torch.utils.data.DataLoader(torch.arange(10), batch_size=2)  # type: ignore[arg-type]
+    assert len(accelerator.prepare(loader)) == 5
+    assert {name: os.environ[name] for name in torchrun} == torchrun
+    # What is global all the same.
+    assert trainer.get_total_train_batch_size(args) == 3 * 5 * 2
+    assert (args.world_size, args.process_index, args.local_process_index) == (2, 2, 2)
+    assert (args.n_gpu, args.parallel_mode) == (0, ParallelMode.NOT_PARALLEL)
+    assert not trainer.place_model_on_device
+    assert not (tmp_path / "out").exists()
+    assert not (args.should_log or args.should_save or trainer.is_world_process_zero())
+
+
+def test_rank_0_logs_and_saves(job: Callable[..., None]) -> None:
+    job(dp=2, pp=2, rank=0)
+    args = arguments()
+    assert args.should_log and args.should_save and args.process_index == 0
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"])
+def test_wishes_of_accelerate_launch(
+    name: str, job: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = "bf16" if name.endswith("PRECISION") else "true"
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentsError, match=f"variable {name}={value} cannot be honoured"):
+        arguments()
+    monkeypatch.setenv(name, "no")
+    arguments()
+
+
+@pytest.mark.parametrize(("rank", "order"), [(0, ["work", "barrier"]), (1, ["barrier", "work"])])
+def test_main_process_first(
+    rank: int, order: list[str], job: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr("torch.distributed.barrier", lambda: happened.append("barrier"))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    job(tp=2, rank=rank)
+    with arguments().main_process_first():
+        happened.append("work")
+    assert happened == order
