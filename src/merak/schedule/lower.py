@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
+from merak.schedule.ir import Kind, Schedule
+from merak.schedule.reductions import reduction_points
 from merak.schedule.steps import (
     Compute,
     OptimizerStep,
@@ -66,9 +67,8 @@ def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     table = tabulate(schedule)
     order = total_order(schedule, table)
     sends, receives = _place_transfers(table, transfers(table), order)
-    reductions = _place_reductions(schedule)
     return tuple(
-        _rank_steps(schedule, rank, sends, receives[rank], reductions[rank], table.starts[rank])
+        _rank_steps(schedule, rank, sends, receives[rank], table.starts[rank])
         for rank in range(schedule.num_ranks)
     )
 
@@ -143,31 +143,10 @@ def _by_position(
     return result
 
 
-def _place_reductions(schedule: Schedule) -> list[dict[int, list[ReduceGradients]]]:
-    """Per rank, the reductions to start after each position.
-
-    Later stages come first on every rank, since their gradients are complete first: ranks that
-    share several stages thus start their reductions in one order.
-    """
-    result: list[dict[int, list[ReduceGradients]]] = []
-    for rank, actions in enumerate(schedule.actions):
-        final = {
-            (action.stage, schedule.update_of(action.microbatch)): position
-            for position, action in enumerate(actions)
-            if action.kind in FINAL_KINDS
-        }
-        stages = schedule.stages_of(rank)
-        placed = defaultdict(list)
-        after, last = 0, len(actions) - 1
-        for update in range(schedule.num_updates):
-            eager = [s for s in reversed(stages) if schedule.eager_reduction[s]]
-            for stage in eager:
-                after = max(after, final.get((stage, update), after))
-                placed[min(after, last)].append(ReduceGradients(stage, update))
-            for stage in reversed(stages):
-                if stage not in eager:
-                    placed[last].append(ReduceGradients(stage, update))
-        result.append(placed)
+def _reductions_by_position(schedule: Schedule, rank: int) -> dict[int, list[ReduceGradients]]:
+    result = defaultdict(list)
+    for after, stage, update in reduction_points(schedule, rank):
+        result[after].append(ReduceGradients(stage, update))
     return result
 
 
@@ -176,9 +155,9 @@ def _rank_steps(
     rank: int,
     sends: dict[int, Send],
     receives: dict[int, list[Receive]],
-    reductions: dict[int, list[ReduceGradients]],
     first: int,
 ) -> tuple[Step, ...]:
+    reductions = _reductions_by_position(schedule, rank)
     # A rank without actions reduces, and so gives zeros, at position -1.
     steps: list[Step] = [*reductions.get(-1, ())]
     for position, action in enumerate(schedule.actions[rank]):

@@ -22,7 +22,7 @@ class Links:
     link: IntArray
     # Time during which the transfer occupies the link.
     occupancy_s: FloatArray
-    latency_s: float
+    latency_s: FloatArray
     # Whether the producing rank computes on while its output travels.
     overlap: bool
 
@@ -106,6 +106,7 @@ def _run_with_links(
     source: list[int] = table.source.tolist()
     link: list[int] = links.link.tolist()
     occupancy: list[float] = links.occupancy_s.tolist()
+    latency: list[float] = links.latency_s.tolist()
     link_free = [0.0] * (max(link, default=0) + 1)
     start = [0.0] * len(source)
     end = [0.0] * len(source)
@@ -131,9 +132,9 @@ def _run_with_links(
             now += duration[i]
             end[i] = now
             if link[i] >= 0:
-                departure = max(now, link_free[link[i]])
-                link_free[link[i]] = departure + occupancy[i]
-                arrival[i] = departure + occupancy[i] + links.latency_s
+                departed = max(now, link_free[link[i]]) + occupancy[i]
+                link_free[link[i]] = departed
+                arrival[i] = departed + latency[i]
                 if not links.overlap:
                     now = arrival[i]
             else:

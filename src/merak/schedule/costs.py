@@ -1,0 +1,126 @@
+"""What a schedule's actions, transfers and reductions cost: the simulator's input."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from merak.core.errors import ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way between the ranks of two neighbouring stages, the same in both directions."""
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times and sizes per stage, all for one microbatch. Build with `stage_costs` or `uniform`."""
+
+    forward_s: tuple[float, ...]
+    # Of a stage that recomputes; spent in its R or, without one, inside its B or I.
+    recompute_s: tuple[float, ...]
+    # Without any recomputation.
+    backward_s: tuple[float, ...]
+    # The two halves of a split backward.
+    input_gradient_s: tuple[float, ...]
+    weight_gradient_s: tuple[float, ...]
+    # Between stage i and stage i + 1.
+    links: tuple[Link, ...]
+    boundary_bytes: tuple[float, ...]
+    # Whether a rank computes while what it sends travels.
+    overlap: bool
+    # Reduction of a stage's gradients over its replicas and over data parallel ranks.
+    reduction_s: tuple[float, ...]
+    # All that the backward needs, and of it what is left between I and W.
+    activation_bytes: tuple[float, ...]
+    weight_gradient_bytes: tuple[float, ...]
+    # What a stage that recomputes keeps between forward and recomputation.
+    checkpoint_bytes: tuple[float, ...]
+    # Weights, gradients and optimizer state; and of it one version of the weights.
+    state_bytes: tuple[float, ...]
+    weight_bytes: tuple[float, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return len(self.forward_s)
+
+
+def stage_costs(
+    forward_s: tuple[float, ...],
+    backward_s: tuple[float, ...],
+    **others: object,
+) -> Costs:
+    """Costs with the usual values where nothing is said.
+
+    Args:
+        forward_s: duration of a forward, one per stage.
+        backward_s: duration of a backward without recomputation, one per stage.
+        **others: any other field of `Costs`. Left out, recomputation takes as long as a forward,
+            either half of a split backward takes half of it, transfers and reductions take no time,
+            activations count 1 per microbatch and stage (kept whole until W), and checkpoints and
+            weights count nothing.
+
+    Raises:
+        ScheduleError: a field has the wrong length, or a time or size is negative.
+    """
+    num_stages = len(forward_s)
+    nothing, one = (0.0,) * num_stages, (1.0,) * num_stages
+    values: dict[str, object] = {
+        "forward_s": forward_s,
+        "recompute_s": forward_s,
+        "backward_s": backward_s,
+        "input_gradient_s": tuple(b / 2 for b in backward_s),
+        "weight_gradient_s": tuple(b / 2 for b in backward_s),
+        "links": (Link(),) * (num_stages - 1),
+        "boundary_bytes": (0.0,) * (num_stages - 1),
+        "overlap": True,
+        "reduction_s": nothing,
+        "activation_bytes": one,
+        "weight_gradient_bytes": others.get("activation_bytes", one),
+        "checkpoint_bytes": nothing,
+        "state_bytes": nothing,
+        "weight_bytes": nothing,
+    }
+    costs = Costs(**{**values, **others})  # type: ignore[arg-type]
+    _check(costs)
+    return costs
+
+
+def uniform(
+    num_stages: int,
+    *,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    recompute_s: float = 1.0,
+    transfer_s: float = 0.0,
+) -> Costs:
+    """Costs of equal stages, whose transfers take a fixed time that any number can share."""
+    return stage_costs(
+        (forward_s,) * num_stages,
+        (backward_s,) * num_stages,
+        recompute_s=(recompute_s,) * num_stages,
+        links=(Link(latency_s=transfer_s),) * (num_stages - 1),
+    )
+
+
+def _check(costs: Costs) -> None:
+    num_stages = costs.num_stages
+    for field in fields(costs):
+        values = getattr(costs, field.name)
+        if field.name == "overlap":
+            continue
+        wanted = num_stages - 1 if field.name in ("links", "boundary_bytes") else num_stages
+        if len(values) != wanted:
+            raise ScheduleError(
+                f"{field.name} has {len(values)} values; {num_stages} stages need {wanted}."
+            )
+        if field.name != "links" and any(not value >= 0 for value in values):
+            raise ScheduleError(f"{field.name} is {values}; times and sizes are 0 or more.")
+    for link in costs.links:
+        if not (link.latency_s >= 0 and link.bandwidth_bytes_per_s > 0):
+            raise ScheduleError(f"{link} is no link; latency is 0 or more, bandwidth above 0.")
