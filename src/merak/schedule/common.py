@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from merak.core.errors import ScheduleError
 from merak.schedule.ir import Action, Kind, Schedule
@@ -62,3 +62,17 @@ def single_pipe(
         microbatches_per_update=num_microbatches,
         notes=tuple(notes),
     )
+
+
+def recompute_early(actions: Iterable[Action], microbatches: Container[int]) -> list[Action]:
+    """Put an R right before the backward of some microbatches.
+
+    The R needs no gradient, so it runs while the rank waits for one; and since nothing comes
+    between the two, the rank never holds more activations than with a recomputation inside.
+    """
+    result = []
+    for action in actions:
+        if action.kind is Kind.BACKWARD and action.microbatch in microbatches:
+            result.append(Action(Kind.RECOMPUTE, action.stage, action.microbatch))
+        result.append(action)
+    return result

@@ -8,14 +8,26 @@ from types import MappingProxyType
 from typing import Any
 
 from merak.core.errors import ScheduleError
+from merak.schedule.chimera import chimera
+from merak.schedule.early_recompute import early_recompute
+from merak.schedule.gems import gems
 from merak.schedule.gpipe import gpipe
+from merak.schedule.interleaved_1f1b import interleaved_1f1b
 from merak.schedule.ir import Schedule
+from merak.schedule.last_no_recompute import last_no_recompute
 from merak.schedule.one_f_one_b import one_f_one_b
+from merak.schedule.shifted_critical_path import shifted_critical_path
 
 BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
+        "early_recompute": early_recompute,
+        "last_no_recompute": last_no_recompute,
+        "shifted_critical_path": shifted_critical_path,
+        "interleaved_1f1b": interleaved_1f1b,
+        "chimera": chimera,
+        "gems": gems,
     }
 )
 """Every builder: (num_ranks, num_microbatches, **options) to a schedule."""
