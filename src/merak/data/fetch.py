@@ -1,0 +1,139 @@
+"""From samples to the columns of a batch, with the same random draws on every rank that does it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers.trainer_utils import RemoveColumnsCollator
+
+from merak.core.errors import DataError
+from merak.core.random import seed_for
+from merak.data.columns import columns_read, narrow_dataset
+from merak.data.randomness import RandomStream
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """How one rank makes its batches.
+
+    Args:
+        dataset: where samples come from; reads only needed columns where it can be told to.
+        collate: makes a batch of samples.
+        columns: the columns wanted of the batch; None for all.
+        reads: the columns of a sample that `collate` is given; None for whole samples.
+        seed: of every random draw in the dataset and the collator.
+    """
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    columns: tuple[str, ...] | None
+    reads: frozenset[str] | None
+    seed: int
+
+
+def make_fetch(
+    dataset: Any, collate: Callable[[Any], Any], columns: tuple[str, ...] | None, seed: int
+) -> Fetch:
+    """Decide what has to be read to make some columns of the batch.
+
+    Args:
+        dataset: the user's dataset.
+        collate: the user's collator, or transformers' wrapper of it.
+        columns: the columns wanted of the batch; None for all.
+        seed: the job's seed.
+    """
+    collate, own_seed = _without_own_generator(collate)
+    seed = seed if own_seed is None else seed_for(seed, "collator", own_seed)
+    if columns is None:
+        return Fetch(dataset, collate, None, None, seed)
+    reads = columns_read(collate, columns)
+    if reads is not None:
+        dataset = narrow_dataset(dataset, reads)
+    return Fetch(dataset, collate, columns, reads, seed)
+
+
+def _without_own_generator(
+    collate: Callable[[Any], Any],
+) -> tuple[Callable[[Any], Any], int | None]:
+    """The collator drawing from the global generators, and the seed it was given of its own.
+
+    A generator inside the collator moves on with every batch a rank makes, so that its draws would
+    depend on how many dp ranks share the batches.
+    """
+    if isinstance(collate, RemoveColumnsCollator):
+        inner, own_seed = _without_own_generator(collate.data_collator)
+        if own_seed is not None:
+            collate = copy.copy(collate)
+            collate.data_collator = inner
+        return collate, own_seed
+    own_seed = getattr(collate, "seed", None)
+    if not isinstance(own_seed, int) or not hasattr(collate, "generator"):
+        return collate, None
+    bare: Any = copy.copy(collate)
+    bare.seed, bare.generator = None, None
+    return bare, own_seed
+
+
+@contextmanager
+def drawing_for(fetch: Fetch, *key: int) -> Iterator[None]:
+    """Random state for making one batch: the same wherever and whenever that batch is made."""
+    with RandomStream(seed_for(fetch.seed, "data", *key)).active():
+        yield
+
+
+def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
+    """The wanted columns of the batch that some samples make.
+
+    Raises:
+        DataError: the collator gives no columns, or not all that are wanted.
+    """
+    batch = fetch.collate(samples)
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the data_collator gave a {type(batch).__name__}, not a dict of columns; let the "
+            "dataset's samples be dicts, or give a data_collator that returns a dict."
+        )
+    if fetch.columns is None:
+        return dict(batch)
+    for column in fetch.columns:
+        if column not in batch:
+            raise DataError(
+                f"the model reads column {column!r}, but the batch has "
+                f"{', '.join(batch) or 'no columns'}; add the column to the dataset, or give a "
+                "data_collator that makes it."
+            )
+    return {column: batch[column] for column in fetch.columns}
+
+
+def narrowed(fetch: Fetch, sample: Any) -> Any:
+    """A sample with only the columns that the collator is to be given."""
+    if fetch.reads is None or not isinstance(sample, Mapping):
+        return sample
+    return {column: sample[column] for column in sample if column in fetch.reads}
+
+
+def samples_at(fetch: Fetch, indices: Any) -> list[Any]:
+    """Samples of a map-style dataset, narrowed.
+
+    Args:
+        fetch: says which dataset and which columns.
+        indices: one index per sample.
+    """
+    get_many = getattr(fetch.dataset, "__getitems__", None)
+    samples = get_many(indices) if get_many else [fetch.dataset[index] for index in indices]
+    return [narrowed(fetch, sample) for sample in samples]
+
+
+def is_iterable(dataset: object) -> bool:
+    """Whether a dataset has an order of its own instead of indices."""
+    return isinstance(dataset, IterableDataset)
+
+
+def as_is(batch: Any) -> Any:
+    """Leave a batch that the dataset already collated as it is."""
+    return batch

@@ -1,0 +1,171 @@
+"""The loader of one rank: its data parallel share of the batches, its segments' columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
+from torch.utils.data import DataLoader
+
+from merak.core.errors import DataError
+from merak.data.columns import check_not_empty
+from merak.data.fetch import (
+    Fetch,
+    as_is,
+    collated,
+    drawing_for,
+    is_iterable,
+    make_fetch,
+    samples_at,
+)
+from merak.data.mapped import RankBatches, RankDataset
+from merak.data.streamed import RankStream
+
+# What a rank's loader takes over from the loader of a single process.
+TAKEN_OVER = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def shard_loader(
+    loader: DataLoader[Any],
+    *,
+    dp_degree: int,
+    dp_rank: int,
+    columns: tuple[str, ...] | None,
+    seed: int,
+) -> DataLoader[Any]:
+    """Turn the loader of a single process into the loader of one rank.
+
+    Batch k of the epoch goes to data parallel rank k mod `dp_degree`. Every rank's loader has
+    ⌈batches / dp_degree⌉ entries; where the last round has no batch for a rank, it yields {}.
+
+    Args:
+        loader: what `transformers.Trainer` (through accelerate) or the user made, for all samples.
+        dp_degree: data parallel degree.
+        dp_rank: this rank's data parallel replica.
+        columns: the columns that this rank's segments read; () to read no data and yield {}; None
+            for all columns.
+        seed: the job's seed; keys the draws of random datasets and collators.
+
+    Returns:
+        A loader with `set_epoch`, on which `accelerate.skip_first_batches` works.
+
+    Raises:
+        DataError: the loader has no batches; later, a batch without a column that is wanted.
+    """
+    check_not_empty(loader.dataset)
+    if is_iterable(loader.dataset):
+        return _shard_stream(loader, dp_degree, dp_rank, columns, seed)
+    batched = loader.batch_sampler is not None
+    batches = RankBatches(
+        loader.batch_sampler if batched else loader.sampler,
+        dp_degree=dp_degree,
+        dp_rank=dp_rank,
+        seed=seed,
+    )
+    _check_some_batches(loader, batches)
+    fetch = None if columns == () else make_fetch(loader.dataset, loader.collate_fn, columns, seed)
+    sharded: DataLoader[Any] = DataLoaderShard(
+        RankDataset(loader.dataset, fetch, batched),
+        batch_sampler=batches,
+        collate_fn=as_is,
+        device=getattr(loader, "device", None),
+        use_stateful_dataloader=getattr(loader, "use_stateful_dataloader", False),
+        _drop_last=getattr(loader, "_drop_last", loader.drop_last),
+        _non_blocking=getattr(loader, "_non_blocking", False),
+        **({} if fetch is None else _options(loader)),
+    )
+    return sharded
+
+
+def _shard_stream(
+    loader: DataLoader[Any],
+    dp_degree: int,
+    dp_rank: int,
+    columns: tuple[str, ...] | None,
+    seed: int,
+) -> DataLoader[Any]:
+    fetch = make_fetch(loader.dataset, loader.collate_fn, columns, seed)
+    stream = RankStream(
+        fetch,
+        dp_degree=dp_degree,
+        dp_rank=dp_rank,
+        batch_size=loader.batch_size,
+        drop_last=getattr(loader, "_drop_last", loader.drop_last),
+        options=_options(loader),
+    )
+    sharded: DataLoader[Any] = DataLoaderShard(
+        stream,
+        batch_size=None,
+        collate_fn=as_is,
+        device=getattr(loader, "device", None),
+        _non_blocking=getattr(loader, "_non_blocking", False),
+    )
+    return sharded
+
+
+def example_batch(loader: DataLoader[Any], *, seed: int) -> dict[str, Any]:
+    """A batch of the loader's first samples, in the dataset's order, to trace the model with.
+
+    It is the same on every rank, and disturbs neither the order of the samples nor the global
+    random state.
+
+    Args:
+        loader: what `transformers.Trainer` (through accelerate) or the user made.
+        seed: the job's seed.
+
+    Returns:
+        Every column of the batch, on the CPU.
+
+    Raises:
+        DataError: the dataset is empty, or its batches are not dicts.
+    """
+    check_not_empty(loader.dataset)
+    fetch = make_fetch(loader.dataset, loader.collate_fn, None, seed)
+    if is_iterable(loader.dataset):
+        return _first_of_stream(loader, fetch)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    with drawing_for(fetch, -1):
+        if size is None and loader.batch_sampler is None:
+            return collated(fetch, fetch.dataset[next(iter(loader.sampler))])
+        indices = range(min(size or 1, len(loader.dataset)))  # type: ignore[arg-type]
+        return collated(fetch, samples_at(fetch, list(indices)))
+
+
+def _first_of_stream(loader: DataLoader[Any], fetch: Fetch) -> dict[str, Any]:
+    stream = RankStream(
+        fetch,
+        dp_degree=1,
+        dp_rank=0,
+        batch_size=loader.batch_size,
+        drop_last=False,
+        options={},
+    )
+    for batch in stream:
+        return batch
+    raise DataError(
+        "the training dataset yields no samples; give one that yields at least one each time it "
+        "is iterated."
+    )
+
+
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {name: getattr(loader, name) for name in TAKEN_OVER if hasattr(loader, name)}
+
+
+def _check_some_batches(loader: DataLoader[Any], batches: RankBatches) -> None:
+    if len(batches) == 0:
+        raise DataError(
+            f"the dataset's {len(loader.dataset)} samples do not fill one batch of "  # type: ignore[arg-type]
+            f"{batches.batch_size} and drop_last drops the rest; use a smaller batch, or "
+            "dataloader_drop_last=False."
+        )

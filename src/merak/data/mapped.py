@@ -1,0 +1,132 @@
+"""Map-style datasets: the batch sampler of one rank, and the dataset it asks for whole batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from merak.core.random import seed_for
+from merak.data.fetch import Fetch, collated, drawing_for, samples_at
+from merak.data.randomness import RandomStream
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKey:
+    """What a rank's dataset is asked for; travels to the loader's workers.
+
+    Args:
+        epoch: the pass over the dataset.
+        index: the batch's place in the epoch, over all data parallel ranks.
+        indices: what the single process's sampler gave for it; None where this rank has no batch.
+    """
+
+    epoch: int
+    index: int
+    indices: Any
+
+
+class RankBatches(Sampler[BatchKey]):
+    """Every `dp_degree`-th batch of a single process's batch sampler.
+
+    Args:
+        inner: the batch sampler (or, where the loader does not batch, the sampler) of a single
+            process.
+        dp_degree: data parallel degree.
+        dp_rank: this rank's data parallel replica.
+        seed: the job's seed; starts the draws of samplers that have no generator of their own.
+    """
+
+    def __init__(self, inner: Any, *, dp_degree: int, dp_rank: int, seed: int) -> None:
+        self.inner = inner
+        self.dp_degree = dp_degree
+        self.dp_rank = dp_rank
+        self.seed = seed
+        self.epoch = 0
+        # accelerate reads these two.
+        self.batch_size = getattr(inner, "batch_size", None)
+        self.drop_last = getattr(inner, "drop_last", False)
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler inside the inner batch sampler, which knows the epoch too."""
+        return getattr(self.inner, "sampler", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which pass over the dataset the next iteration is."""
+        self.epoch = epoch
+        for inner in (self.inner, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.inner) / self.dp_degree)
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        epoch = self.epoch
+        draws = self._draws()
+        batches = iter(self.inner)
+        first = 0
+        while True:
+            # A round at a time: every dp rank sees the same draws, and who is left out at the end.
+            with draws.active():
+                turn = list(islice(batches, self.dp_degree))
+            if not turn:
+                return
+            mine = turn[self.dp_rank] if self.dp_rank < len(turn) else None
+            yield BatchKey(epoch, first + self.dp_rank, mine)
+            first += self.dp_degree
+
+    def _draws(self) -> RandomStream:
+        """What samplers without a generator of their own draw from.
+
+        In the first epoch these are the draws that they get from `transformers.Trainer` in one
+        process: the global generator after seeding, less the one number a loader's iterator takes.
+        """
+        stream = RandomStream(self.seed if self.epoch == 0 else seed_for(self.seed, self.epoch))
+        with stream.active():
+            torch.empty((), dtype=torch.int64).random_()
+        return stream
+
+
+class RankDataset(Dataset[Any]):
+    """Gives whole batches, already collated, for the keys of `RankBatches`.
+
+    Args:
+        dataset: the user's dataset.
+        fetch: how this rank reads and collates it; None where it reads nothing.
+        batched: whether a key's indices are one index per sample; else they are handed to the
+            dataset as they are, and what it returns to the collator.
+    """
+
+    def __init__(self, dataset: Any, fetch: Fetch | None, batched: bool) -> None:
+        self.dataset = dataset
+        self._fetch = fetch
+        self._batched = batched
+
+    def __len__(self) -> int:
+        assert isinstance(self.dataset, Sized)
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, key: BatchKey) -> dict[str, Any]:
+        """The wanted columns of one batch; {} where there is none."""
+        fetch = self._fetch
+        if fetch is None or key.indices is None:
+            return {}
+        with drawing_for(fetch, key.epoch, key.index):
+            if self._batched:
+                return collated(fetch, samples_at(fetch, key.indices))
+            return collated(fetch, fetch.dataset[key.indices])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset, if it wants to know, which pass over it comes next."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
