@@ -1,0 +1,1 @@
+"""Runs a rank's part of a schedule: builds its segments, computes, transfers, reduces."""

@@ -1,0 +1,279 @@
+"""Puts a rank's engine together: graph → plan → schedule → stages with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from merak.checkpoint.initial import materialize
+from merak.core.errors import PlanError, TraceError
+from merak.core.mesh import Mesh
+from merak.engine.engine import Engine
+from merak.engine.gradients import GradientReducer
+from merak.engine.parts import Parts, Plan, Signature
+from merak.engine.program import Program, Rewrite, compile_program
+from merak.engine.stage import Stage
+from merak.engine.tied import Holder, Reader, TiedGradients, find_holders
+from merak.engine.transfers import Transfers, channels_of
+from merak.graph.build import GraphSource, build_graph
+from merak.graph.features import FeatureDict, features_for
+from merak.graph.ir import ModelGraph
+from merak.graph.tensor_parallel import shard_segment
+from merak.plan.balance import balance
+from merak.plan.cost import DeviceProfile, segment_costs
+from merak.plan.partition import Partition
+from merak.schedule.lower import lower
+from merak.schedule.registry import build as build_schedule
+from merak.schedule.registry import options as schedule_options
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is laid out and run.
+
+    Args:
+        schedule: name of the pipeline schedule.
+        num_microbatches: microbatches per step of one replica, as planned for.
+        seed: the job's seed, for initial weights and dropout.
+        features: tensor parallel attributes; None takes Merak's own for known models.
+        segments_per_stage: a partition of one's own; None balances by estimated times.
+        bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.
+        exact_tied_gradients: exchange gradients of tied parameters after every microbatch, which
+            sums them as one process does; else once per step.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    seed: int = 42
+    features: FeatureDict | None = None
+    segments_per_stage: tuple[int, ...] | None = None
+    bucket_bytes: int = 25 * 2**20
+    exact_tied_gradients: bool = True
+
+
+def build_engine(
+    source: GraphSource, sample: Signature, mesh: Mesh, options: EngineOptions
+) -> Engine:
+    """Build the engine of this rank; called alike on every rank.
+
+    Afterwards the user's model holds this rank's parameters, under their own names, and all its
+    other parameters are on meta.
+
+    Args:
+        source: the model.
+        sample: the columns of a typical microbatch.
+        mesh: the grid of ranks.
+        options: how to lay it out.
+
+    Raises:
+        TraceError, PlanError, ShardError, ScheduleError, WeightsError: what was asked for does not
+            fit the model.
+    """
+    graph = build_graph(source, dict(sample), training=True)
+    plan = _make_plan(options.schedule, mesh.pp, options.num_microbatches)
+    schedule = plan.schedule
+    partition = _partition(graph, schedule.num_stages, options, mesh)
+    stage_rank = schedule.pipes[0]
+    owners = _stage_of_parameters(graph, partition)
+    programs = _Programs(source, mesh, owners, stage_rank, options.features, sample, graph)
+    base = programs(sample, True)
+    names = _names_here(graph, owners, stage_rank, mesh)
+    materialize(
+        source.model,
+        names,
+        device=mesh.device,
+        seed=options.seed,
+        shards=base.shards,
+        shard_index=mesh.tp_rank,
+    )
+    return _assemble(graph, partition, plan, programs, names, mesh, options)
+
+
+class _Programs:
+    """What this rank runs for a signature; traced when a shape is first met, then kept."""
+
+    def __init__(
+        self,
+        source: GraphSource,
+        mesh: Mesh,
+        owners: Mapping[str, frozenset[int]],
+        stage_rank: Sequence[int],
+        features: FeatureDict | None,
+        sample: Signature,
+        graph: ModelGraph,
+    ) -> None:
+        self.source = source
+        self.owners = owners
+        self.own_stages = [s for s, rank in enumerate(stage_rank) if rank == mesh.pp_rank]
+        self.num_stages = len(stage_rank)
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._mesh = mesh
+        self._rewrite = _rewriter(source.model, graph, features, mesh.tp)
+        self._known = {(sample, True): self._compile(graph)}
+
+    def __call__(self, signature: Signature, training: bool) -> Program:
+        key = (signature, training)
+        if key not in self._known:
+            graph = build_graph(self.source, dict(signature), training=training)
+            self._known[key] = self._compile(graph)
+        return self._known[key]
+
+    def _compile(self, graph: ModelGraph) -> Program:
+        for name, tensor in graph.constants.items():
+            self.buffers[name] = tensor.to(self._mesh.device)
+        bounds = _bounds(graph, self.owners, self.num_stages)
+        return compile_program(graph, bounds, self.own_stages, self._rewrite)
+
+
+def _rewriter(
+    model: nn.Module, graph: ModelGraph, features: FeatureDict | None, tp: int
+) -> Rewrite | None:
+    if tp == 1:
+        return None
+    chosen = features if features is not None else features_for(model)
+    return partial(
+        shard_segment, parameters=graph.parameters, features=chosen, degree=tp
+    )
+
+
+def _make_plan(name: str, num_ranks: int, num_microbatches: int) -> Plan:
+    chosen = {"recompute": False} if "recompute" in schedule_options(name) else {}
+    schedule = build_schedule(name, num_ranks, num_microbatches, **chosen)
+    return Plan(schedule, lower(schedule))
+
+
+def _partition(
+    graph: ModelGraph, num_stages: int, options: EngineOptions, mesh: Mesh
+) -> Partition:
+    num_segments = len(graph.segments)
+    if num_stages > num_segments:
+        raise PlanError(
+            f"{num_segments} segments cannot fill {num_stages} stages (pp={mesh.pp}); use "
+            f"pp ≤ {num_segments}."
+        )
+    if options.segments_per_stage is not None:
+        return Partition.from_sizes(options.segments_per_stage, num_segments, num_stages)
+    costs = segment_costs(graph, DeviceProfile.for_device(mesh.device))
+    return balance(costs, num_stages, options.num_microbatches)
+
+
+def _stage_of_parameters(graph: ModelGraph, partition: Partition) -> dict[str, frozenset[int]]:
+    """The stages that read each parameter; one that no segment reads lives on the first."""
+    stages: dict[str, set[int]] = {}
+    for stage, (first, stop) in enumerate(partition.ranges()):
+        for segment in graph.segments[first:stop]:
+            for name in segment.parameters:
+                stages.setdefault(name, set()).add(stage)
+    return {name: frozenset(stages.get(name, {0})) for name in graph.parameters}
+
+
+def _bounds(
+    graph: ModelGraph, owners: Mapping[str, frozenset[int]], num_stages: int
+) -> list[int]:
+    """Where each stage begins in a graph of another shape or mode, by who holds the parameters."""
+    bounds = [0]
+    for segment in graph.segments:
+        stage = len(bounds) - 1
+        own = [owners[name] for name in segment.parameters]
+        while stage + 1 < num_stages and any(stage not in held for held in own):
+            stage += 1
+            bounds.append(segment.index)
+        if any(stage not in held for held in own):
+            raise TraceError(
+                f"segment {segment.index} ({segment.name}) reads parameters of several stages in "
+                "this mode or shape of the model; use a smaller pp, or one batch shape."
+            )
+    bounds += [len(graph.segments)] * (num_stages + 1 - len(bounds))
+    return bounds
+
+
+def _names_here(
+    graph: ModelGraph, owners: Mapping[str, frozenset[int]], stage_rank: Sequence[int], mesh: Mesh
+) -> list[str]:
+    here = {s for s, rank in enumerate(stage_rank) if rank == mesh.pp_rank}
+    return [name for name in graph.parameters if owners[name] & here]
+
+
+def _assemble(
+    graph: ModelGraph,
+    partition: Partition,
+    plan: Plan,
+    programs: _Programs,
+    names: Sequence[str],
+    mesh: Mesh,
+    options: EngineOptions,
+) -> Engine:
+    model = programs.source.model
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {name: everything[name] for name in names}
+    programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
+    stage_rank = plan.schedule.pipes[0]
+    holders = find_holders(_readers(graph, partition, stage_rank))
+    stages = {
+        stage: Stage(stage, parameters, programs.buffers, frozenset(holders), mesh.device)
+        for stage in programs.own_stages
+    }
+    transfers = Transfers(mesh, max_open_sends=4 * mesh.pp)
+    transfers.connect(channels_of(plan.steps))
+    reducer = GradientReducer(mesh.group("dp"), options.bucket_bytes)
+    base = programs(tuple(graph.columns.items()), True)
+    plans = {options.num_microbatches: plan}
+
+    def plan_for(count: int) -> Plan:
+        if count not in plans:
+            plans[count] = _make_plan(options.schedule, mesh.pp, count)
+        return plans[count]
+
+    return Engine(
+        Parts(
+            mesh=mesh,
+            stages=stages,
+            stage_rank=stage_rank,
+            parameters=parameters,
+            split=frozenset(base.shards),
+            shared=frozenset(holders),
+            base=base,
+            program_for=programs,
+            plan_for=plan_for,
+            transfers=transfers,
+            reducer=reducer,
+            tied=_tied(holders, stages, parameters, reducer, mesh, options),
+            seed=options.seed,
+        )
+    )
+
+
+def _readers(
+    graph: ModelGraph, partition: Partition, stage_rank: Sequence[int]
+) -> list[Reader]:
+    return [
+        Reader(stage_rank[stage], stage, segment.index, segment.parameters)
+        for stage, (first, stop) in enumerate(partition.ranges())
+        for segment in graph.segments[first:stop]
+    ]
+
+
+def _tied(
+    holders: Mapping[str, tuple[Holder, ...]],
+    stages: Mapping[int, Stage],
+    parameters: Mapping[str, nn.Parameter],
+    reducer: GradientReducer,
+    mesh: Mesh,
+    options: EngineOptions,
+) -> TiedGradients:
+    leaves = {
+        name: [stage.shared[name] for stage in stages.values() if name in stage.shared]
+        for name in holders
+    }
+    return TiedGradients(
+        mesh=mesh,
+        holders=holders,
+        leaves=leaves,
+        parameters=parameters,
+        every_microbatch=options.exact_tied_gradients,
+        on_ready=lambda parameter: reducer.ready([parameter]),
+    )

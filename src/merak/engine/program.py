@@ -1,0 +1,158 @@
+"""What a rank runs for one microbatch shape: its stages' segments as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.shards import ParameterShard
+from merak.graph.clean import is_random
+from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.graph.shard import slice_outputs
+
+Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
+"""Makes a segment tensor parallel: its local form, and how its parameters are split."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProgram:
+    """A segment as a function of (parameters, buffers, columns, inputs, derived).
+
+    Args:
+        segment: what it computes, this rank's share of it.
+        function: returns the tuple of the segment's outputs.
+        gradient_inputs: per input, whether a gradient goes back through it.
+        draws: whether it draws random numbers.
+    """
+
+    segment: Segment
+    function: Callable[..., tuple[torch.Tensor, ...]]
+    gradient_inputs: tuple[bool, ...]
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """Consecutive segments, and the values that enter and leave them.
+
+    Args:
+        segments: in execution order.
+        received: values that come from the stage before, in the order they are sent.
+        sent: values that go to the stage after.
+        results: outputs of the model made here → value names.
+    """
+
+    segments: tuple[SegmentProgram, ...]
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    results: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything one rank runs for microbatches of one shape.
+
+    Args:
+        stages: this rank's stages, by stage number.
+        fixed: computes derived values that depend on no column, once for all microbatches.
+        derived: computes this rank's other derived values from the columns of a microbatch.
+        columns: the columns this rank reads.
+        values: what each value is.
+        loss: the name of the loss value; None in evaluation without labels.
+        shards: how the parameters of this rank's stages are split over tp.
+    """
+
+    stages: dict[int, StageProgram]
+    fixed: SegmentProgram
+    derived: SegmentProgram
+    columns: tuple[str, ...]
+    values: dict[str, TensorMeta]
+    loss: str | None
+    shards: dict[str, ParameterShard]
+
+    def gradients_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of some values that carry a gradient."""
+        return tuple(name for name in names if self.values[name].requires_grad)
+
+
+def compile_program(
+    graph: ModelGraph, bounds: Sequence[int], own_stages: Sequence[int], rewrite: Rewrite | None
+) -> Program:
+    """Turn a rank's segments into functions.
+
+    Args:
+        graph: the whole model, cut into segments.
+        bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
+        own_stages: the stages this rank holds.
+        rewrite: makes a segment tensor parallel; None where tp is 1.
+    """
+    crossing = ((), *graph.boundaries(), ())
+    shards: dict[str, ParameterShard] = {}
+    stages: dict[int, StageProgram] = {}
+    derived: set[str] = set()
+    for stage in own_stages:
+        first, stop = bounds[stage], bounds[stage + 1]
+        programs = []
+        for segment in graph.segments[first:stop]:
+            local, split = rewrite(segment) if rewrite else (segment, {})
+            shards |= split
+            derived.update(local.derived)
+            programs.append(compile_segment(local, graph.values))
+        made = {name for p in programs for name in p.segment.outputs}
+        results = {name: value for name, value in graph.outputs.items() if value in made}
+        stages[stage] = StageProgram(tuple(programs), crossing[first], crossing[stop], results)
+    fixed, varying = _prologues(graph.prologue, derived, graph.values)
+    return Program(
+        stages=stages,
+        fixed=fixed,
+        derived=varying,
+        columns=_columns(stages, varying, graph.columns),
+        values=graph.values,
+        loss=graph.loss,
+        shards=shards,
+    )
+
+
+def compile_segment(segment: Segment, values: Mapping[str, TensorMeta]) -> SegmentProgram:
+    """Generate the Python function that runs a segment's operators one after another."""
+    module = fx.GraphModule(torch.nn.Module(), segment.graph)
+    return SegmentProgram(
+        segment=segment,
+        function=module.forward,
+        gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
+        draws=any(is_random(n) for n in segment.graph.nodes if n.op == "call_function"),
+    )
+
+
+def _prologues(
+    prologue: Segment, names: set[str], values: Mapping[str, TensorMeta]
+) -> tuple[SegmentProgram, SegmentProgram]:
+    """The derived values a rank reads: first those that no column changes, then the others."""
+    varying = _depends_on_columns(prologue.graph)
+    wanted = [name for name in prologue.outputs if name in names]
+    fixed = slice_outputs(prologue, [n for n in wanted if n not in varying])
+    rest = slice_outputs(prologue, [n for n in wanted if n in varying])
+    return compile_segment(fixed, values), compile_segment(rest, values)
+
+
+def _depends_on_columns(graph: fx.Graph) -> set[str]:
+    found: set[Any] = set()
+    for node in graph.nodes:
+        is_column = node.op == "placeholder" and node.meta["kind"] is Kind.COLUMN
+        if is_column or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return {node.name for node in found}
+
+
+def _columns(
+    stages: Mapping[int, StageProgram], derived: SegmentProgram, columns: Mapping[str, TensorMeta]
+) -> tuple[str, ...]:
+    read = set(derived.segment.columns)
+    for stage in stages.values():
+        for program in stage.segments:
+            read.update(program.segment.columns)
+    return tuple(name for name in columns if name in read)

@@ -1,0 +1,242 @@
+"""Parameters that several segments read: one gradient, wherever the readers are.
+
+Each rank sums what its own segments give. The sums of a microbatch then travel from the rank of the
+last reader to the rank of the first, each adding its own: the order in which one process's autograd
+adds them, so the result is the same to the last bit. The first reader's rank owns the parameter: it
+reduces the gradient over data parallel replicas, counts it in the norm, and sends it back to the
+others before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from merak.core.mesh import Mesh
+from merak.engine.gradients import add_gradient
+from merak.engine.program import SegmentProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A pipeline position that reads a shared parameter.
+
+    Args:
+        rank: the pipeline position.
+        first: the lowest segment there that reads it.
+        last: the highest.
+        stage: the stage of the lowest.
+    """
+
+    rank: int
+    first: int
+    last: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A segment, where it is, and the parameters it reads."""
+
+    rank: int
+    stage: int
+    segment: int
+    parameters: tuple[str, ...]
+
+
+def find_holders(readers: Sequence[Reader]) -> dict[str, tuple[Holder, ...]]:
+    """The parameters that more than one segment reads: their holders, last reader first."""
+    by_name: dict[str, list[Reader]] = {}
+    for reader in readers:
+        for name in reader.parameters:
+            by_name.setdefault(name, []).append(reader)
+    return {name: _holders(found) for name, found in by_name.items() if len(found) > 1}
+
+
+def _holders(readers: Sequence[Reader]) -> tuple[Holder, ...]:
+    by_rank: dict[int, list[Reader]] = {}
+    for reader in sorted(readers, key=lambda r: r.segment):
+        by_rank.setdefault(reader.rank, []).append(reader)
+    holders = [
+        Holder(rank, own[0].segment, own[-1].segment, own[0].stage)
+        for rank, own in by_rank.items()
+    ]
+    return tuple(sorted(holders, key=lambda h: h.first, reverse=True))
+
+
+Orders = Callable[[int], Sequence[int]]
+"""Gives the order in which a stage's microbatches go backward in the step that runs."""
+
+
+class TiedGradients:
+    """Collects the gradients of shared parameters on one rank, and exchanges them.
+
+    Args:
+        mesh: the grid of ranks.
+        holders: as `find_holders` gives them, the same on every rank.
+        leaves: this rank's leaves of each shared parameter, one per stage that reads it.
+        parameters: this rank's parameters.
+        every_microbatch: exchange after every microbatch, as exact as one process; else once a
+            step, with less traffic and another order of summing.
+        on_ready: told of a parameter whose gradient is final on its owner.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        holders: Mapping[str, tuple[Holder, ...]],
+        leaves: Mapping[str, Sequence[torch.Tensor]],
+        parameters: Mapping[str, torch.nn.Parameter],
+        every_microbatch: bool,
+        on_ready: Callable[[torch.nn.Parameter], None],
+    ) -> None:
+        self._mesh = mesh
+        self._holders = holders
+        self._leaves = leaves
+        self._parameters = parameters
+        self._every_microbatch = every_microbatch
+        self._on_ready = on_ready
+        self._own = {
+            name: holder
+            for name, found in holders.items()
+            for holder in found
+            if holder.rank == mesh.pp_rank and parameters[name].requires_grad
+        }
+        self._sums: dict[tuple[str, int], torch.Tensor] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._arriving: dict[str, deque[tuple[int, dist.Work, torch.Tensor]]] = {}
+        self._expected: dict[str, deque[int]] = {}
+        self._orders: Orders = lambda stage: ()
+        self._groups = {name: self._connect(found) for name, found in holders.items()}
+
+    def _connect(self, holders: Sequence[Holder]) -> dist.ProcessGroup | None:
+        """A group for one parameter alone, so that it never waits behind other traffic."""
+        if len(holders) == 1:
+            return None
+        mesh = self._mesh
+        stride = mesh.dp * mesh.tp
+        lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
+        group, _ = dist.new_subgroups_by_enumeration(lines)
+        return group
+
+    def is_owner(self, name: str) -> bool:
+        """Whether this rank's copy of a parameter is the one that counts."""
+        found = self._holders.get(name)
+        return found is None or found[-1].rank == self._mesh.pp_rank
+
+    def start_step(self, orders: Orders) -> None:
+        """A step begins."""
+        self._orders = orders
+        self._expected = {
+            name: deque(orders(before.stage) if self._every_microbatch else (0,))
+            for name in self._own
+            if (before := self._before(name)) is not None and orders(before.stage)
+        }
+        self._arriving = {name: deque() for name in self._expected}
+
+    def collect(self, segment: SegmentProgram, microbatch: int) -> None:
+        """Take the gradients that a segment's backward has left on its leaves."""
+        for name in segment.segment.parameters:
+            holder = self._own.get(name)
+            if holder is None:
+                continue
+            key = microbatch if self._every_microbatch else 0
+            for leaf in self._leaves[name]:
+                if leaf.grad is not None:
+                    self._add(name, key, leaf.grad)
+                    leaf.grad = None
+            is_last = microbatch == self._orders(holder.stage)[-1]
+            if segment.segment.index == holder.first and (self._every_microbatch or is_last):
+                self._pass_on(name, key, is_last)
+
+    def skip(self, segment: SegmentProgram) -> None:
+        """Call a segment's own shared parameters final in a step without microbatches here."""
+        for name in segment.segment.parameters:
+            holder = self._own.get(name)
+            if holder and holder.first == segment.segment.index and self.is_owner(name):
+                self._on_ready(self._parameters[name])
+
+    def finish(self) -> None:
+        """Give every holder the owner's gradient. Called after the owner has reduced it."""
+        for name in self._own:
+            found = self._holders[name]
+            parameter = self._parameters[name]
+            if len(found) == 1:
+                continue
+            if self.is_owner(name):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = parameter.grad.contiguous()
+                for other in found[:-1]:
+                    self._send(name, gradient, other)
+            else:
+                work, parameter.grad = self._receive(name, found[-1])
+                work.wait()
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _add(self, name: str, key: int, gradient: torch.Tensor) -> None:
+        known = self._sums.get((name, key))
+        if known is None and self._comes_first(name):
+            known = self._take(name, key)
+        self._sums[name, key] = gradient if known is None else known + gradient
+
+    def _pass_on(self, name: str, key: int, is_last: bool) -> None:
+        parameter = self._parameters[name]
+        total = self._sums.pop((name, key), None)
+        if name in self._expected and (total is None or not self._comes_first(name)):
+            received = self._take(name, key)
+            total = received if total is None else received + total
+        if self.is_owner(name):
+            if total is not None:
+                add_gradient(parameter, total)
+            if is_last:
+                self._on_ready(parameter)
+        else:
+            found = self._holders[name]
+            total = torch.zeros_like(parameter) if total is None else total
+            self._send(name, total.contiguous(), found[found.index(self._own[name]) + 1])
+
+    def _before(self, name: str) -> Holder | None:
+        """The holder whose sum comes in before this rank adds its own."""
+        found = self._holders[name]
+        place = found.index(self._own[name])
+        return found[place - 1] if place else None
+
+    def _comes_first(self, name: str) -> bool:
+        """Whether the sum of the holder before is complete before this rank's first share."""
+        before = self._before(name)
+        return name in self._expected and before is not None and (
+            before.first > self._own[name].last
+        )
+
+    def _take(self, name: str, key: int) -> torch.Tensor:
+        """The sum for one microbatch; sums arrive in the order they are sent, one posted ahead."""
+        before = self._before(name)
+        assert before is not None
+        arriving, expected = self._arriving[name], self._expected[name]
+        while expected and (len(arriving) < 2 or all(k != key for k, _, _ in arriving)):
+            arriving.append((expected.popleft(), *self._receive(name, before)))
+        number = next(i for i, (k, _, _) in enumerate(arriving) if k == key)
+        _, work, buffer = arriving[number]
+        del arriving[number]
+        work.wait()
+        return buffer
+
+    def _send(self, name: str, gradient: torch.Tensor, to: Holder) -> None:
+        peer = self._mesh.rank_at(to.rank)
+        work = dist.isend(gradient, peer, self._groups[name])
+        assert work is not None
+        self._sent.append((work, gradient))
+
+    def _receive(self, name: str, holder: Holder) -> tuple[dist.Work, torch.Tensor]:
+        buffer = torch.empty_like(self._parameters[name], memory_format=torch.contiguous_format)
+        buffer.requires_grad_(False)
+        work = dist.irecv(buffer, self._mesh.rank_at(holder.rank), self._groups[name])
+        assert work is not None
+        return work, buffer

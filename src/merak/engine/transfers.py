@@ -1,0 +1,94 @@
+"""Activations and gradients between pipeline positions: posted ahead, never waited for early."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from merak.core.mesh import Mesh
+from merak.graph.ir import TensorMeta
+from merak.schedule.steps import Payload, Receive, Send, Step
+
+Channel = tuple[Payload, bool]
+"""What is carried, and whether from a lower to a higher rank; each has a group of its own."""
+
+
+class Transfers:
+    """The point-to-point traffic of one rank of one pipeline.
+
+    Each channel is a process group of its own: transfers of one channel between two ranks complete
+    in the order in which both sides post them, and never wait for those of another.
+
+    Args:
+        mesh: the grid of ranks.
+        max_open_sends: sends whose buffers may be held at a time.
+    """
+
+    def __init__(self, mesh: Mesh, max_open_sends: int = 64) -> None:
+        self.mesh = mesh
+        self._max_open_sends = max_open_sends
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._sends: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
+        self._arriving: dict[Receive, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Make the groups of some channels; called alike on every rank of the job."""
+        mesh = self.mesh
+        for channel in sorted(set(channels), key=lambda c: (c[0].value, c[1])):
+            if channel in self._groups or mesh.pp == 1:
+                continue
+            stride = mesh.dp * mesh.tp
+            lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
+            self._groups[channel], _ = dist.new_subgroups_by_enumeration(lines)
+
+    def send(self, step: Send, tensors: Sequence[torch.Tensor]) -> None:
+        """Start to send some values, in order."""
+        group = self._groups[step.payload, self.mesh.pp_rank < step.peer]
+        peer = self.mesh.rank_at(step.peer)
+        buffers = [tensor.contiguous() for tensor in tensors]
+        works = [_started(dist.isend(buffer, peer, group)) for buffer in buffers]
+        self._sends.append((works, buffers))
+        if len(self._sends) > self._max_open_sends:
+            _wait(self._sends.popleft()[0])
+
+    def post(self, step: Receive, metas: Sequence[TensorMeta], device: torch.device) -> None:
+        """Start to receive some values, in order, into new tensors."""
+        group = self._groups[step.payload, step.peer < self.mesh.pp_rank]
+        peer = self.mesh.rank_at(step.peer)
+        buffers = [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
+        works = [_started(dist.irecv(buffer, peer, group)) for buffer in buffers]
+        self._arriving[step] = (works, buffers)
+
+    def take(self, step: Receive) -> list[torch.Tensor]:
+        """The values of a receive posted before, as soon as they are there."""
+        works, buffers = self._arriving.pop(step)
+        _wait(works)
+        return buffers
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._sends:
+            _wait(self._sends.popleft()[0])
+
+
+def channels_of(steps: Iterable[Iterable[Step]]) -> set[Channel]:
+    """The channels that the steps of all ranks of a pipeline use."""
+    return {
+        (step.payload, rank < step.peer)
+        for rank, own in enumerate(steps)
+        for step in own
+        if isinstance(step, Send)
+    }
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a rank outside a group took part in its transfer"
+    return work
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()
