@@ -52,7 +52,7 @@ format: $(STAMP) ## rewrite the files as `make lint` wants them, where a tool ca
 	$(BIN)/ruff format $(LINTED)
 
 docs: $(STAMP) ## build the pages into site/, with warnings as errors
-	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 	@echo "The pages are in site/index.html."
 
 examples: $(STAMP) ## run every example in its short form, as written in .ci/examples

@@ -1,0 +1,85 @@
+"""Makes the reference while the pages are built: a page for each folder and file of src/merak.
+
+Nothing is listed by hand, so a new module is in the reference as soon as it exists. The command
+line's page is what `merak --help` says, command by command.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+PACKAGE = "merak"
+SOURCE = Path("src") / PACKAGE
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the empty Reference section of the navigation."""
+    assert config.nav is not None
+    section = next(entry for entry in config.nav if "Reference" in entry)
+    section["Reference"] = [{title: path} for title, path, _ in pages()]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that the navigation names."""
+    for _, path, content in pages():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def pages() -> Iterator[tuple[str, str, str]]:
+    """The title, path and Markdown of each page of the reference."""
+    if (SOURCE / "__init__.py").exists():
+        yield PACKAGE, f"reference/{PACKAGE}.md", public_names_page()
+    for entry in sorted(SOURCE.iterdir()):
+        modules = list(modules_of(entry))
+        if modules:
+            title = modules[0]
+            yield title, f"reference/{title}.md", f"# {title}\n\n" + "\n".join(map(directive, modules))
+    if (SOURCE / "cli" / "main.py").exists():
+        yield "The merak command", "reference/command.md", command_page()
+
+
+def modules_of(entry: Path) -> Iterator[str]:
+    """The public modules in one file or folder of the package, the folder's own first."""
+    files = [entry] if entry.suffix == ".py" else sorted(entry.rglob("*.py"))
+    for file in sorted(files, key=lambda file: (file.parent, file.name != "__init__.py", file.name)):
+        parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        if len(parts) > 1 and not any(part.startswith("_") for part in parts):
+            yield ".".join(parts)
+
+
+def directive(module: str) -> str:
+    """The lines that mkdocstrings turns into the documentation of one module."""
+    return f"::: {module}\n    options:\n      show_submodules: false\n"
+
+
+def public_names_page() -> str:
+    """The names that `import merak` gives, wherever they are defined."""
+    return (
+        f"# {PACKAGE}\n\n::: {PACKAGE}\n    options:\n      show_submodules: false\n"
+        "      show_root_heading: false\n      show_root_toc_entry: false\n"
+    )
+
+
+def command_page() -> str:
+    """The help of every command, as Markdown."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise PluginError(f"{PACKAGE} is not installed here; run the build through `make docs`.")
+    shown = subprocess.run(
+        [sys.executable, "-m", "typer", f"{PACKAGE}.cli.main", "utils", "docs", "--name", PACKAGE],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if shown.returncode:
+        raise PluginError(f"The command line's help could not be shown: {shown.stderr}")
+    return shown.stdout
