@@ -232,7 +232,7 @@ def _better_neighbour(
         return None
     forward, backward = _stage_sums(problem, cuts)
     memory = _memory_ticks(problem, cuts, tick_s)
-    bound_s = np.max([_bound(path, forward, backward) for path in paths], axis=0)
+    bound_s = _bound(paths, forward, backward)
     while True:
         ticks = np.rint(bound_s / tick_s)
         first = int(np.lexsort((memory, ticks))[0])
@@ -242,12 +242,17 @@ def _better_neighbour(
         ticks_first = round(paths[-1].iteration_s / tick_s)
         if (ticks_first, memory[first]) < (here.time_ticks, here.memory_ticks):
             return _Candidate(ticks_first, float(memory[first]), tuple(cuts[first].tolist()))
-        bound_s = np.maximum(bound_s, _bound(paths[-1], forward, backward))
+        bound_s = np.maximum(bound_s, _bound(paths[-1:], forward, backward))
         bound_s[first] = math.inf
 
 
-def _bound(path: CriticalPath, forward: FloatArray, backward: FloatArray) -> FloatArray:
-    return forward @ path.forwards + backward @ path.backwards + path.transfers_s
+def _bound(paths: Sequence[CriticalPath], forward: FloatArray, backward: FloatArray) -> FloatArray:
+    """The longest that any of the paths is, for every row of stage times."""
+    lengths = forward @ np.array([path.forwards for path in paths]).T
+    lengths += backward @ np.array([path.backwards for path in paths]).T
+    lengths += np.array([path.transfers_s for path in paths])
+    longest: FloatArray = lengths.max(axis=1)
+    return longest
 
 
 def _shifts(num_stages: int) -> IntArray:
