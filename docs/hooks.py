@@ -4,6 +4,7 @@ Nothing is listed by hand, so a new module is in the reference as soon as it exi
 line's page is what `merak --help` says, command by command.
 """
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -40,19 +41,17 @@ def pages() -> Iterator[tuple[str, str, str]]:
     for entry in sorted(SOURCE.iterdir()):
         modules = list(modules_of(entry))
         if modules:
-            title = modules[0]
-            yield title, f"reference/{title}.md", f"# {title}\n\n" + "\n".join(map(directive, modules))
+            content = "\n".join([f"# {modules[0]}\n", *map(directive, modules)])
+            yield modules[0], f"reference/{modules[0]}.md", content
     if (SOURCE / "cli" / "main.py").exists():
         yield "The merak command", "reference/command.md", command_page()
 
 
 def modules_of(entry: Path) -> Iterator[str]:
     """The public modules in one file or folder of the package, the folder's own first."""
-    files = [entry] if entry.suffix == ".py" else sorted(entry.rglob("*.py"))
-    for file in sorted(files, key=lambda file: (file.parent, file.name != "__init__.py", file.name)):
-        parts = file.relative_to(SOURCE.parent).with_suffix("").parts
-        if parts[-1] == "__init__":
-            parts = parts[:-1]
+    files = [entry] if entry.suffix == ".py" else entry.rglob("*.py")
+    names = (file.relative_to(SOURCE.parent).with_suffix("").parts for file in files)
+    for parts in sorted(name[:-1] if name[-1] == "__init__" else name for name in names):
         if len(parts) > 1 and not any(part.startswith("_") for part in parts):
             yield ".".join(parts)
 
@@ -70,6 +69,7 @@ def public_names_page() -> str:
     )
 
 
+@functools.cache
 def command_page() -> str:
     """The help of every command, as Markdown."""
     if importlib.util.find_spec(PACKAGE) is None:
