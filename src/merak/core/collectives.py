@@ -1,0 +1,160 @@
+"""Collectives that stand in traced graphs: plain functions, each with its own backward.
+
+They come in pairs of what a tensor is on the ranks of an axis (replicated, a partial sum, a slice)
+and what it becomes; backward does the opposite for the gradient. Every transfer goes through
+`_all_reduce` or `_all_gather`: nothing is synchronised with the host, and a version that starts
+early and is waited for later has these two places to change.
+
+Source: Megatron-LM (arXiv 1909.08053, section 3, the operators f and g).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from merak.core.mesh import current_mesh
+from merak.core.shards import ParameterShard, join, take
+
+
+def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Let a replicated tensor enter work that is split over an axis.
+
+    Args:
+        tensor: the same on every rank of the axis.
+        axis: name of the mesh axis.
+
+    Returns:
+        The tensor; its gradient, of which each rank has a part, is summed over the axis.
+    """
+    result: torch.Tensor = _CopyTo.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Sum the parts that the ranks of an axis hold.
+
+    Args:
+        tensor: one summand per rank.
+        axis: name of the mesh axis.
+
+    Returns:
+        The sum, on every rank; its gradient goes to every summand as it is.
+    """
+    result: torch.Tensor = _ReduceFrom.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    """Put the slices that the ranks of an axis hold together.
+
+    Args:
+        tensor: one slice per rank.
+        dim: the dim that is split, counted from the front.
+        parts: sizes of the whole tensor's fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The whole tensor, on every rank; backward keeps the rank's own slice of the gradient.
+    """
+    result: torch.Tensor = _GatherFrom.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    """Keep the rank's own slice of a replicated tensor; the inverse of `gather_from`.
+
+    Args:
+        tensor: the same on every rank of the axis.
+        dim: the dim to split, counted from the front.
+        parts: sizes of the fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The slice; backward puts the slices of the gradient together.
+    """
+    result: torch.Tensor = _SliceTo.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def axis_degree(axis: str) -> int:
+    """The number of ranks along a mesh axis."""
+    degree: int = getattr(current_mesh(), axis)
+    return degree
+
+
+def axis_rank(axis: str) -> int:
+    """This rank's position along a mesh axis."""
+    rank: int = getattr(current_mesh(), f"{axis}_rank")
+    return rank
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduce(gradient, ctx.axis), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        return _all_reduce(tensor, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+    ) -> torch.Tensor:
+        ctx.layout = (dim, parts, axis)
+        return _all_gather(tensor, dim, parts, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _own_slice(gradient, *ctx.layout), None, None, None
+
+
+class _SliceTo(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+    ) -> torch.Tensor:
+        ctx.layout = (dim, parts, axis)
+        return _own_slice(tensor, dim, parts, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_gather(gradient, *ctx.layout), None, None, None
+
+
+def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    group = current_mesh().group(axis)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    group = current_mesh().group(axis)
+    if group is None:
+        return tensor.clone()
+    degree = axis_degree(axis)
+    shares = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(shares, tensor.contiguous(), group=group)
+    return join(shares.chunk(degree), ParameterShard(dim, parts, degree))
+
+
+def _own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    return take(tensor, ParameterShard(dim, parts, axis_degree(axis)), axis_rank(axis))
