@@ -20,12 +20,12 @@ from merak.engine.stage import Stage
 from merak.engine.tied import Holder, Reader, TiedGradients, find_holders
 from merak.engine.transfers import Transfers, channels_of
 from merak.graph.build import GraphSource, build_graph
-from merak.graph.features import FeatureDict, features_for
+from merak.graph.features import Features, default_features
 from merak.graph.ir import ModelGraph
 from merak.graph.tensor_parallel import shard_segment
 from merak.plan.balance import balance
 from merak.plan.cost import DeviceProfile, segment_costs
-from merak.plan.partition import Partition
+from merak.plan.partition import Partition, from_sizes
 from merak.schedule.lower import lower
 from merak.schedule.registry import build as build_schedule
 from merak.schedule.registry import options as schedule_options
@@ -49,7 +49,7 @@ class EngineOptions:
     schedule: str = "1f1b"
     num_microbatches: int = 1
     seed: int = 42
-    features: FeatureDict | None = None
+    features: Features | None = None
     segments_per_stage: tuple[int, ...] | None = None
     bucket_bytes: int = 25 * 2**20
     exact_tied_gradients: bool = True
@@ -78,16 +78,14 @@ def build_engine(
     schedule = plan.schedule
     partition = _partition(graph, schedule.num_stages, options, mesh)
     stage_rank = schedule.pipes[0]
-    owners = _stage_of_parameters(graph, partition)
-    programs = _Programs(source, mesh, owners, stage_rank, options.features, sample, graph)
-    base = programs(sample, True)
-    names = _names_here(graph, owners, stage_rank, mesh)
+    programs = _Programs(source, mesh, partition, stage_rank, options.features, graph)
+    names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,
         names,
         device=mesh.device,
         seed=options.seed,
-        shards=base.shards,
+        shards=programs.base.shards,
         shard_index=mesh.tp_rank,
     )
     return _assemble(graph, partition, plan, programs, names, mesh, options)
@@ -100,20 +98,20 @@ class _Programs:
         self,
         source: GraphSource,
         mesh: Mesh,
-        owners: Mapping[str, frozenset[int]],
+        partition: Partition,
         stage_rank: Sequence[int],
-        features: FeatureDict | None,
-        sample: Signature,
+        features: Features | None,
         graph: ModelGraph,
     ) -> None:
         self.source = source
-        self.owners = owners
         self.own_stages = [s for s, rank in enumerate(stage_rank) if rank == mesh.pp_rank]
-        self.num_stages = len(stage_rank)
+        self.owners = _stage_of_parameters(graph, partition)
         self.buffers: dict[str, torch.Tensor] = {}
         self._mesh = mesh
+        self._partition = partition
         self._rewrite = _rewriter(source.model, graph, features, mesh.tp)
-        self._known = {(sample, True): self._compile(graph)}
+        self.base = self._compile(graph)
+        self._known = {(tuple(graph.columns.items()), True): self.base}
 
     def __call__(self, signature: Signature, training: bool) -> Program:
         key = (signature, training)
@@ -125,16 +123,16 @@ class _Programs:
     def _compile(self, graph: ModelGraph) -> Program:
         for name, tensor in graph.constants.items():
             self.buffers[name] = tensor.to(self._mesh.device)
-        bounds = _bounds(graph, self.owners, self.num_stages)
+        bounds = _bounds(graph, self.owners, self._partition)
         return compile_program(graph, bounds, self.own_stages, self._rewrite)
 
 
 def _rewriter(
-    model: nn.Module, graph: ModelGraph, features: FeatureDict | None, tp: int
+    model: nn.Module, graph: ModelGraph, features: Features | None, tp: int
 ) -> Rewrite | None:
     if tp == 1:
         return None
-    chosen = features if features is not None else features_for(model)
+    chosen = features if features is not None else default_features(graph.parameters)
     return partial(
         shard_segment, parameters=graph.parameters, features=chosen, degree=tp
     )
@@ -156,7 +154,7 @@ def _partition(
             f"pp ≤ {num_segments}."
         )
     if options.segments_per_stage is not None:
-        return Partition.from_sizes(options.segments_per_stage, num_segments, num_stages)
+        return from_sizes(options.segments_per_stage, num_segments)
     costs = segment_costs(graph, DeviceProfile.for_device(mesh.device))
     return balance(costs, num_stages, options.num_microbatches)
 
@@ -164,17 +162,20 @@ def _partition(
 def _stage_of_parameters(graph: ModelGraph, partition: Partition) -> dict[str, frozenset[int]]:
     """The stages that read each parameter; one that no segment reads lives on the first."""
     stages: dict[str, set[int]] = {}
-    for stage, (first, stop) in enumerate(partition.ranges()):
-        for segment in graph.segments[first:stop]:
+    for stage, own in enumerate(partition.stages):
+        for segment in graph.segments[own.start : own.stop]:
             for name in segment.parameters:
                 stages.setdefault(name, set()).add(stage)
     return {name: frozenset(stages.get(name, {0})) for name in graph.parameters}
 
 
 def _bounds(
-    graph: ModelGraph, owners: Mapping[str, frozenset[int]], num_stages: int
+    graph: ModelGraph, owners: Mapping[str, frozenset[int]], partition: Partition
 ) -> list[int]:
-    """Where each stage begins in a graph of another shape or mode, by who holds the parameters."""
+    """Where each stage begins; in a graph that was cut otherwise, by who holds the parameters."""
+    if len(graph.segments) == partition.num_segments:
+        return [0, *partition.cuts, partition.num_segments]
+    num_stages = partition.num_stages
     bounds = [0]
     for segment in graph.segments:
         stage = len(bounds) - 1
@@ -189,13 +190,6 @@ def _bounds(
             )
     bounds += [len(graph.segments)] * (num_stages + 1 - len(bounds))
     return bounds
-
-
-def _names_here(
-    graph: ModelGraph, owners: Mapping[str, frozenset[int]], stage_rank: Sequence[int], mesh: Mesh
-) -> list[str]:
-    here = {s for s, rank in enumerate(stage_rank) if rank == mesh.pp_rank}
-    return [name for name in graph.parameters if owners[name] & here]
 
 
 def _assemble(
@@ -220,7 +214,6 @@ def _assemble(
     transfers = Transfers(mesh, max_open_sends=4 * mesh.pp)
     transfers.connect(channels_of(plan.steps))
     reducer = GradientReducer(mesh.group("dp"), options.bucket_bytes)
-    base = programs(tuple(graph.columns.items()), True)
     plans = {options.num_microbatches: plan}
 
     def plan_for(count: int) -> Plan:
@@ -234,9 +227,9 @@ def _assemble(
             stages=stages,
             stage_rank=stage_rank,
             parameters=parameters,
-            split=frozenset(base.shards),
+            split=frozenset(programs.base.shards),
             shared=frozenset(holders),
-            base=base,
+            base=programs.base,
             program_for=programs,
             plan_for=plan_for,
             transfers=transfers,
@@ -252,8 +245,8 @@ def _readers(
 ) -> list[Reader]:
     return [
         Reader(stage_rank[stage], stage, segment.index, segment.parameters)
-        for stage, (first, stop) in enumerate(partition.ranges())
-        for segment in graph.segments[first:stop]
+        for stage, own in enumerate(partition.stages)
+        for segment in graph.segments[own.start : own.stop]
     ]
 
 
