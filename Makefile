@@ -7,9 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The first of these that is new enough; override with `make PYTHON=/path/to/python`.
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
-	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
-	&& echo $$python && break; done)
+	$$python $(NEW_ENOUGH) 2>/dev/null && echo $$python && break; done)
 
 # One thread per rank: several ranks share the cores of one machine.
 export OMP_NUM_THREADS := 1
@@ -22,13 +22,12 @@ LINTED := $(wildcard src tests examples benchmarks docs)
 .PHONY: help setup demo test lint format docs examples bench check clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' \
-		| while IFS="$$(printf '\t')" read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything the other targets need
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Merak needs Python >= 3.11 and found none; say which one with make PYTHON=/path/to/python." >&2; exit 2; }
+	@$(or $(PYTHON),false) $(NEW_ENOUGH) || { echo "Merak needs Python >= 3.11, which \"$(PYTHON)\" is not; name one with make PYTHON=/path/to/python." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); the first time this takes a few minutes."
 	$(BIN)/python -m pip install --quiet "$$(grep -i '^torch==' constraints.txt)"
@@ -66,7 +65,8 @@ examples: $(STAMP) ## run every example in its short form, as written in .ci/exa
 
 bench: ## list the benchmarks and what each measures
 	@for script in $(wildcard benchmarks/*.py); do \
-		printf '  %s\n      %s\n' "$(BIN)/python $$script" "$$(sed -n '/"""/{s/.*"""\([^"]*\).*/\1/p;q}' $$script)"; \
+		echo "  $(BIN)/python $$script"; \
+		awk -F '"""' '/"""/ {print "      " $$2; exit}' $$script; \
 	done
 
 check: lint docs test examples ## all of the above that can fail: what the continuous integration runs
