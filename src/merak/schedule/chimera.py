@@ -80,9 +80,10 @@ def chimera(
 def _check(num_ranks: int, num_microbatches: int, pairs: int, method: str) -> None:
     check_counts("chimera", num_ranks, num_microbatches)
     if num_ranks % 2:
+        nearest = " or ".join(str(n) for n in (num_ranks - 1, num_ranks + 1) if n)
         raise ScheduleError(
             f"chimera merges pipelines of both directions and is defined for an even number of "
-            f"stages; got {num_ranks}. Use {num_ranks - 1 or 2} or {num_ranks + 1}."
+            f"stages; got {num_ranks}. Use {nearest}."
         )
     divisors = [f for f in range(1, num_ranks // 2 + 1) if num_ranks // 2 % f == 0]
     if pairs not in divisors:

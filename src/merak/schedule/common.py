@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Iterable, Sequence
 
 from merak.core.errors import ScheduleError
@@ -76,3 +77,23 @@ def recompute_early(actions: Iterable[Action], microbatches: Container[int]) -> 
             result.append(Action(Kind.RECOMPUTE, action.stage, action.microbatch))
         result.append(action)
     return result
+
+
+def split_backwards(actions: Iterable[Action], delay: int) -> list[Action]:
+    """Replace every B by an I, and put its W after the I of `delay` backwards later."""
+    result: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in actions:
+        if action.kind is not Kind.BACKWARD:
+            result.append(action)
+            continue
+        result.append(Action(Kind.INPUT_GRADIENT, action.stage, action.microbatch))
+        waiting.append(Action(Kind.WEIGHT_GRADIENT, action.stage, action.microbatch))
+        if len(waiting) > delay:
+            result.append(waiting.popleft())
+    return [*result, *waiting]
+
+
+def v_shape(num_ranks: int) -> tuple[int, ...]:
+    """The rank of each of 2P stages laid down the ranks and back up: r holds r and 2P - 1 - r."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
