@@ -38,7 +38,7 @@ class Costs:
     # All that the backward needs, and of it what is left between I and W.
     activation_bytes: tuple[float, ...]
     weight_gradient_bytes: tuple[float, ...]
-    # What a stage that recomputes keeps between forward and recomputation.
+    # What of it a stage that recomputes keeps from the forward on: its input.
     checkpoint_bytes: tuple[float, ...]
     # Weights, gradients and optimizer state; and of it one version of the weights.
     state_bytes: tuple[float, ...]
@@ -99,28 +99,39 @@ def uniform(
     recompute_s: float = 1.0,
     transfer_s: float = 0.0,
 ) -> Costs:
-    """Costs of equal stages, whose transfers take a fixed time that any number can share."""
+    """Costs of equal stages, whose transfers take a fixed time that any number can share.
+
+    A microbatch in flight counts 1, recomputed or not: memory is the number in flight.
+    """
     return stage_costs(
         (forward_s,) * num_stages,
         (backward_s,) * num_stages,
         recompute_s=(recompute_s,) * num_stages,
         links=(Link(latency_s=transfer_s),) * (num_stages - 1),
+        checkpoint_bytes=(1.0,) * num_stages,
     )
 
 
 def _check(costs: Costs) -> None:
     num_stages = costs.num_stages
-    for field in fields(costs):
-        values = getattr(costs, field.name)
-        if field.name == "overlap":
+    for entry in fields(costs):
+        values = getattr(costs, entry.name)
+        if entry.name == "overlap":
             continue
-        wanted = num_stages - 1 if field.name in ("links", "boundary_bytes") else num_stages
+        wanted = num_stages - 1 if entry.name in ("links", "boundary_bytes") else num_stages
         if len(values) != wanted:
             raise ScheduleError(
-                f"{field.name} has {len(values)} values; {num_stages} stages need {wanted}."
+                f"{entry.name} has {len(values)} values; {num_stages} stages need {wanted}."
             )
-        if field.name != "links" and any(not value >= 0 for value in values):
-            raise ScheduleError(f"{field.name} is {values}; times and sizes are 0 or more.")
+        if entry.name != "links" and any(not value >= 0 for value in values):
+            raise ScheduleError(f"{entry.name} is {values}; times and sizes are 0 or more.")
+    for field in ("checkpoint_bytes", "weight_gradient_bytes"):
+        part = getattr(costs, field)
+        if any(p > whole for p, whole in zip(part, costs.activation_bytes)):
+            raise ScheduleError(
+                f"{field} is {part}, more than all of a microbatch's activations, "
+                f"{costs.activation_bytes}; count in it only what is left of them."
+            )
     for link in costs.links:
         if not (link.latency_s >= 0 and link.bandwidth_bytes_per_s > 0):
             raise ScheduleError(f"{link} is no link; latency is 0 or more, bandwidth above 0.")

@@ -35,20 +35,28 @@ def in_flight(table: ActionTable) -> IntArray:
     return _levels(table, gained, released).astype(np.int64)
 
 
-def activation_bytes(schedule: Schedule, table: ActionTable, costs: Costs) -> FloatArray:
-    """Bytes of activations and checkpoints on an action's rank while the action runs."""
+def activation_changes(
+    schedule: Schedule, table: ActionTable, costs: Costs
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes of activations that every action gains at its start, and those it releases at its end.
+
+    A stage that recomputes keeps its input only; recomputation brings back the rest.
+    """
     full = np.array(costs.activation_bytes)[table.stage]
     left = np.array(costs.weight_gradient_bytes)[table.stage]
     stage_recomputes = np.array(schedule.recompute, dtype=np.bool_)[table.stage]
-    checkpoint = np.where(stage_recomputes, np.array(costs.checkpoint_bytes)[table.stage], 0.0)
-    kept = np.where(stage_recomputes, checkpoint, full)
+    kept = np.where(stage_recomputes, np.array(costs.checkpoint_bytes)[table.stage], full)
     returns = table.is_kind(Kind.RECOMPUTE) | recomputes_inside(schedule, table)
-    gained = np.where(table.is_kind(Kind.FORWARD), kept, 0.0) + np.where(returns, full, 0.0)
-    released = np.zeros(table.num_actions)
-    released += np.where(table.is_kind(Kind.BACKWARD), full + checkpoint, 0.0)
-    released += np.where(table.is_kind(Kind.INPUT_GRADIENT), full + checkpoint - left, 0.0)
+    gained = np.where(table.is_kind(Kind.FORWARD), kept, 0.0) + np.where(returns, full - kept, 0.0)
+    released = np.where(table.is_kind(Kind.BACKWARD), full, 0.0)
+    released += np.where(table.is_kind(Kind.INPUT_GRADIENT), full - left, 0.0)
     released += np.where(table.is_kind(Kind.WEIGHT_GRADIENT), left, 0.0)
-    return _levels(table, gained, released)
+    return gained, released
+
+
+def activation_bytes(schedule: Schedule, table: ActionTable, costs: Costs) -> FloatArray:
+    """Bytes of activations on an action's rank while the action runs."""
+    return _levels(table, *activation_changes(schedule, table, costs))
 
 
 def peak_per_rank(table: ActionTable, level: FloatArray | IntArray) -> list[float]:

@@ -8,40 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from merak.core.errors import ScheduleError
-from merak.schedule.chimera import chimera
-from merak.schedule.dualpipe_v import dualpipe_v
-from merak.schedule.early_recompute import early_recompute
-from merak.schedule.gems import gems
-from merak.schedule.gpipe import gpipe
-from merak.schedule.interleaved_1f1b import interleaved_1f1b
-from merak.schedule.interleaved_zero_bubble import interleaved_zero_bubble
+from merak.schedule.auto import auto
+from merak.schedule.catalog import FORMULAS
 from merak.schedule.ir import Schedule
-from merak.schedule.last_no_recompute import last_no_recompute
-from merak.schedule.one_f_one_b import one_f_one_b
-from merak.schedule.pipedream import pipedream
-from merak.schedule.pipedream_2bw import pipedream_2bw
-from merak.schedule.shifted_critical_path import shifted_critical_path
-from merak.schedule.zero_bubble_h1 import zero_bubble_h1
-from merak.schedule.zero_bubble_v import zero_bubble_v
 
-BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
-    {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "early_recompute": early_recompute,
-        "last_no_recompute": last_no_recompute,
-        "shifted_critical_path": shifted_critical_path,
-        "interleaved_1f1b": interleaved_1f1b,
-        "chimera": chimera,
-        "gems": gems,
-        "zero_bubble_h1": zero_bubble_h1,
-        "interleaved_zero_bubble": interleaved_zero_bubble,
-        "zero_bubble_v": zero_bubble_v,
-        "dualpipe_v": dualpipe_v,
-        "pipedream": pipedream,
-        "pipedream_2bw": pipedream_2bw,
-    }
-)
+BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType({**FORMULAS, "auto": auto})
 """Every builder: (num_ranks, num_microbatches, **options) to a schedule."""
 
 

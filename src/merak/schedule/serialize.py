@@ -1,6 +1,7 @@
 """Schedules as text and as JSON, both ways.
 
-The text form has a `name: value` line per field and a `rank r:` line per rank; `#` starts a comment:
+The text form has a `name: value` line per field and a `rank r:` line per rank; a line that
+starts with `#` is a comment:
 
     name: mine
     microbatches: 2
@@ -15,12 +16,15 @@ Values per stage are separated by spaces, rows by commas.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from merak.core.errors import ScheduleError
 from merak.schedule.ir import Action, Schedule, parse_action
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 _YES_NO = {"yes": True, "no": False}
 
@@ -54,26 +58,10 @@ def from_text(text: str, where: str = "schedule") -> Schedule:
     Raises:
         ScheduleError: with the line that is wrong.
     """
-    fields: dict[str, tuple[str, int]] = {}
-    ranks: dict[int, tuple[str, int]] = {}
-    notes = []
-    for number, raw in enumerate(text.splitlines(), start=1):
-        line = raw.split("#", 1)[0].strip()
-        if not line:
-            continue
-        key, colon, value = (part.strip() for part in line.partition(":"))
-        if not colon:
-            raise ScheduleError(f"{where}, line {number}: {line!r} is not of the form name: value.")
-        if key == "note":
-            notes.append(value)
-        elif key.startswith("rank "):
-            _put(ranks, _parse(int, key[5:], where, number), (value, number), where, number)
-        elif key in _READERS or key in ("name", "microbatches"):
-            _put(fields, key, (value, number), where, number)
-        else:
-            known = ", ".join(("name", "microbatches", *_READERS, "note", "rank N"))
-            raise ScheduleError(f"{where}, line {number}: unknown field {key!r}; use {known}.")
-    return _assemble(fields, ranks, tuple(notes), where)
+    lines = enumerate(
+        ("" if line.lstrip().startswith("#") else line for line in text.splitlines()), start=1
+    )
+    return _from_lines([(f"{where}, line {number}", line) for number, line in lines], where)
 
 
 def to_json(schedule: Schedule) -> str:
@@ -119,7 +107,7 @@ def from_json(text: str, where: str = "schedule") -> Schedule:
         if key != "weight_versions" or value:
             lines.append(f"{key}: {_json_value(value)}")
     lines.extend(f"rank {rank}: {' '.join(map(str, own))}" for rank, own in enumerate(lists))
-    return from_text("\n".join(lines), where)
+    return _from_lines([(where, line) for line in lines], where)
 
 
 def load(path: Path) -> Schedule:
@@ -135,6 +123,29 @@ def load(path: Path) -> Schedule:
             f"The schedule file {path} cannot be read: {error.strerror}."
         ) from error
     return from_json(text, str(path)) if path.suffix == ".json" else from_text(text, str(path))
+
+
+def _from_lines(lines: Iterable[tuple[str, str]], where: str) -> Schedule:
+    """Read lines of the text form, each with its place for messages."""
+    fields: dict[str, tuple[str, str]] = {}
+    ranks: dict[int, tuple[str, str]] = {}
+    notes = []
+    for place, line in lines:
+        key, colon, value = (part.strip() for part in line.partition(":"))
+        if not (key or colon):
+            continue
+        if not colon:
+            raise ScheduleError(f"{place}: {line.strip()!r} is not of the form name: value.")
+        if key == "note":
+            notes.append(value)
+        elif key.startswith("rank "):
+            _put(ranks, _parse(int, key[5:], place), value, place)
+        elif key in _READERS or key in ("name", "microbatches"):
+            _put(fields, key, value, place)
+        else:
+            known = ", ".join(("name", "microbatches", *_READERS, "note", "rank N"))
+            raise ScheduleError(f"{place}: unknown field {key!r}; use {known}.")
+    return _assemble(fields, ranks, tuple(notes), where)
 
 
 def _row(values: tuple[int, ...]) -> str:
@@ -159,19 +170,19 @@ def _json_value(value: Any) -> str:
     return str(value)
 
 
-def _put(target: dict[Any, Any], key: Any, value: Any, where: str, number: int) -> None:
+def _put(target: dict[_Key, tuple[str, str]], key: _Key, value: str, place: str) -> None:
     if key in target:
-        raise ScheduleError(f"{where}, line {number}: {key!r} stands here a second time.")
-    target[key] = value
+        raise ScheduleError(f"{place}: {key!r} stands here a second time.")
+    target[key] = (value, place)
 
 
-def _parse(reader: Callable[[str], Any], text: str, where: str, number: int) -> Any:
+def _parse(reader: Callable[[str], _Value], text: str, place: str) -> _Value:
     try:
         return reader(text)
     except ScheduleError as error:
-        raise ScheduleError(f"{where}, line {number}: {error}") from error
+        raise ScheduleError(f"{place}: {error}") from error
     except (ValueError, KeyError) as error:
-        raise ScheduleError(f"{where}, line {number}: {text!r} cannot be read.") from error
+        raise ScheduleError(f"{place}: {text!r} cannot be read.") from error
 
 
 def _read_row(text: str) -> tuple[int, ...]:
@@ -197,8 +208,8 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
 
 
 def _assemble(
-    fields: dict[str, tuple[str, int]],
-    ranks: dict[int, tuple[str, int]],
+    fields: dict[str, tuple[str, str]],
+    ranks: dict[int, tuple[str, str]],
     notes: tuple[str, ...],
     where: str,
 ) -> Schedule:
@@ -207,8 +218,8 @@ def _assemble(
             f"{where} has lines for ranks {sorted(ranks)}; give one for every rank, from 0."
         )
     read = {
-        key: _parse(_READERS[key], value, where, number)
-        for key, (value, number) in fields.items()
+        key: _parse(_READERS[key], value, place)
+        for key, (value, place) in fields.items()
         if key in _READERS
     }
     pipes = read.get("pipes", (tuple(range(len(ranks))),))
@@ -216,15 +227,14 @@ def _assemble(
     if microbatch_pipes is None:
         if "microbatches" not in fields:
             raise ScheduleError(f"{where} does not say how many microbatches there are.")
-        value, number = fields["microbatches"]
-        microbatch_pipes = (0,) * _parse(int, value, where, number)
+        microbatch_pipes = (0,) * _parse(int, *fields["microbatches"])
     num_stages = len(pipes[0])
     held = {(rank, stage) for pipe in pipes for stage, rank in enumerate(pipe)}
     return Schedule(
-        name=fields.get("name", ("schedule", 0))[0],
+        name=fields.get("name", ("schedule", ""))[0],
         pipes=pipes,
         microbatch_pipes=microbatch_pipes,
-        actions=tuple(_read_actions(*ranks[r], held, r, where) for r in range(len(ranks))),
+        actions=tuple(_read_actions(*ranks[r], held, r) for r in range(len(ranks))),
         recompute=read.get("recompute", (False,) * num_stages),
         eager_reduction=read.get("eager_reduction", (True,) * num_stages),
         microbatches_per_update=read.get("microbatches_per_update", len(microbatch_pipes)),
@@ -234,11 +244,11 @@ def _assemble(
 
 
 def _read_actions(
-    text: str, number: int, held: set[tuple[int, int]], rank: int, where: str
+    text: str, place: str, held: set[tuple[int, int]], rank: int
 ) -> tuple[Action, ...]:
     stages = [stage for holder, stage in held if holder == rank]
     only_stage = stages[0] if len(stages) == 1 else None
     return tuple(
-        _parse(lambda word: parse_action(word, only_stage), word, f"{where}, rank {rank}", number)
+        _parse(lambda word: parse_action(word, only_stage), word, f"{place}, rank {rank}")
         for word in text.split()
     )

@@ -97,6 +97,12 @@ def durations(schedule: Schedule, table: ActionTable, costs: Costs) -> FloatArra
     return duration
 
 
+def transfer_delays(table: ActionTable, costs: Costs) -> FloatArray:
+    """From the end of an action to the arrival of its output, where transfers do not queue up."""
+    links = _links(table, costs)
+    return links.occupancy_s + links.latency_s
+
+
 def _time(
     schedule: Schedule, table: ActionTable, duration: FloatArray, costs: Costs
 ) -> tuple[Timing, FloatArray]:

@@ -1,0 +1,174 @@
+"""auto: a schedule made for given times and a given memory."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from merak.core.errors import ScheduleError
+from merak.schedule.auto_jobs import (
+    Request,
+    activation_limits,
+    jobs,
+    least_limit,
+    lower_bound,
+    placements,
+    policies,
+)
+from merak.schedule.catalog import FORMULAS
+from merak.schedule.common import check_counts, single_pipe
+from merak.schedule.costs import Costs, uniform
+from merak.schedule.ir import Kind, Schedule
+from merak.schedule.list_scheduler import Job, list_schedule
+from merak.schedule.local_search import improve
+from merak.schedule.simulate import Simulation, simulate
+
+_LIST_ACTIONS = 600_000
+"""Actions that list scheduling may place in all: a few seconds."""
+
+_SEARCH_ACTIONS = 1_500_000
+"""Actions that local search may simulate in all: about a second."""
+
+_NUM_STARTS = 3
+"""Schedules that local search starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A schedule that fits, how it does, and the least that its kind of work can take."""
+
+    simulation: Simulation
+    bound_s: float
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Shorter first, then smaller."""
+        return self.simulation.makespan, max(self.simulation.peak_memory_bytes)
+
+
+def auto(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit_bytes: float = float("inf"),
+    split: bool | None = None,
+    recompute: Sequence[bool] | None = None,
+) -> Schedule:
+    """Make a synchronous schedule for given times, transfers and memory.
+
+    It takes the shortest of all formula schedules that fit, with at most two copies of the weights,
+    and of list schedules by several rules, then moves actions along the critical path. The search
+    is bounded by counts, not by a clock, and so always ends with the same schedule.
+
+    Args:
+        num_ranks: pipeline degree P.
+        num_microbatches: microbatches per iteration.
+        costs: times and sizes of the stages, P of them or a multiple; equal ones unless given.
+        memory_limit_bytes: what a rank may hold: weights, as in `costs`, and activations.
+        split: whether backwards are split into I and W; whatever is shorter unless given.
+        recompute: which stages recompute; whatever is shorter and fits unless given.
+
+    Raises:
+        ScheduleError: the stages are no multiple of P, or nothing fits the limit.
+    """
+    check_counts("auto", num_ranks, num_microbatches)
+    costs = costs or uniform(num_ranks)
+    if costs.num_stages % num_ranks:
+        raise ScheduleError(
+            f"auto lays the same number of stages on each of {num_ranks} ranks; "
+            f"the costs are of {costs.num_stages}. Use a multiple of {num_ranks}."
+        )
+    flags = None if recompute is None else tuple(recompute)
+    request = Request(num_ranks, num_microbatches, costs, memory_limit_bytes, split, flags)
+    candidates = sorted(
+        itertools.chain(_formulas(request), _list_schedules(request)), key=lambda c: c.key
+    )
+    if not candidates:
+        least = min(least_limit(request, ranks) for ranks in placements(request))
+        raise ScheduleError(
+            f"No schedule fits a memory limit of {memory_limit_bytes:g}; the least that one fits "
+            f"is {least:g}."
+        )
+    best = min((_improved(request, c) for c in candidates[:_NUM_STARTS]), key=lambda c: c.key)
+    return replace(best.simulation.schedule, name="auto")
+
+
+def _formulas(request: Request) -> Iterator[_Candidate]:
+    """Every synchronous formula with every option that fits the request."""
+    for name, builder in FORMULAS.items():
+        for options in _option_choices(name, builder, request):
+            try:
+                schedule = builder(request.num_ranks, request.num_microbatches, **options)
+            except ScheduleError:
+                continue  # Not defined for these counts.
+            if _is_as_asked(request, schedule):
+                yield from _candidate(request, schedule, 0.0)
+
+
+def _option_choices(
+    name: str, builder: Callable[..., Schedule], request: Request
+) -> Iterator[dict[str, Any]]:
+    """Every combination of a builder's options that can matter here."""
+    choices: dict[str, tuple[Any, ...]] = {
+        "recompute": (False, True),
+        "early_everywhere": (False, True),
+        "method": ("direct", "forward_doubling"),
+        "chunks": (request.costs.num_stages // request.num_ranks,),
+    }
+    taken = [p for p in inspect.signature(builder).parameters if p in choices]
+    for values in itertools.product(*(choices[option] for option in taken)):
+        yield dict(zip(taken, values))
+
+
+def _is_as_asked(request: Request, schedule: Schedule) -> bool:
+    if not schedule.is_synchronous or schedule.num_stages != request.costs.num_stages:
+        return False
+    if request.recompute is not None and schedule.recompute != request.recompute:
+        return False
+    splits = any(action.kind is Kind.INPUT_GRADIENT for action in schedule.actions[0])
+    return request.split is None or request.split == splits
+
+
+def _list_schedules(request: Request) -> Iterator[_Candidate]:
+    """List schedules by every rule, as many as the size allows."""
+    every = [
+        (job, policy)
+        for job in itertools.chain(*(jobs(request, ranks) for ranks in placements(request)))
+        for policy in policies(job)
+    ]
+    per_list = 3 * request.num_microbatches * request.costs.num_stages
+    for job, policy in _evenly(every, max(8, _LIST_ACTIONS // per_list)):
+        lists = list_schedule(job, policy)
+        if lists is not None:
+            recompute = [seconds is not None for seconds in job.recompute_s]
+            schedule = single_pipe("auto", job.ranks, lists, request.num_microbatches, recompute)
+            yield from _candidate(request, schedule, lower_bound(job))
+
+
+def _evenly(every: list[tuple[Job, Any]], most: int) -> list[tuple[Job, Any]]:
+    """At most so many, an equal share of every job's, the first of each."""
+    per_job = itertools.groupby(every, key=lambda pair: id(pair[0]))
+    in_turn = itertools.zip_longest(*(list(group) for _, group in per_job))
+    return [pair for turn in in_turn for pair in turn if pair is not None][:most]
+
+
+def _candidate(request: Request, schedule: Schedule, bound_s: float) -> Iterator[_Candidate]:
+    simulation = simulate(schedule, request.costs)
+    if max(simulation.peak_memory_bytes) <= request.memory_limit_bytes:
+        yield _Candidate(simulation, bound_s)
+
+
+def _improved(request: Request, candidate: _Candidate) -> _Candidate:
+    """The candidate or, where local search shortens it, what comes out."""
+    schedule = candidate.simulation.schedule
+    if len(schedule.pipes) > 1:
+        return candidate
+    limits = activation_limits(request, schedule.pipes[0])
+    better = improve(
+        schedule, request.costs, limits, candidate.bound_s, _SEARCH_ACTIONS // _NUM_STARTS
+    )
+    return min((candidate, *_candidate(request, better, candidate.bound_s)), key=lambda c: c.key)
