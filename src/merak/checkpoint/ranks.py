@@ -1,0 +1,83 @@
+"""What the ranks of a job agree on about weights: where to send them from, and their values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from merak.core.errors import WeightsError
+
+
+def is_distributed() -> bool:
+    """Whether other ranks have to be spoken with."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def transfer_device(device: torch.device) -> torch.device:
+    """The device that tensors must be on to travel: the CPU wherever a backend serves it.
+
+    Args:
+        device: the device this rank computes on.
+    """
+    config = dist.get_backend_config()
+    return torch.device("cpu") if "cpu:" in config or "gloo" in config else device
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on every rank."""
+    if not is_distributed():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def take_values_of_first_rank(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Give real tensors rank 0's values on every rank, in place; equal ones do not travel.
+
+    Args:
+        tensors: by name; the same names on every rank.
+        device: the device this rank computes on.
+
+    Raises:
+        WeightsError: the ranks have different names or shapes.
+    """
+    if not is_distributed():
+        return
+    ours = {n: (tuple(t.shape), str(t.dtype), _digest(t)) for n, t in tensors.items()}
+    by_rank = gather_objects(ours)
+    _check_same_model(by_rank)
+    travel = transfer_device(device)
+    for name, tensor in tensors.items():
+        if len({tensors_of[name][2] for tensors_of in by_rank}) == 1:
+            continue
+        value = tensor.detach().to(travel).contiguous()
+        dist.broadcast(value, src=0)
+        with torch.no_grad():
+            tensor.copy_(value)
+
+
+def _check_same_model(by_rank: Sequence[Mapping[str, tuple[Any, ...]]]) -> None:
+    first = {name: entry[:2] for name, entry in by_rank[0].items()}
+    for rank, entries in enumerate(by_rank):
+        here = {name: entry[:2] for name, entry in entries.items()}
+        differing = sorted(n for n in first.keys() | here.keys() if first.get(n) != here.get(n))
+        if differing:
+            raise WeightsError(
+                f"Rank 0 and rank {rank} have built different models: {differing[0]} is "
+                f"{_say(first.get(differing[0]))} on rank 0 and {_say(here.get(differing[0]))} on "
+                f"rank {rank}; build the same model in the same way on every rank."
+            )
+
+
+def _say(entry: tuple[Any, ...] | None) -> str:
+    return "without weights or absent" if entry is None else f"{entry[1]} of shape {entry[0]}"
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()

@@ -1,0 +1,393 @@
+"""The tape of a constructor: what it did to its parameters, to be done again on a real device.
+
+Parameters of a model without weights hold no numbers, but their initial values follow from the
+operators that the constructor ran. The tape records those operators with the place of every tensor
+in its storage, so that writes through views and `.data` count. One parameter is then made by the
+few operators that its storage depends on, and nothing else is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from merak.core.errors import WeightsError
+
+OVERWRITES = frozenset(
+    (
+        *("fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_"),
+        *("random_", "log_normal_", "cauchy_", "geometric_", "_no_grad_trunc_normal_"),
+    )
+)
+"""Operators whose first argument ends up with nothing of what it held before."""
+
+EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operators that yield whatever the memory held; the tape replays them as zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in its storage.
+
+    Args:
+        storage: the number of the storage on its tape.
+        shape: sizes of the dims.
+        strides: elements between neighbours along each dim.
+        offset: elements before the first.
+        dtype: element type.
+    """
+
+    storage: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One operator that wrote something.
+
+    Args:
+        op: what to call.
+        args: its arguments, with a `Place` for every tensor.
+        kwargs: its keyword arguments, likewise.
+        outputs: for each tensor it returned, its place; None where the storage was there before.
+        reads: storages whose contents it may read.
+        writes: storages it creates or changes.
+        overwrites: the storage of which it leaves nothing as it was, if any.
+        draws: whether it draws random numbers.
+    """
+
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Place | None, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    overwrites: int | None
+    draws: bool
+
+
+class Tape:
+    """The records of one construction, in order, and the storages they speak of."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.num_bytes: list[int] = []
+        self.constants: dict[int, torch.Tensor] = {}
+        self.unknown: set[int] = set()
+        self._writers: dict[int, list[int]] = {}
+
+    def add(self, record: Record) -> None:
+        """Append a record."""
+        for storage in record.writes:
+            self._writers.setdefault(storage, []).append(len(self.records))
+        self.records.append(record)
+
+    def needed(self, place: Place) -> list[int]:
+        """The records that what lies at `place` depends on, in order, as indices."""
+        return sorted(self._trace([place.storage])[0])
+
+    def knows(self, place: Place) -> bool:
+        """Whether everything that `place` depends on came about under the tape."""
+        return not self.unknown & self.touched([place])
+
+    def touched(self, places: Iterable[Place]) -> set[int]:
+        """The storages that what lies at `places` depends on."""
+        return self._trace([place.storage for place in places])[1]
+
+    def forget_all_but(self, places: Iterable[Place]) -> None:
+        """Free the constants that none of `places` depends on."""
+        kept = self.touched(places)
+        self.constants = {k: value for k, value in self.constants.items() if k in kept}
+
+    def _trace(self, storages: list[int]) -> tuple[set[int], set[int]]:
+        """The records behind the final contents of `storages`, and all storages those touch."""
+        chosen: set[int] = set()
+        touched: set[int] = set(storages)
+        wanted = [(storage, len(self.records)) for storage in storages]
+        while wanted:
+            storage, end = wanted.pop()
+            for index in reversed(self._writers.get(storage, [])):
+                if index >= end:
+                    continue
+                record = self.records[index]
+                if index not in chosen:
+                    chosen.add(index)
+                    touched |= record.reads
+                    wanted.extend((read, index) for read in record.reads)
+                if record.overwrites == storage:
+                    break
+        return chosen, touched
+
+
+class Recorder(TorchDispatchMode):
+    """Writes every operator that creates or changes a tensor to a tape."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape()
+        self._storages: dict[StorageWeakRef, int] = {}
+        self._labels: dict[int, str] = {}
+        self._paused = False
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in inputs:
+            self.place(tensor)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if inputs or _base_name(func) not in EMPTY:
+                raise self._explain(func, inputs, error) from error
+            # More than this machine could ever hold: a parameter, which needs no memory.
+            result = func(*args, **{**kwargs, "device": "meta"})
+        changed = [self.place(t).storage for t in _changed(func, args, kwargs)]
+        created = self._number_outputs(result)
+        if created or changed:
+            kwargs = _portable(func, kwargs, inputs, result)
+            self._record(func, (args, kwargs), result, created, frozenset(changed))
+        return result
+
+    def call(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Record one call of a function that fills `tensor`, not the operators inside it.
+
+        For functions that look at what they drew and draw again: a list of operators would fix
+        how often.
+        """
+        place = self.place(tensor)
+        if not tensor.is_meta:
+            self._paused = True
+            try:
+                function(tensor, *args)
+            finally:
+                self._paused = False
+        whole = self._covers(place)
+        self.tape.add(
+            Record(
+                op=function,
+                args=(place, *args),
+                kwargs={},
+                outputs=(),
+                reads=frozenset(() if whole else (place.storage,)),
+                writes=frozenset((place.storage,)),
+                overwrites=place.storage if whole else None,
+                draws=True,
+            )
+        )
+        return tensor
+
+    def place(self, tensor: torch.Tensor) -> Place:
+        """Where a tensor lies; a tensor the tape has not met is kept by value."""
+        storage = tensor.untyped_storage()
+        key = StorageWeakRef(storage)
+        number = self._storages.get(key)
+        if number is None:
+            number = self._number(key, storage)
+            if tensor.is_meta:
+                self.tape.unknown.add(number)
+            else:
+                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                with torch.no_grad():
+                    self.tape.constants[number] = flat.set_(storage.clone())
+        strides, offset = tensor.stride(), int(tensor.storage_offset())
+        return Place(number, tuple(tensor.shape), strides, offset, tensor.dtype)
+
+    def label(self, tensor: torch.Tensor, label: str) -> None:
+        """Say what a tensor is, for messages."""
+        self._labels.setdefault(self.place(tensor).storage, label)
+
+    def _explain(
+        self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], error: Exception
+    ) -> Exception:
+        places = [self.place(t) for t in inputs if t.is_meta]
+        if not places:
+            return error
+        storages = sorted(self.tape.touched(places))
+        labels = [self._labels[storage] for storage in storages if storage in self._labels]
+        return WeightsError(
+            f"The constructor looks at the numbers of {labels[0] if labels else 'a parameter'} "
+            f"({func}), which are not there under merak.empty_weights; build this model normally."
+        )
+
+    def _number(self, key: StorageWeakRef, storage: torch.UntypedStorage) -> int:
+        self._storages[key] = len(self.tape.num_bytes)
+        self.tape.num_bytes.append(storage.nbytes())
+        return self._storages[key]
+
+    def _number_outputs(self, result: Any) -> frozenset[int]:
+        created = set()
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = StorageWeakRef(storage)
+            if key not in self._storages:
+                created.add(self._number(key, storage))
+        return frozenset(created)
+
+    def _record(
+        self,
+        func: torch._ops.OpOverload,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        result: Any,
+        created: frozenset[int],
+        changed: frozenset[int],
+    ) -> None:
+        args, kwargs = tree_map(lambda x: self.place(x) if _is_tensor(x) else x, call)
+        reads = {x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, Place)}
+        overwrites = self._overwritten(func, args)
+        outputs = [self.place(t) for t in tree_leaves(result) if _is_tensor(t)]
+        self.tape.add(
+            Record(
+                op=func,
+                args=args,
+                kwargs=kwargs,
+                outputs=tuple(p if p.storage in created else None for p in outputs),
+                reads=frozenset(reads - {overwrites}),
+                writes=created | changed,
+                overwrites=overwrites,
+                draws=torch.Tag.nondeterministic_seeded in func.tags,
+            )
+        )
+
+    def _overwritten(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> int | None:
+        if _base_name(func) not in OVERWRITES or not isinstance(args[0], Place):
+            return None
+        target = args[0]
+        others = {x.storage for x in tree_leaves(args[1:]) if isinstance(x, Place)}
+        if target.storage in others or not self._covers(target):
+            return None
+        return target.storage
+
+    def _covers(self, place: Place) -> bool:
+        """Whether a tensor is all of its storage (strides of an expanded tensor are refused)."""
+        num_elements = 1
+        for size in place.shape:
+            num_elements *= size
+        whole = num_elements * place.dtype.itemsize == self.tape.num_bytes[place.storage]
+        return whole and all(s > 0 for s, n in zip(place.strides, place.shape) if n > 1)
+
+
+def replay(
+    tape: Tape, place: Place, device: torch.device, before_draw: Callable[[int], None]
+) -> torch.Tensor:
+    """Make what lies at `place`, on a real device.
+
+    Args:
+        tape: the tape.
+        place: a tensor of the tape.
+        device: where the numbers are to be.
+        before_draw: sets the random state of `device`; gets the index of the record that draws.
+
+    Returns:
+        A tensor of that shape and dtype; memory that the constructor never wrote is zero.
+    """
+    memory = _Memory(tape, device)
+    with torch.no_grad():
+        for index in tape.needed(place):
+            record = tape.records[index]
+            if record.draws:
+                before_draw(index)
+            args, kwargs = tree_map(memory.real, (record.args, record.kwargs))
+            if "device" in kwargs:
+                kwargs["device"] = device
+            result = record.op(*args, **kwargs)
+            if _base_name(record.op) in EMPTY:
+                result.zero_()
+            tensors = [t for t in tree_leaves(result) if _is_tensor(t)]
+            for output, tensor in zip(record.outputs, tensors):
+                if output is not None:
+                    memory.bind(output, tensor)
+        return memory.tensor(place)
+
+
+class _Memory:
+    """The storages of a replay on a real device, by their numbers on the tape."""
+
+    def __init__(self, tape: Tape, device: torch.device) -> None:
+        self._tape = tape
+        self._device = device
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def real(self, x: Any) -> Any:
+        """The tensor at a place; anything else as it is."""
+        return self.tensor(x) if isinstance(x, Place) else x
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """The tensor at a place."""
+        if place.storage not in self._storages:
+            self._storages[place.storage] = self._allocate(place.storage)
+        tensor = torch.empty(0, dtype=place.dtype, device=self._device)
+        storage = self._storages[place.storage]
+        return tensor.set_(storage, place.offset, place.shape, place.strides)
+
+    def bind(self, place: Place, tensor: torch.Tensor) -> None:
+        """Let a tensor just made stand at its place."""
+        storage = tensor.untyped_storage()
+        layout = (tensor.stride(), tensor.storage_offset(), storage.nbytes())
+        if layout == (place.strides, place.offset, self._tape.num_bytes[place.storage]):
+            self._storages[place.storage] = storage
+        else:
+            self.tensor(place).copy_(tensor)
+
+    def _allocate(self, storage: int) -> torch.UntypedStorage:
+        constant = self._tape.constants.get(storage)
+        if constant is not None:
+            return constant.to(self._device, copy=True).untyped_storage()
+        size = self._tape.num_bytes[storage]
+        return torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _base_name(op: Callable[..., Any]) -> str:
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op._schema.name.removeprefix("aten::"))
+    return op.__name__
+
+
+@cache
+def _changed_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+def _changed(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    values = [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in _changed_arguments(func)
+    ]
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+def _portable(
+    func: torch._ops.OpOverload, kwargs: dict[str, Any], inputs: list[torch.Tensor], result: Any
+) -> dict[str, Any]:
+    """Keyword arguments that mean the same on another device, under another default dtype."""
+    names = {argument.name for argument in func._schema.arguments}
+    portable = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
+    if not inputs and isinstance(result, torch.Tensor):
+        fixed = {"dtype": result.dtype, "device": result.device}
+        portable.update({k: v for k, v in fixed.items() if k in names})
+    return portable
