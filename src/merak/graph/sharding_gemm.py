@@ -1,0 +1,217 @@
+"""Matrix products and attention of split operands, by the labels of their dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.sharding_placement import (
+    AXIS,
+    COPIED,
+    PARTIAL,
+    Decision,
+    Operand,
+    Operator,
+    Placement,
+    Sharded,
+    shape_of,
+)
+from merak.graph.sharding_random import attend_sharded
+
+aten = torch.ops.aten
+
+Labels = tuple[str | None, ...]
+
+
+def contract(op: Operator, operands: Sequence[Operand], result: Sequence[str | None]) -> Decision:
+    """A sum of products, as einsum has it: dims with one label run together.
+
+    Args:
+        op: the operator.
+        operands: its tensors with a label for every dim; None for dims of size 1 that broadcast.
+        result: the labels of its result; labels not there are summed over.
+
+    Returns:
+        The label that stays split decides: split results where it is among `result`, a partial sum
+        where it is summed over. Whole operands with that label are sliced.
+    """
+    split = {
+        node: (labels[placed.dim], placed)
+        for node, labels in operands
+        if isinstance(placed := op.placement(node), Sharded)
+    }
+    label, lead = _leading_split(op, split, result)
+    needs: dict[fx.Node, Placement] = {}
+    for node, labels in operands:
+        if node in split and split[node][0] != label:
+            needs[node] = COPIED
+        elif label in labels:
+            needs[node] = Sharded(labels.index(label), lead.parts, lead.origin)
+        else:
+            needs[node] = COPIED
+    if label not in result:
+        return Decision(PARTIAL, needs)
+    return Decision(Sharded(list(result).index(label), lead.parts, lead.origin), needs)
+
+
+def _leading_split(
+    op: Operator,
+    split: dict[fx.Node, tuple[str | None, Sharded]],
+    result: Sequence[str | None],
+) -> tuple[str | None, Sharded]:
+    """The label that stays split; operands split along a summed label give way to one in result."""
+    labels = {label for label, _ in split.values()}
+    kept = labels if len(labels) == 1 else labels & set(result)
+    if len(kept) != 1:
+        raise op.error("multiplies operands that are split along different dims")
+    (label,) = kept
+    placed = [p for found, p in split.values() if found == label]
+    if any(p.parts != placed[0].parts for p in placed):
+        ways = " and ".join(str(p.parts) for p in placed)
+        raise op.error(f"multiplies operands whose fused parts differ: {ways}")
+    return label, placed[0]
+
+
+def linear(op: Operator) -> Decision:
+    """linear: the weight is (outputs, inputs); a bias is added once, after the reduction."""
+    x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
+    rows: Labels = tuple(f"row{i}" for i in range(len(shape_of(x)) - 1))
+    result = (*rows, "out")
+    operands: list[Operand] = [
+        (x, (*rows, "in")),
+        (weight, ("out", "in")),
+    ]
+    if bias is None:
+        return contract(op, operands, result)
+    decision = contract(op, [*operands, (bias, ("out",)[: len(shape_of(bias))])], result)
+    if decision.output != PARTIAL:
+        return decision
+    return _bias_after(decision, bias, aten.linear.default, (x, weight))
+
+
+def addmm(op: Operator) -> Decision:
+    """addmm: the weight is (inputs, outputs); a bias is added once, after the reduction."""
+    bias, x, weight = op.arg("self"), op.arg("mat1"), op.arg("mat2")
+    operands: list[Operand] = [
+        (bias, _broadcast(bias, ("row", "out"))),
+        (x, ("row", "in")),
+        (weight, ("in", "out")),
+    ]
+    decision = contract(op, operands, ("row", "out"))
+    if decision.output != PARTIAL:
+        return decision
+    if op.arg("alpha", 1) != 1 or op.arg("beta", 1) != 1:
+        raise op.error("scales its operands, and sums over a split dim")
+    return _bias_after(decision, bias, aten.mm.default, (x, weight))
+
+
+def _bias_after(
+    decision: Decision, bias: fx.Node, target: Any, args: tuple[fx.Node, ...]
+) -> Decision:
+    needs = {node: need for node, need in decision.needs.items() if node in args}
+    return Decision(PARTIAL, needs, target, args, {}, then=((aten.add.Tensor, (bias,)),))
+
+
+def matmul(op: Operator) -> Decision:
+    """matmul, mm, bmm: leading dims broadcast."""
+    a, b = op.node.args[0], op.node.args[1]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    labels_a, labels_b, result = _matmul_labels(shape_of(a), shape_of(b))
+    return contract(op, [(a, labels_a), (b, labels_b)], result)
+
+
+def baddbmm(op: Operator) -> Decision:
+    """baddbmm: the summand is added to products that are split along the batch."""
+    summand, a, b = op.arg("self"), op.arg("batch1"), op.arg("batch2")
+    result = ("batch", "row", "out")
+    operands: list[Operand] = [
+        (summand, _broadcast(summand, result)),
+        (a, ("batch", "row", "in")),
+        (b, ("batch", "in", "out")),
+    ]
+    decision = contract(op, operands, result)
+    if decision.output == PARTIAL:
+        raise op.error("adds to products that are summed over a split dim")
+    return decision
+
+
+def einsum(op: Operator) -> Decision:
+    """einsum with plain letters and an explicit result."""
+    equation, tensors = op.node.args[0], op.node.args[1]
+    assert isinstance(equation, str) and isinstance(tensors, (list, tuple))
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation or any(len(set(t)) != len(t) for t in left.split(",")):
+        raise op.error(f"computes {equation!r}, which has no plain letters or no explicit result")
+    operands = [(n, _broadcast(n, letters)) for n, letters in zip(tensors, left.split(","))]
+    return contract(op, operands, tuple(right))
+
+
+def _broadcast(node: fx.Node, result: Sequence[str | None]) -> Labels:
+    """The last labels of `result` for an operand; None for dims of size 1, which broadcast."""
+    shape = shape_of(node)
+    labels = tuple(result)[len(result) - len(shape) :]
+    return tuple(None if size == 1 else label for size, label in zip(shape, labels, strict=True))
+
+
+def _matmul_labels(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Labels, Labels, Labels]:
+    num_batch = max(len(a), len(b)) - 2
+    names = [f"batch{i}" for i in range(max(num_batch, 0))]
+
+    def batch(shape: tuple[int, ...]) -> Labels:
+        lead = shape[:-2]
+        found = names[len(names) - len(lead) :]
+        return tuple(None if size == 1 else name for size, name in zip(lead, found, strict=True))
+
+    labels_a = (*batch(a), "row", "in") if len(a) > 1 else ("in",)
+    labels_b = (*batch(b), "in", "out") if len(b) > 1 else ("in",)
+    result = (*names, *labels_a[-2:-1], *(labels_b[-1:] if len(b) > 1 else ()))
+    return labels_a, labels_b, result
+
+
+def attention(op: Operator) -> Decision:
+    """scaled_dot_product_attention over split heads; grouped kv-heads and masks follow."""
+    query, key, value = op.arg("query"), op.arg("key"), op.arg("value")
+    mask, grouped = op.arg("attn_mask"), bool(op.arg("enable_gqa", False))
+    lead = next(iter(op.sharded().values()))
+    num_dims = len(shape_of(query))
+    if mask is not None and op.placement(mask) is lead:
+        raise op.error("has a split mask and whole queries")
+    needs: dict[fx.Node, Placement] = {}
+    for node in (query, key, value):
+        placed = op.placement(node)
+        size = shape_of(node)[lead.dim]
+        parts = (size,) if grouped else lead.parts
+        wanted = Sharded(lead.dim, parts, lead.origin)
+        if lead.dim >= num_dims - 2 or (isinstance(placed, Sharded) and placed != wanted):
+            raise op.error("attends over queries, keys or values that are not split by heads alone")
+        op.local(size)
+        needs[node] = wanted
+    if mask is not None:
+        needs[mask] = _mask_need(op, mask, num_dims, lead)
+    output = Sharded(lead.dim, lead.parts, lead.origin)
+    if not op.arg("dropout_p", 0.0):
+        return Decision(output, needs)
+    args = (query, key, value, mask, op.arg("dropout_p"), bool(op.arg("is_causal", False)))
+    kwargs = {
+        "scale": op.arg("scale"),
+        "enable_gqa": grouped,
+        "layout": (lead.dim, lead.parts, AXIS),
+    }
+    return Decision(output, needs, attend_sharded, args, kwargs)
+
+
+def _mask_need(op: Operator, mask: fx.Node, num_dims: int, lead: Sharded) -> Placement:
+    shape = shape_of(mask)
+    dim = lead.dim - (num_dims - len(shape))
+    placed = op.placement(mask)
+    if dim < 0 or shape[dim] == 1:
+        if isinstance(placed, Sharded):
+            raise op.error("has a mask that is split, but not by heads")
+        return COPIED
+    wanted = Sharded(dim, lead.parts, lead.origin)
+    if isinstance(placed, Sharded) and placed != wanted:
+        raise op.error("has a mask that is split, but not by heads as the queries are")
+    return wanted

@@ -1,0 +1,191 @@
+"""How a value lies on the tensor parallel ranks, and what a rule says about an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir import TensorMeta
+
+AXIS = "tp"
+"""The mesh axis that the rewriting splits over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The same on every rank, and so is its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The same on every rank, but each rank computes only a part of its gradient.
+
+    Only asked of operands: what a replicated value becomes where it enters work that is split.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank holds a summand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Every rank holds its share of each fused part, parts in their order.
+
+    Args:
+        dim: the dim that is split, counted from the front.
+        parts: sizes along `dim` of the fused parts in the whole value, (n,) when not fused.
+        origin: the parameter whose attribute split it, for messages.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    origin: str = field(default="", compare=False)
+
+
+Placement = Replicated | Copied | Partial | Sharded
+Placed = Placement | tuple[Placement, ...]
+
+REPLICATED, COPIED, PARTIAL = Replicated(), Copied(), Partial()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of an operator whose operands are split.
+
+    Args:
+        output: how its result lies; a tuple for several results.
+        needs: how operands must lie. Operands not named: sharded ones stay as they are, replicated
+            ones enter the split work (`Copied`), partial sums too unless the result is one.
+        target: the operator in its place; None keeps it.
+        args: its arguments, in terms of the old graph's nodes; None keeps them.
+        kwargs: its keyword arguments; None keeps them.
+        then: operators applied to the reduced result one after another, each with further
+            arguments; the result is a partial sum before, and replicated after.
+    """
+
+    output: Placed
+    needs: Mapping[fx.Node, Placement] = field(default_factory=dict)
+    target: Callable[..., Any] | None = None
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    then: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator of the traced graph and how its operands lie: what a rule looks at.
+
+    Args:
+        node: the operator's node, in the graph before rewriting.
+        placements: how the results of all nodes before it lie.
+        degree: the tensor parallel degree.
+    """
+
+    node: fx.Node
+    placements: Mapping[fx.Node, Placed]
+    degree: int
+
+    def placement(self, operand: Any) -> Placement:
+        """How an operand lies; a partial sum counts as replicated, as it is reduced first."""
+        placed = self.raw(operand)
+        return REPLICATED if isinstance(placed, Partial) else placed
+
+    def raw(self, operand: Any) -> Placement:
+        """How an operand lies, partial sums as such."""
+        placed = self.placements[operand] if isinstance(operand, fx.Node) else REPLICATED
+        if isinstance(placed, tuple):
+            raise self.error("reads the tuple of a split operator as a whole")
+        return placed
+
+    def sharded(self) -> dict[fx.Node, Sharded]:
+        """The operands that are split, in the order of the arguments."""
+        placed = {n: self.placement(n) for n in self.node.all_input_nodes}
+        return {n: p for n, p in placed.items() if isinstance(p, Sharded)}
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """An argument by its name in the operator's schema."""
+        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
+        for i, argument in enumerate(schema):
+            if argument.name != name:
+                continue
+            if i < len(self.node.args):
+                return self.node.args[i]
+            return self.node.kwargs.get(name, default)
+        return default
+
+    def replace(self, **values: Any) -> dict[str, Any]:
+        """`args` and `kwargs` of a decision: the operator's own with some arguments replaced."""
+        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
+        args, kwargs = list(self.node.args), dict(self.node.kwargs)
+        for i, argument in enumerate(schema):
+            if argument.name in values and i < len(args):
+                args[i] = values[argument.name]
+            elif argument.name in values:
+                kwargs[argument.name] = values[argument.name]
+        return {"args": tuple(args), "kwargs": kwargs}
+
+    def local(self, size: int) -> int:
+        """A rank's share of a size that is split."""
+        if size % self.degree:
+            raise self.error(f"splits a size of {size}, which tp={self.degree} does not divide")
+        return size // self.degree
+
+    def error(self, what: str, fix: str = "") -> ShardError:
+        """A sentence that names the operator, the user's line, and what to do."""
+        source = self.node.meta.get("source") or "an unknown line"
+        origins = {p.origin for p in self.sharded().values() if p.origin} if not fix else set()
+        layers = " and ".join(sorted(o.rpartition(".")[0] or o for o in origins))
+        fix = fix or (
+            f"give {layers or 'the layers before it'} another attribute in the feature dict, "
+            "Replicate() for instance"
+        )
+        return ShardError(
+            f"tensor parallelism cannot go on at {self.node.name} ({self.node.target}, {source}): "
+            f"it {what}; {fix}."
+        )
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The whole shape of what a node yields; () for numbers."""
+    meta = node.meta["tensor"] if isinstance(node, fx.Node) else None
+    return meta.shape if isinstance(meta, TensorMeta) else ()
+
+
+def listed_parts(placed: Sharded) -> str:
+    """The sizes of the fused parts, for messages."""
+    return " + ".join(str(size) for size in placed.parts)
+
+
+def positive(dim: int, num_dims: int) -> int:
+    """A dim counted from the front."""
+    return dim + num_dims if dim < 0 else dim
+
+
+def local_meta(meta: Any, placed: Placed, degree: int) -> Any:
+    """What a rank holds of a value that lies as `placed`."""
+    if isinstance(meta, tuple):
+        each = placed if isinstance(placed, tuple) else (placed,) * len(meta)
+        return tuple(local_meta(m, p, degree) for m, p in zip(meta, each, strict=True))
+    if not isinstance(meta, TensorMeta) or not isinstance(placed, Sharded):
+        return meta
+    shape = list(meta.shape)
+    shape[placed.dim] //= degree
+    return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
+
+
+def family(target: Any) -> str:
+    """An operator's name without namespace and overload: add for aten.add.Tensor."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.rpartition("::")[2]
+    return str(getattr(target, "__name__", target))
+
+
+Rule = Callable[[Operator], Decision]
+Operand = tuple[fx.Node, Sequence[str | None]]

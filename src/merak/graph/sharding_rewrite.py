@@ -1,0 +1,209 @@
+"""Write a segment's graph anew for one rank's share: local sizes, and the collectives between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.collectives import copy_to, gather_from, reduce_from, slice_to
+from merak.core.errors import ShardError
+from merak.graph.ir import TensorMeta
+from merak.graph.sharding_placement import (
+    AXIS,
+    COPIED,
+    REPLICATED,
+    Copied,
+    Decision,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+    local_meta,
+)
+from merak.graph.sharding_propagate import Propagation
+
+
+def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
+    """The graph that every rank runs on its share.
+
+    Args:
+        graph: the segment's graph; left as it is.
+        propagation: what becomes of its operators.
+        degree: the number of ranks.
+
+    Returns:
+        A new graph with the same placeholders and outputs; every output is replicated.
+
+    Raises:
+        ShardError: operators that do not fit their local operands.
+    """
+    new = _Rewriter(propagation, degree).run(graph)
+    check_shapes(new)
+    return new
+
+
+class _Rewriter:
+    """Copies nodes into a new graph; every conversion of a value is inserted once."""
+
+    def __init__(self, propagation: Propagation, degree: int) -> None:
+        self.propagation = propagation
+        self.degree = degree
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        for node in graph.nodes:
+            if node.op == "output":
+                self.graph.output(fx.map_arg(node.args[0], lambda n: self.convert(n, REPLICATED)))
+            elif node.op == "call_function":
+                self.env[node] = self.operator(node, self.propagation.decisions[node])
+            else:
+                self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
+                self.env[node].meta = self.local(node)
+        return self.graph
+
+    def local(self, node: fx.Node) -> dict[str, Any]:
+        placed = self.propagation.placements[node]
+        return {**node.meta, "tensor": local_meta(node.meta["tensor"], placed, self.degree)}
+
+    def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
+        needs = {
+            n: decision.needs.get(n, self.default_need(n, decision)) for n in node.all_input_nodes
+        }
+
+        def operand(n: fx.Node) -> fx.Node:
+            return self.convert(n, needs[n])
+
+        args = node.args if decision.args is None else decision.args
+        kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
+        target = decision.target or node.target
+        assert callable(target)
+        new = self.call(target, fx.map_arg(args, operand), fx.map_arg(kwargs, operand), node)
+        new.meta = self.local(node)
+        if getattr(getattr(target, "_schema", None), "is_mutable", False):
+            self.converted.clear()  # conversions made before the write hold old numbers
+        if not decision.then:
+            return new
+        new = self.call(reduce_from, (new, AXIS), {}, node)
+        for step, further in decision.then:
+            whole = fx.map_arg(further, lambda n: self.convert(n, REPLICATED))
+            new = self.call(step, (new, *whole), {}, node)
+        return new
+
+    def default_need(self, node: fx.Node, decision: Decision) -> Placement | None:
+        placed = self.propagation.placements[node]
+        if isinstance(placed, (tuple, Sharded)):
+            return None
+        if isinstance(placed, Partial) and isinstance(decision.output, Partial):
+            return None
+        return REPLICATED if isinstance(decision.output, Replicated) else COPIED
+
+    def call(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        origin: fx.Node,
+    ) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = dict(origin.meta)
+        return new
+
+    def convert(self, node: fx.Node, need: Placement | None) -> fx.Node:
+        """The new graph's value of an old node, lying as it must; None takes it as it lies."""
+        placed = self.propagation.placements[node]
+        if need is None or placed == need:
+            return self.env[node]
+        assert not isinstance(placed, tuple)
+        if isinstance(need, Copied) and not node.meta["tensor"].requires_grad:
+            return self.convert(node, REPLICATED)
+        if (node, need) not in self.converted:
+            self.converted[node, need] = self.conversion(node, placed, need)
+        return self.converted[node, need]
+
+    def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
+        if isinstance(need, Copied):
+            return self.insert(copy_to, (self.convert(node, REPLICATED), AXIS), node, need)
+        if isinstance(need, Sharded):
+            assert not isinstance(placed, Sharded), f"{node} is split along two dims"
+            whole = self.convert(node, REPLICATED)
+            return self.insert(slice_to, (whole, need.dim, need.parts, AXIS), node, need)
+        if isinstance(placed, Partial):
+            return self.insert(reduce_from, (self.env[node], AXIS), node, need)
+        assert isinstance(placed, Sharded) and isinstance(need, Replicated)
+        args = (self.env[node], placed.dim, placed.parts, AXIS)
+        return self.insert(gather_from, args, node, need)
+
+    def insert(
+        self, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, placed: Placement
+    ) -> fx.Node:
+        new = self.call(target, args, {}, node)
+        kept = {k: v for k, v in node.meta.items() if k in ("source", "module")}
+        new.meta = {**kept, "tensor": local_meta(node.meta["tensor"], placed, self.degree)}
+        return new
+
+
+def check_shapes(graph: fx.Graph) -> None:
+    """Run every operator of a rewritten graph on local operands without numbers.
+
+    Raises:
+        ShardError: an operator that does not take its local operands, or yields another shape than
+            the rules say.
+    """
+    empty: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            _check_operator(node, empty)
+
+
+def _check_operator(node: fx.Node, empty: dict[fx.Node, Any]) -> None:
+    def operand(n: fx.Node) -> Any:
+        if n not in empty:
+            empty[n] = _empty(n.meta["tensor"])
+        return empty[n]
+
+    args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    try:
+        with torch.no_grad():
+            result = node.target(*_on_meta(args), **_on_meta(kwargs))
+        found = _shapes(result)
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        found = f"an error ({reason[0] if reason else type(error).__name__})"
+    if found != (expected := _shapes(node.meta["tensor"])):
+        source = node.meta.get("source") or "an unknown line"
+        raise ShardError(
+            f"the share of {node.name} ({node.target}, {source}) "
+            f"should be {expected} on every rank but gives {found}; give the layers before it "
+            "Replicate() in the feature dict."
+        )
+
+
+def _empty(meta: Any) -> Any:
+    if isinstance(meta, tuple):
+        return tuple(_empty(m) for m in meta)
+    if not isinstance(meta, TensorMeta):
+        return meta
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+
+
+def _on_meta(value: Any) -> Any:
+    """Devices among the arguments become the one where nothing is computed."""
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, dict):
+        return {k: _on_meta(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on_meta(v) for v in value)
+    return value
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_shapes(v) for v in value)
+    return tuple(value.shape) if isinstance(value, (torch.Tensor, TensorMeta)) else None
