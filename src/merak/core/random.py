@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -32,3 +34,17 @@ def set_random_state(device: torch.device, *key: int | str) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def own_random_state(device: torch.device) -> Iterator[None]:
+    """Draws inside leave the default generator of a device, the user's, as it was."""
+    is_cuda = device.type == "cuda"
+    state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if is_cuda:
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)

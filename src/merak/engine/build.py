@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from merak.checkpoint.initial import materialize
@@ -24,8 +26,9 @@ from merak.graph.features import Features, default_features
 from merak.graph.ir import ModelGraph
 from merak.graph.tensor_parallel import shard_segment
 from merak.plan.balance import balance
-from merak.plan.cost import DeviceProfile, segment_costs
+from merak.plan.cost import segment_costs
 from merak.plan.partition import Partition, from_sizes
+from merak.plan.profile import measure
 from merak.schedule.lower import lower
 from merak.schedule.registry import build as build_schedule
 from merak.schedule.registry import options as schedule_options
@@ -40,7 +43,8 @@ class EngineOptions:
         num_microbatches: microbatches per step of one replica, as planned for.
         seed: the job's seed, for initial weights and dropout.
         features: tensor parallel attributes; None takes Merak's own for known models.
-        segments_per_stage: a partition of one's own; None balances by estimated times.
+        segments_per_stage: a partition of one's own; None balances by times.
+        segment_times: a file of measured times of the segments; None estimates them.
         bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.
         exact_tied_gradients: exchange gradients of tied parameters after every microbatch, which
             sums them as one process does; else once per step.
@@ -51,6 +55,7 @@ class EngineOptions:
     seed: int = 42
     features: Features | None = None
     segments_per_stage: tuple[int, ...] | None = None
+    segment_times: Path | None = None
     bucket_bytes: int = 25 * 2**20
     exact_tied_gradients: bool = True
 
@@ -76,7 +81,7 @@ def build_engine(
     graph = build_graph(source, dict(sample), training=True)
     plan = _make_plan(options.schedule, mesh.pp, options.num_microbatches)
     schedule = plan.schedule
-    partition = _partition(graph, schedule.num_stages, options, mesh)
+    partition = _partition(graph, schedule.num_stages, options, mesh, source.cache_dir)
     stage_rank = schedule.pipes[0]
     programs = _Programs(source, mesh, partition, stage_rank, options.features, graph)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
@@ -145,7 +150,7 @@ def _make_plan(name: str, num_ranks: int, num_microbatches: int) -> Plan:
 
 
 def _partition(
-    graph: ModelGraph, num_stages: int, options: EngineOptions, mesh: Mesh
+    graph: ModelGraph, num_stages: int, options: EngineOptions, mesh: Mesh, cache: Path | None
 ) -> Partition:
     num_segments = len(graph.segments)
     if num_stages > num_segments:
@@ -155,8 +160,17 @@ def _partition(
         )
     if options.segments_per_stage is not None:
         return from_sizes(options.segments_per_stage, num_segments)
-    costs = segment_costs(graph, DeviceProfile.for_device(mesh.device))
-    return balance(costs, num_stages, options.num_microbatches)
+    if num_stages == 1:
+        return Partition(num_segments, ())
+    # Measured speeds differ from rank to rank, and all ranks need one partition: rank 0 decides.
+    decided: list[Partition | None] = [None]
+    if mesh.rank == 0:
+        costs = segment_costs(graph.segments, measure(mesh.device, cache))
+        decided = [balance(costs, num_stages, options.num_microbatches)]
+    if mesh.world_size > 1:
+        dist.broadcast_object_list(decided, src=0)
+    assert decided[0] is not None
+    return decided[0]
 
 
 def _stage_of_parameters(graph: ModelGraph, partition: Partition) -> dict[str, frozenset[int]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from merak.core.random import own_random_state
 from merak.engine.gradients import clip_gradients, global_norm
 from merak.engine.parts import Parts, Plan, Signature
 from merak.engine.program import Program, SegmentProgram
@@ -70,6 +71,10 @@ class Engine:
         """The columns this rank reads of a batch."""
         return self._parts.program_for(signature, training).columns
 
+    def outputs(self, signature: Signature) -> tuple[str, ...]:
+        """Names of the model's outputs in evaluation, in its order, wherever they are made."""
+        return self._parts.program_for(signature, False).outputs
+
     def train_step(
         self,
         step: int,
@@ -90,7 +95,8 @@ class Engine:
             The microbatches' losses times `scale`, (number of microbatches,), float32, on every
             rank of the pipeline.
         """
-        self._run_steps(step, signatures, batches, scale)
+        with own_random_state(self.mesh.device):
+            self._run_steps(step, signatures, batches, scale)
         state = self._state
         assert state is not None
         parts = self._parts
@@ -146,13 +152,14 @@ class Engine:
         """
         parts = self._parts
         results: list[Values] = []
-        for number, (signature, batch) in enumerate(zip(signatures, batches, strict=True)):
-            program = parts.program_for(signature, False)
-            microbatch = self._microbatch(program, batch, (0, number), 1.0)
-            outputs: Values = {}
-            for stage in sorted(parts.stages):
-                outputs |= self._evaluate_stage(stage, number, microbatch)
-            results.append(outputs)
+        with own_random_state(self.mesh.device):
+            for number, (signature, batch) in enumerate(zip(signatures, batches, strict=True)):
+                program = parts.program_for(signature, False)
+                microbatch = self._microbatch(program, batch, (0, number), 1.0)
+                outputs: Values = {}
+                for stage in sorted(parts.stages):
+                    outputs |= self._evaluate_stage(stage, number, microbatch)
+                results.append(outputs)
         parts.transfers.finish()
         return results
 

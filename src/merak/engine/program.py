@@ -62,6 +62,7 @@ class Program:
         derived: computes this rank's other derived values from the columns of a microbatch.
         columns: the columns this rank reads.
         values: what each value is.
+        outputs: names of the model's outputs, in its order, on whatever rank they are made.
         loss: the name of the loss value; None in evaluation without labels.
         shards: how the parameters of this rank's stages are split over tp.
     """
@@ -71,6 +72,7 @@ class Program:
     derived: SegmentProgram
     columns: tuple[str, ...]
     values: dict[str, TensorMeta]
+    outputs: tuple[str, ...]
     loss: str | None
     shards: dict[str, ParameterShard]
 
@@ -112,6 +114,7 @@ def compile_program(
         derived=varying,
         columns=_columns(stages, varying, graph.columns),
         values=graph.values,
+        outputs=tuple(graph.outputs),
         loss=graph.loss,
         shards=shards,
     )

@@ -23,6 +23,7 @@ class GraphSource:
     Args:
         model: the user's model; its parameters may be on meta.
         loss_fn: `loss_fn(outputs, batch) -> loss`, where the model computes no loss itself.
+        loss_columns: columns that go to the loss function alone, not to the model.
         fixed: keyword arguments of the model that are no tensors.
         device: device type the model will run on.
         cache_dir: where traces are kept; None keeps none.
@@ -30,6 +31,7 @@ class GraphSource:
 
     model: nn.Module
     loss_fn: LossFunction | None = None
+    loss_columns: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     device: torch.device = torch.device("cpu")
     cache_dir: Path | None = None
@@ -59,6 +61,7 @@ def build_graph(
             model,
             columns,
             loss_fn=source.loss_fn,
+            loss_columns=source.loss_columns,
             fixed=source.fixed,
             device=source.device,
         )

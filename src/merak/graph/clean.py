@@ -89,13 +89,20 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
+    if str(target) == "aten.scaled_dot_product_attention.default":
+        return bool(_argument(node, 4, "dropout_p", 0.0))
     return torch.Tag.nondeterministic_seeded in target.tags or str(target) in (
         "aten.dropout.default",
         "aten.dropout_.default",
         "aten.alpha_dropout.default",
         "aten.feature_dropout.default",
-        "aten.scaled_dot_product_attention.default",
     )
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
 
 
 def _inline_subgraphs(graph: fx.Graph) -> None:

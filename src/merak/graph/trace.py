@@ -6,6 +6,7 @@ what comes out is the operators that one device would run, in their order.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -55,6 +56,7 @@ def trace(
     columns: Mapping[str, TensorMeta],
     *,
     loss_fn: LossFunction | None = None,
+    loss_columns: tuple[str, ...] = (),
     fixed: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> Trace:
@@ -64,6 +66,7 @@ def trace(
         model: any module, in the mode (train or eval) to trace; its parameters may be on meta.
         columns: the batch's tensors by the name of the model's argument, at microbatch shape.
         loss_fn: `loss_fn(outputs, batch) -> loss`, where the model does not compute a loss itself.
+        loss_columns: columns that go to the loss function alone.
         fixed: further keyword arguments that are no tensors, passed as they are.
         device: device type the model will run on; fake tensors claim to be there.
 
@@ -75,7 +78,8 @@ def trace(
     """
     device = torch.device((device or torch.device("cpu")).type)
     names, tied = parameter_names(model)
-    runner = _Runner(model, tuple(columns), dict(fixed or {}), loss_fn)
+    call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns)
+    runner = _Runner(model, call)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(_fake_weights(model, mode, device))
@@ -105,60 +109,65 @@ def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, 
     return names, tied
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How the model is called with a batch.
+
+    Args:
+        columns: the batch's columns.
+        fixed: keyword arguments that are no tensors.
+        loss_fn: the loss function, where the model does not compute a loss itself.
+        loss_columns: columns that go to the loss function alone.
+    """
+
+    columns: tuple[str, ...]
+    fixed: dict[str, Any]
+    loss_fn: LossFunction | None
+    loss_columns: tuple[str, ...]
+
+
 class _Runner(nn.Module):
     """Calls the model with keyword arguments and returns a flat tuple of named tensors."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        columns: tuple[str, ...],
-        fixed: dict[str, Any],
-        loss_fn: LossFunction | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
         self.model = model
-        self.columns = columns
-        self.fixed = fixed
-        self.loss_fn = loss_fn
+        self.call = call
         self.training = model.training
         names: list[str] = []
         self.outputs = lambda: tuple(names)  # export undoes what forward sets on a module itself
         self.set_outputs = lambda found: names.__setitem__(slice(None), found)
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        batch = dict(zip(self.columns, values, strict=True))
-        outputs = call_model(self.model, batch, self.fixed, self.loss_fn)
+        batch = dict(zip(self.call.columns, values, strict=True))
+        outputs = call_model(self.model, batch, self.call)
         self.set_outputs(outputs)
         return tuple(outputs.values())
 
 
 def call_model(
-    model: nn.Module,
-    batch: dict[str, torch.Tensor],
-    fixed: Mapping[str, Any],
-    loss_fn: LossFunction | None,
+    model: nn.Module, batch: dict[str, torch.Tensor], call: Call
 ) -> dict[str, torch.Tensor]:
     """The model's tensor outputs by name, the loss function's result as "loss" first.
 
     A tuple's first element is its loss where no loss function is given and it is a scalar, as
     transformers has it; a bare scalar tensor is the loss.
     """
-    if loss_fn is None:
-        return dict(_named_tensors(model(**batch, **fixed)))
-    passed = _accepted(model, batch)
-    result = model(**passed, **fixed)
-    loss = loss_fn(result, batch)
+    if call.loss_fn is None:
+        return dict(_named_tensors(model(**batch, **call.fixed)))
+    result = model(**_taken(model, batch, call.loss_columns), **call.fixed)
+    loss = call.loss_fn(result, batch)
     return {"loss": loss} | {k: v for k, v in _named_tensors(result) if k != "loss"}
 
 
-def _accepted(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _taken(
+    model: nn.Module, batch: dict[str, torch.Tensor], loss_columns: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
     """The columns that the model's forward takes; the loss function reads the others."""
-    import inspect
-
-    parameters = inspect.signature(model.forward).parameters
-    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return batch
-    return {name: value for name, value in batch.items() if name in parameters}
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = set(batch) if takes_all else {p.name for p in parameters}
+    return {n: value for n, value in batch.items() if n in names and n not in loss_columns}
 
 
 def _named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -258,7 +267,7 @@ def _lift(
     signature = program.graph_signature
     graph = program.graph_module.graph
     constants: dict[str, torch.Tensor] = {}
-    columns = iter(runner.columns)
+    columns = iter(runner.call.columns)
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     for node in graph.find_nodes(op="placeholder"):
         spec = specs[node.name]

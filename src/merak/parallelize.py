@@ -1,0 +1,159 @@
+"""The lower level: a model on a mesh of ranks, for a training loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from merak.core.errors import DataError
+from merak.core.mesh import current_mesh
+from merak.data import signature
+from merak.engine.build import EngineOptions, build_engine
+from merak.engine.engine import Engine
+from merak.graph.build import GraphSource
+from merak.graph.trace import LossFunction
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ParallelModel:
+    """A model laid out over the ranks; `parallelize` makes it.
+
+    Args:
+        model: the user's model, which now holds this rank's parameters alone.
+        engine: this rank's engine.
+        num_microbatches: how many parts each batch is cut into.
+        optimizer: makes this rank's optimizer from its parameters; None steps nothing.
+        max_grad_norm: clip the global gradient norm to this; None leaves it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        num_microbatches: int,
+        optimizer: OptimizerFactory | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.model = model
+        self.engine = engine
+        self.num_microbatches = num_microbatches
+        self.max_grad_norm = max_grad_norm
+        trained = [p for p in engine.parameters.values() if p.requires_grad]
+        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        self.num_steps = 0
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Train on one batch: forward, backward, reduction, clipping, optimizer.
+
+        Args:
+            batch: this replica's columns, (num_microbatches × microbatch, …) each; the same on
+                every pipeline and tensor parallel rank of the replica.
+
+        Returns:
+            The loss, a scalar: the mean over microbatches and replicas, the same on every rank.
+
+        Raises:
+            DataError: a batch that does not divide into the microbatches.
+        """
+        microbatches = split_batch(batch, self.num_microbatches)
+        scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
+        for parameter in self.engine.parameters.values():
+            parameter.grad = None
+        losses = self.engine.train_step(
+            self.num_steps, [signature(b).columns for b in microbatches], microbatches, scale
+        )
+        loss = losses.sum()
+        group = self.engine.mesh.group("dp")
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+        if self.max_grad_norm is not None:
+            self.engine.clip_gradients(self.max_grad_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.num_steps += 1
+        return loss
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of one batch, without training.
+
+        Args:
+            batch: as in `step`.
+
+        Returns:
+            The loss, a scalar: the mean over microbatches and replicas, the same on every rank.
+        """
+        engine = self.engine
+        microbatches = split_batch(batch, self.num_microbatches)
+        made = engine.evaluate([signature(b).columns for b in microbatches], microbatches)
+        losses = [outputs["loss"] for outputs in made if "loss" in outputs]
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=engine.mesh.device)
+        total = total / (self.num_microbatches * engine.mesh.dp)
+        for axis in ("pp", "dp"):
+            group = engine.mesh.group(axis)
+            if group is not None:
+                dist.all_reduce(total, group=group)
+        return total
+
+
+def parallelize(
+    model: nn.Module,
+    example_batch: Mapping[str, torch.Tensor],
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | None = None,
+    num_microbatches: int = 1,
+    max_grad_norm: float | None = None,
+    **options: Any,
+) -> ParallelModel:
+    """Lay a model out over the ranks of `merak.init`, to train it in a loop of one's own.
+
+    Args:
+        model: any traceable module; called as `model(**batch)`. It returns a loss, unless
+            `loss_fn` computes it.
+        example_batch: one replica's batch, as `step` will get it.
+        loss_fn: `loss_fn(outputs, batch) -> loss`; columns that the model's forward does not name
+            are for it alone.
+        optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`.
+        num_microbatches: parts that every batch is cut into; the pipeline's microbatches.
+        max_grad_norm: clip the global gradient norm to this.
+        **options: further fields of `merak.engine.build.EngineOptions`, such as `schedule`.
+
+    Returns:
+        The parallel model, with `step` and `evaluate`.
+
+    Raises:
+        MeshError: `merak.init` has not been called.
+        MerakError: the model, the batch and the degrees do not fit together.
+    """
+    mesh = current_mesh()
+    sample = signature(split_batch(example_batch, num_microbatches)[0]).columns
+    source = GraphSource(model=model, loss_fn=loss_fn, device=mesh.device)
+    chosen = EngineOptions(num_microbatches=num_microbatches, **options)
+    engine = build_engine(source, sample, mesh, chosen)
+    return ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm)
+
+
+def split_batch(
+    batch: Mapping[str, torch.Tensor], num_microbatches: int
+) -> Sequence[dict[str, torch.Tensor]]:
+    """Cut a batch's columns along their first dim into equal microbatches.
+
+    Raises:
+        DataError: a column whose first dim is not a multiple of `num_microbatches`.
+    """
+    for name, column in batch.items():
+        if column.ndim and column.shape[0] % num_microbatches:
+            raise DataError(
+                f"column {name!r} has {column.shape[0]} samples, which do not divide into "
+                f"{num_microbatches} microbatches; use a batch size that is a multiple."
+            )
+    parts = {
+        name: column.chunk(num_microbatches) if column.ndim else [column] * num_microbatches
+        for name, column in batch.items()
+    }
+    return [{name: part[i] for name, part in parts.items()} for i in range(num_microbatches)]

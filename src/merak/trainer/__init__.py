@@ -1,0 +1,5 @@
+"""`MerakTrainer`: transformers' Trainer on a mesh of ranks."""
+
+from merak.trainer.trainer import MerakTrainer
+
+__all__ = ["MerakTrainer"]

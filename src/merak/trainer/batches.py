@@ -1,0 +1,112 @@
+"""What the ranks of a job must agree on before they run some microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from merak.core.errors import DataError
+from merak.core.mesh import Mesh
+from merak.data import BatchSignature, signature, union
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Microbatches as all ranks see them.
+
+    Args:
+        signatures: per round and data parallel rank, the whole microbatch's columns; empty where
+            that replica has none in the round.
+        notes: per round and data parallel rank, what ranks say of the microbatch, merged.
+    """
+
+    signatures: tuple[tuple[BatchSignature, ...], ...]
+    notes: tuple[tuple[dict[str, Any], ...], ...]
+
+    def own(self, mesh: Mesh) -> list[tuple[int, BatchSignature]]:
+        """The rounds in which this replica has a microbatch, and what it is."""
+        rounds = enumerate(row[mesh.dp_rank] for row in self.signatures)
+        return [(number, found) for number, found in rounds if found.columns]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches over all replicas."""
+        return sum(bool(found.columns) for row in self.signatures for found in row)
+
+
+class Council:
+    """Lets the ranks of all replicas and stages compare their batches.
+
+    Every rank reads only some columns; middle stages read none. Yet all must know each microbatch's
+    shapes, since they post receives of its activations.
+
+    Args:
+        mesh: the grid of ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._group: dist.ProcessGroup | None = None
+        if mesh.pp * mesh.dp > 1:
+            lines = [
+                [(p * mesh.dp + d) * mesh.tp + t for p in range(mesh.pp) for d in range(mesh.dp)]
+                for t in range(mesh.tp)
+            ]
+            # Always gloo: these are small Python objects in host memory.
+            self._group, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
+
+    def agree(
+        self, batches: Sequence[Batch], notes: Sequence[Mapping[str, Any]] | None = None
+    ) -> Agreement:
+        """Compare some rounds of microbatches; called alike on every rank.
+
+        Args:
+            batches: per round, this rank's columns of its replica's microbatch; may be empty.
+            notes: per round, something to tell the others about it.
+
+        Raises:
+            DataError: ranks see one column differently.
+        """
+        told = notes or [{} for _ in batches]
+        own = [(signature(batch), dict(note)) for batch, note in zip(batches, told, strict=True)]
+        everyone = self._gather(own)
+        if len({len(rounds) for rounds in everyone}) > 1:
+            raise DataError(
+                "ranks have different numbers of microbatches "
+                f"({[len(rounds) for rounds in everyone]}); give every rank the same dataset."
+            )
+        merged_signatures = []
+        merged_notes = []
+        for number in range(len(own)):
+            columns, said = self._merge([rounds[number] for rounds in everyone])
+            merged_signatures.append(columns)
+            merged_notes.append(said)
+        return Agreement(tuple(merged_signatures), tuple(merged_notes))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order pipeline position, replica."""
+        return self._gather(value)
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        everyone: list[Any] = [None] * (self.mesh.pp * self.mesh.dp)
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
+
+    def _merge(
+        self, told: Sequence[tuple[BatchSignature, dict[str, Any]]]
+    ) -> tuple[tuple[BatchSignature, ...], tuple[dict[str, Any], ...]]:
+        columns: list[BatchSignature] = []
+        notes: list[dict[str, Any]] = []
+        for replica in range(self.mesh.dp):
+            own = told[replica :: self.mesh.dp]
+            columns.append(union(*(found for found, _ in own)))
+            notes.append({key: value for _, note in own for key, value in note.items()})
+        return tuple(columns), tuple(notes)

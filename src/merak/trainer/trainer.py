@@ -1,0 +1,351 @@
+"""`MerakTrainer`: transformers' Trainer, whose model runs on a mesh of ranks.
+
+The training loop, callbacks, loggers, learning rates and bookkeeping are transformers' own, and run
+on every rank as if it were alone. What a single process would do with its model goes to the engine:
+one step's microbatches forward and backward, the gradient norm, evaluation, saving.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
+from merak.core.errors import ArgumentsError, TrainingError
+from merak.core.mesh import current_mesh
+from merak.data import check_columns, check_not_empty, example_batch, shard_loader
+from merak.engine.build import EngineOptions, build_engine
+from merak.engine.engine import Engine
+from merak.engine.local import LocalParameters
+from merak.graph.build import GraphSource
+from merak.graph.feature_file import parse_features
+from merak.trainer.batches import Agreement, Council
+from merak.trainer.evaluation import Evaluation, EvaluationOptions
+from merak.trainer.saving import Saving
+from merak.trainer.tokens import TOKENS, TokenCounter
+
+logger = logging.getLogger(__name__)
+
+
+class MerakTrainer(Saving, Trainer):
+    """Trains a model with data, tensor and pipeline parallelism; used as `transformers.Trainer`.
+
+    Args:
+        model: any traceable module that returns a loss; with or without weights
+            (`merak.empty_weights`).
+        args: `MerakArguments`.
+        **kwargs: as of `transformers.Trainer`. `compute_loss_func` is traced with the model.
+
+    Raises:
+        MeshError: `merak.init` has not been called.
+        ArgumentsError: an argument that cannot be honoured.
+    """
+
+    args: MerakArguments
+
+    def __init__(
+        self, model: nn.Module | None = None, args: MerakArguments | None = None, **kwargs: Any
+    ) -> None:
+        self.mesh = current_mesh()
+        _refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
+        self.engine: Engine | None = None
+        self._council: Council | None = None
+        self._counter: TokenCounter | None = None
+        self._evaluation: Evaluation | None = None
+        self._flops_per_token = 0.0
+        # The step that runs: its microbatches, what the ranks agreed on, the losses, and the round
+        # whose loss the loop asks for next.
+        self._batches: list[Any] = []
+        self._agreement: Agreement | None = None
+        self._losses = torch.zeros(0)
+        self._next_round = 0
+        arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
+        super().__init__(model=model, args=arguments, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let accelerate believe that this rank is alone, and leave the model where it is."""
+        with single_process_accelerate():
+            super().create_accelerator_and_postprocess()
+        self.accelerator.device_placement = False
+
+    # ---- the engine ----
+
+    def build_engine(self, loader: DataLoader[Any]) -> Engine:
+        """Trace, lay out and load the model, at the shape of the loader's first samples.
+
+        Args:
+            loader: a loader of a single process, as transformers makes it.
+        """
+        if self.engine is not None:
+            return self.engine
+        check_arguments(self.args)
+        batch = example_batch(loader, seed=self.args.seed)
+        labels = ("labels",) if self.compute_loss_func is not None else ()
+        check_columns(batch, model=self.model, dataset=loader.dataset, also_taken=labels)
+        self._counter = self._make_counter()
+        self._flops_per_token = self._estimate_flops()
+        self._council = Council(self.mesh)
+        columns = self._counter.signature(batch).columns
+        source = self._graph_source()
+        self.engine = build_engine(source, columns, self.mesh, self._engine_options())
+        return self.engine
+
+    def _graph_source(self) -> GraphSource:
+        compute = self.compute_loss_func
+
+        def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+            labels, count = batch.get("labels"), batch.get(TOKENS)
+            loss: torch.Tensor = compute(outputs, labels, num_items_in_batch=count)
+            return loss
+
+        return GraphSource(
+            model=self.model,
+            loss_fn=loss_of if compute is not None else None,
+            loss_columns=("labels",) if compute is not None else (),
+            device=self.mesh.device,
+            cache_dir=Path(self.args.trace_cache) if self.args.trace_cache else None,
+        )
+
+    def _engine_options(self) -> EngineOptions:
+        args = self.args
+        assert args.bucket_bytes is not None
+        return EngineOptions(
+            schedule=args.schedule,
+            num_microbatches=args.gradient_accumulation_steps,
+            seed=args.seed,
+            features=parse_features(args.feature_dict) if args.feature_dict else None,
+            segments_per_stage=tuple(args.partition) if args.partition else None,
+            segment_times=Path(args.segment_times) if args.segment_times else None,
+            bucket_bytes=args.bucket_bytes,
+            exact_tied_gradients=args.tied_gradients == "microbatch",
+        )
+
+    def _make_counter(self) -> TokenCounter:
+        def count_labels(batch: Mapping[str, Any]) -> int | None:
+            # transformers' own count knows which labels a causal loss shifts away.
+            found = Trainer._get_num_items_in_batch(self, [batch], torch.device("cpu"))
+            return None if found is None else int(found)
+
+        takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return TokenCounter(
+            count_labels=count_labels if takes_count else None,
+            main_input=getattr(self.model, "main_input_name", "input_ids"),
+            pad_token=getattr(self.processing_class, "pad_token_id", None),
+        )
+
+    def _estimate_flops(self) -> float:
+        """Operations per input token, as transformers estimates them for the whole model."""
+        if not hasattr(self.model, "floating_point_ops"):
+            return 0.0
+        one_token = {self.model.main_input_name: torch.empty(1)}
+        return float(self.model.floating_point_ops(one_token))
+
+    # ---- data ----
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This rank's microbatches, of which it reads the columns that its segments use."""
+        if self.train_dataset is not None:
+            check_not_empty(self.train_dataset)
+        loader = super().get_train_dataloader()
+        engine = self.build_engine(loader)
+        assert self._counter is not None
+        batch = example_batch(loader, seed=self.args.seed)
+        columns = engine.columns(self._counter.signature(batch).columns)
+        return shard_loader(
+            loader,
+            dp_degree=self.mesh.dp,
+            dp_rank=self.mesh.dp_rank,
+            columns=self._counter.to_read(columns),
+            seed=self.args.seed,
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The step's microbatches, on which all ranks agree, and the label tokens in all."""
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        assert self._council is not None and self._counter is not None
+        self._batches, self._next_round = batches, 0
+        self._agreement = self._council.agree(batches, [self._counter.notes(b) for b in batches])
+        across = self.args.average_tokens_across_devices
+        replicas = range(self.mesh.dp) if across else (self.mesh.dp_rank,)
+        rows = self._agreement.notes
+        counts = [row[r]["labels"] for row in rows for r in replicas if "labels" in row[r]]
+        return batches, torch.tensor(float(sum(counts)), device=device) if counts else None
+
+    # ---- one step ----
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """One microbatch's share of the loss; the first call of a step runs all of the step.
+
+        Returns:
+            The loss, a scalar, the same on every rank.
+        """
+        if self._next_round == 0:
+            model.train()
+            if callable(getattr(self.optimizer, "train", None)):
+                self.optimizer.train()
+            self._losses = self._run_step(num_items_in_batch)
+        loss = self._losses[self._next_round]
+        self._next_round = (self._next_round + 1) % len(self._batches)
+        return loss
+
+    def _run_step(self, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
+        """All microbatches' losses; gradients are final afterwards."""
+        agreement, engine, counter = self._agreement, self.engine, self._counter
+        assert agreement is not None and engine is not None and counter is not None
+        own = agreement.own(self.mesh)
+        extra = {} if num_items_in_batch is None else {TOKENS: num_items_in_batch}
+        losses = engine.train_step(
+            self.state.global_step,
+            [counter.with_tokens(found).columns for _, found in own],
+            [{**self._batches[number], **extra} for number, _ in own],
+            self._loss_scale(agreement, num_items_in_batch is not None),
+        )
+        everything = torch.zeros(len(self._batches), device=losses.device)
+        everything[[number for number, _ in own]] = losses
+        group = self.mesh.group("dp")
+        if group is not None:
+            dist.all_reduce(everything, group=group)
+        return everything
+
+    def _loss_scale(self, agreement: Agreement, counted: bool) -> float:
+        """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""
+        if not counted:
+            return 1.0 / agreement.num_microbatches
+        return 1.0 if self.args.average_tokens_across_devices else 1.0 / self.mesh.dp
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        assert self.engine is not None
+        return self.engine.clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert self.engine is not None
+        norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
+        self._mind_not_finite(norm)
+        return norm
+
+    def _mind_not_finite(self, norm: torch.Tensor) -> None:
+        """Stop, or skip the step, on all ranks alike: each knows the same losses and norm."""
+        is_finite = bool(torch.isfinite(norm) & torch.isfinite(self._losses).all())
+        self.optimizer._is_overflow = not is_finite  # the learning rate then does not move either
+        if is_finite:
+            return
+        step, loss = self.state.global_step + 1, float(self._losses.sum())
+        if self.args.nan_policy == "stop":
+            raise TrainingError(
+                f"step {step} has loss {loss} and gradient norm {float(norm)}; lower the learning "
+                "rate or look at its data, or leave such steps out with nan_policy='skip'."
+            )
+        logger.warning("step %d skipped: loss %s, gradient norm %s", step, loss, float(norm))
+        self.model.zero_grad()  # an optimizer leaves a parameter without a gradient as it is
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer of this rank's own parameters."""
+        assert self.engine is not None
+        local = LocalParameters(self.engine.parameters)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(local)
+        return optimizer
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names that weight decay applies to, from the whole model's module types."""
+        names: list[str] = super().get_decay_parameter_names(self.model)
+        return names
+
+    # ---- bookkeeping ----
+
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
+        """Floating point operations of the round's microbatches on all replicas."""
+        return int(self._flops_per_token * self._round_tokens("inputs"))
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        kind = str(self.args.include_num_input_tokens_seen)
+        if kind != "no":
+            counted = "non_padding" if kind == "non_padding" else "inputs"
+            self.state.num_input_tokens_seen += self._round_tokens(counted)
+
+    def _round_tokens(self, kind: str) -> int:
+        """Tokens of the microbatches that the last call of `training_step` was for."""
+        assert self._agreement is not None
+        return sum(note.get(kind, 0) for note in self._agreement.notes[self._next_round - 1])
+
+    # ---- evaluation ----
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """transformers' own loop, over batches that the replicas and stages computed together."""
+        check_not_empty(dataloader.dataset, "evaluation")
+        engine = self.build_engine(dataloader)
+        assert self._council is not None and self._counter is not None
+        args = self.args
+        only_loss = prediction_loss_only
+        kept = (self._counter.main_input,) if "inputs" in args.include_for_metrics else ()
+        options = EvaluationOptions(
+            only_loss=args.prediction_loss_only if only_loss is None else only_loss,
+            label_names=tuple(self.label_names),
+            kept_inputs=kept,
+            seed=args.seed,
+        )
+        evaluation = Evaluation(engine, self._council, dataloader, self._counter, options)
+        self._evaluation = evaluation
+        self.gather_function = evaluation.gather
+        return super().evaluation_loop(
+            evaluation, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """The loss, logits and labels that the evaluation has computed for this batch."""
+        assert self._evaluation is not None
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        return self._evaluation.result(prediction_loss_only, ignore_keys)
+
+
+def _refuse_what_ranks_cannot_share(
+    cls: type, args: object, kwargs: Mapping[str, Any], world_size: int
+) -> None:
+    if args is not None and not isinstance(args, MerakArguments):
+        raise ArgumentsError(
+            f"args is a {type(args).__name__}; MerakTrainer takes merak.MerakArguments, which has "
+            "the same fields."
+        )
+    if kwargs.get("optimizers", (None, None))[0] is not None and world_size > 1:
+        raise ArgumentsError(
+            "optimizers=(optimizer, …) holds parameters of the whole model, but each rank trains "
+            "its own part; pass optimizer_cls_and_kwargs=(class, {…}) instead."
+        )
+    for method in ("compute_loss", "compute_loss_context_manager"):
+        if getattr(cls, method) is not getattr(Trainer, method):
+            raise ArgumentsError(
+                f"{cls.__name__} overrides {method}, which Merak does not call: the loss is part "
+                "of the traced graph; pass compute_loss_func=… instead."
+            )
