@@ -1,0 +1,310 @@
+"""What one operator of a graph has to do, forward and backward, from shapes alone.
+
+FLOPs are those of matrix products, counted as `torch.utils.flop_counter` counts them; each of a
+product's gradients is another product of the same size. Views do nothing. Everything else is
+taken to read its inputs and write its outputs once; its backward reads the output's gradient and
+the inputs, and writes a gradient per input that needs one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.ir import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one kernel has to do.
+
+    Args:
+        num_bytes: bytes read and written.
+        flops: of a matrix product.
+        dtype: the product's element type.
+        functions: elements on which a function such as exp is evaluated.
+        randoms: elements for which a random bit is drawn.
+    """
+
+    num_bytes: float
+    flops: float = 0.0
+    dtype: torch.dtype = torch.float32
+    functions: float = 0.0
+    randoms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWork:
+    """The kernels of a node: of its forward, and of its backward where a gradient flows."""
+
+    forward: tuple[Work, ...] = ()
+    backward: tuple[Work, ...] = ()
+
+
+_FACTORS: Mapping[str, tuple[int, int, int | None]] = MappingProxyType(
+    {
+        "linear": (0, 1, 2),
+        "addmm": (1, 2, 0),
+        "baddbmm": (1, 2, 0),
+        "mm": (0, 1, None),
+        "bmm": (0, 1, None),
+        "matmul": (0, 1, None),
+        "_grouped_mm": (0, 1, None),
+        "grouped_mm": (0, 1, None),
+        "grouped_mm_fallback": (0, 1, None),
+        "convolution": (0, 1, 2),
+        **{f"conv{dims}d": (0, 1, 2) for dims in (1, 2, 3)},
+        **{f"conv_transpose{dims}d": (0, 1, 2) for dims in (1, 2, 3)},
+    }
+)
+"""Matrix products: where their two factors are, and the bias."""
+
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+
+_ACTIVATIONS = frozenset(("celu", "elu", "gelu", "log_sigmoid", "mish", "silu", "softplus"))
+_FUNCTIONS_BOTH_WAYS = _ACTIVATIONS | {"cos", "cross_entropy_loss", "log_softmax", "sin"}
+_FUNCTIONS = _FUNCTIONS_BOTH_WAYS | {"erf", "exp", "log", "logsumexp", "sigmoid", "softmax", "tanh"}
+"""Operators that evaluate a function for every element, all of them forward."""
+
+_RANDOM = frozenset(("alpha_dropout", "bernoulli", "dropout", "feature_dropout"))
+
+_EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        # Log-probabilities are written and read; their sparse gradient is written, then spread.
+        "cross_entropy_loss": (2, 2),
+        # Statistics first; the weight's gradient is a second pass.
+        "batch_norm": (1, 2),
+        "layer_norm": (0, 2),
+    }
+)
+"""Passes over the largest input beyond one each way: (forward, backward)."""
+
+_GRADIENT_PASSES_ON = frozenset(("add", "sub", "clone", "contiguous"))
+"""Operators whose backward hands the gradient on, unless an operand was broadcast."""
+
+_CUTTING_VIEWS = frozenset(("slice", "select", "narrow", "diagonal"))
+_SPLITTING_VIEWS = frozenset(("chunk", "split", "split_with_sizes", "tensor_split", "unbind"))
+
+
+def node_work(node: fx.Node, device_type: str) -> NodeWork:
+    """What a node has to do.
+
+    Args:
+        node: an operator, with shapes in its meta.
+        device_type: "cpu" or "cuda"; dropout inside attention rules out the CPU's fused kernel.
+
+    Returns:
+        Its kernels; none for placeholders and outputs.
+    """
+    if node.op != "call_function" or node.target is operator.getitem:
+        return NodeWork()
+    work = _work(node, _name(node), device_type)
+    return work if any(meta.requires_grad for meta in outputs(node)) else NodeWork(work.forward)
+
+
+def tensors(value: Any) -> tuple[TensorMeta, ...]:
+    """The tensors of a node's meta, which may be one, several, or none."""
+    if isinstance(value, TensorMeta):
+        return (value,)
+    if isinstance(value, tuple | list):
+        return tuple(tensor for item in value for tensor in tensors(item))
+    return ()
+
+
+def outputs(node: fx.Node) -> tuple[TensorMeta, ...]:
+    """The tensors that a node yields."""
+    return tensors(node.meta.get("tensor"))
+
+
+def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
+    if _does_nothing(node, name):
+        return NodeWork((), _view_backward(node, name))
+    if name in _FACTORS:
+        return _product(node, name)
+    special: dict[str, Callable[[fx.Node], NodeWork]] = {
+        "einsum": _einsum,
+        "embedding": _embedding,
+        "scaled_dot_product_attention": lambda node: _attention(node, device_type),
+    }
+    if name in special:
+        return special[name](node)
+    return _recurrent(node) if name in _RECURRENT else _elementwise(node, name)
+
+
+def _name(node: fx.Node) -> str:
+    """An operator's name without namespace, overload, and the mark of working in place."""
+    target = node.target
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
+    return name.rpartition("::")[2].rstrip("_")
+
+
+def _inputs(node: fx.Node) -> tuple[TensorMeta, ...]:
+    return tuple(tensor for source in node.all_input_nodes for tensor in outputs(source))
+
+
+def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
+
+
+def _tensor(argument: Any) -> TensorMeta | None:
+    return outputs(argument)[0] if isinstance(argument, fx.Node) else None
+
+
+def _num_bytes(*metas: TensorMeta | None) -> int:
+    return sum(meta.num_bytes for meta in metas if meta is not None)
+
+
+def _size(meta: TensorMeta) -> int:
+    return math.prod(meta.shape)
+
+
+def _gradients(operands: tuple[TensorMeta | None, ...]) -> list[TensorMeta]:
+    return [meta for meta in operands if meta is not None and meta.requires_grad]
+
+
+# Views
+
+
+def _does_nothing(node: fx.Node, name: str) -> bool:
+    """Whether the output is the input, seen otherwise. Reshapes are taken not to copy."""
+    if name == "dropout":
+        return not _argument(node, 2, "train") or _argument(node, 1, "p") == 0
+    if name in ("detach", "contiguous"):
+        return name == "detach"
+    if name == "to":
+        return {t.dtype for t in outputs(node)} == {t.dtype for t in _inputs(node)}
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+
+
+def _view_backward(node: fx.Node, name: str) -> tuple[Work, ...]:
+    """Gradients of pieces are put into zeros or together; those of copies are summed."""
+    whole, pieces = _num_bytes(*_inputs(node)), _num_bytes(*outputs(node))
+    if name in _CUTTING_VIEWS and pieces < whole:
+        return (Work(whole), Work(2 * pieces))
+    if name in _SPLITTING_VIEWS or pieces > whole:
+        return (Work(whole + pieces),)
+    return ()
+
+
+# Matrix products
+
+
+def _product(node: fx.Node, name: str) -> NodeWork:
+    places = _FACTORS[name]
+    first, second = _tensor(node.args[places[0]]), _tensor(node.args[places[1]])
+    bias = None if places[2] is None else _tensor(_argument(node, places[2], "bias"))
+    (out, *_) = outputs(node)
+    assert first is not None and second is not None
+    flops = 2.0 * _size(out) * first.shape[-1]
+    if name.startswith("conv"):
+        transposed = "transpose" in name or (name == "convolution" and node.args[6])
+        positions = _size(first if transposed else out)
+        flops = 2.0 * positions * _size(second) / second.shape[0]
+    product = Work(_num_bytes(first, second, out), flops, second.dtype)
+    backward = [product] * len(_gradients((first, second)))
+    backward += [Work(_num_bytes(out, added)) for added in _gradients((bias,))]
+    return NodeWork((product,), tuple(backward))
+
+
+def _einsum(node: fx.Node) -> NodeWork:
+    """An einsum as one product: every combination of its letters is multiplied and added."""
+    equation, factors = str(node.args[0]).replace(" ", ""), node.args[1]
+    assert isinstance(factors, list | tuple)
+    metas = [meta for meta in map(_tensor, factors) if meta is not None]
+    terms = equation.partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, meta in zip(terms, metas):
+        before, _, after = term.partition("...")
+        hidden = len(meta.shape) - len(before) - len(after)
+        names = [*before, *(f"dim -{dim}" for dim in range(hidden, 0, -1)), *after]
+        sizes |= {n: max(size, sizes.get(n, 1)) for n, size in zip(names, meta.shape)}
+    flops = 2.0 * math.prod(sizes.values()) * (len(metas) - 1)
+    product = Work(_num_bytes(*metas, *outputs(node)), flops, metas[0].dtype)
+    return NodeWork((product,), (product,) * len(_gradients(tuple(metas))))
+
+
+def _recurrent(node: fx.Node) -> NodeWork:
+    """A recurrent layer: every weight is multiplied with every token, one after another."""
+    tokens = _tensor(node.args[0])
+    assert tokens is not None
+    weights = [meta for meta in _inputs(node) if len(meta.shape) == 2 and meta.requires_grad]
+    num_tokens = _size(tokens) // tokens.shape[-1]
+    flops = 2.0 * num_tokens * sum(_size(weight) for weight in weights)
+    product = Work(_num_bytes(*_inputs(node), *outputs(node)), flops, tokens.dtype)
+    return NodeWork((product,), (product, product))
+
+
+def _attention(node: fx.Node, device_type: str) -> NodeWork:
+    """Fused attention: scores stay on the chip, and the backward computes them again.
+
+    A causal kernel skips the scores above the diagonal. With dropout the CPU has no fused kernel:
+    all scores are written, passed over by softmax and dropout, and read again.
+    """
+    query, key, value = (_tensor(node.args[index]) for index in range(3))
+    assert query is not None and key is not None and value is not None
+    mask = _tensor(_argument(node, 3, "attn_mask"))
+    fused = device_type != "cpu" or not _argument(node, 4, "dropout_p", 0.0)
+    scores = _size(query) // query.shape[-1] * key.shape[-2]
+    kept = 1.0
+    if fused and _argument(node, 5, "is_causal", False):
+        kept = _causal_share(query.shape[-2], key.shape[-2])
+    sizes, values = query.shape[-1], value.shape[-1]
+    num_bytes = _num_bytes(query, key, value, mask, *outputs(node))
+    if fused:
+        flops = 2.0 * scores * kept
+        forward = Work(num_bytes, flops * (sizes + values), query.dtype, scores * kept)
+        backward_flops = flops * (3 * sizes + 2 * values)
+        return NodeWork((forward,), (Work(2 * num_bytes, backward_flops, query.dtype),))
+    traffic = 3.0 * scores * query.dtype.itemsize
+    passes = (Work(traffic), Work(traffic, functions=scores), Work(traffic, randoms=scores))
+    products = [Work(num_bytes / 2, 2.0 * scores * size, query.dtype) for size in (sizes, values)]
+    return NodeWork((*products, *passes), (*products, *products, *([Work(traffic)] * 3)))
+
+
+def _causal_share(num_queries: int, num_keys: int) -> float:
+    """Share of scores on and below the diagonal that starts at the first query and key."""
+    full = max(0, num_queries - num_keys)
+    rising = num_queries - full
+    return (rising * (rising + 1) / 2 + full * num_keys) / (num_queries * num_keys)
+
+
+# Everything else
+
+
+def _embedding(node: fx.Node) -> NodeWork:
+    """A look-up; its backward fills a gradient of the whole table, without any product."""
+    table, indices = _tensor(node.args[0]), _tensor(node.args[1])
+    (rows,) = outputs(node)
+    scatter = (Work(_num_bytes(table)), Work(_num_bytes(indices) + 3 * rows.num_bytes))
+    return NodeWork((Work(_num_bytes(indices) + 2 * rows.num_bytes),), scatter)
+
+
+def _elementwise(node: fx.Node, name: str) -> NodeWork:
+    read, written = _inputs(node), outputs(node)
+    largest = max((*read, *written), key=_size, default=None)
+    elements = 0 if largest is None else _size(largest)
+    extra = _EXTRA_PASSES.get(name, (0, 0))
+    extra_bytes = [passes * _num_bytes(largest) for passes in extra]
+    forward = Work(
+        _num_bytes(*read, *written) + extra_bytes[0],
+        functions=elements if name in _FUNCTIONS else 0.0,
+        randoms=elements if name in _RANDOM else 0.0,
+    )
+    if name in _GRADIENT_PASSES_ON:
+        reduced = [meta for meta in _gradients(read) if _size(meta) < elements]
+        return NodeWork((forward,), tuple(Work(_num_bytes(meta, *written)) for meta in reduced))
+    backward = Work(
+        _num_bytes(*read, *written, *_gradients(read)) + extra_bytes[1],
+        functions=elements if name in _FUNCTIONS_BOTH_WAYS else 0.0,
+    )
+    return NodeWork((forward,), (backward,))
