@@ -1,0 +1,243 @@
+"""Example batches: what a transformers model's forward takes, by its class and config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto as auto
+
+from merak.cli.errors import CommandError
+from merak.core.random import seed_for
+from merak.graph.ir import TensorMeta
+
+DEFAULT_SEQUENCE = 512
+"""Tokens of a sequence where neither the user nor the model says less."""
+
+DEFAULT_IMAGE = 224
+"""Pixels of an image's side where the config does not say."""
+
+DEFAULT_CHOICES = 2
+"""Answers to choose from, in multiple-choice models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of an example batch.
+
+    Args:
+        shape: its sizes, the batch first.
+        num_values: whole numbers 0 … num_values − 1; None for floating point numbers.
+    """
+
+    shape: tuple[int, ...]
+    num_values: int | None = None
+
+    @property
+    def meta(self) -> TensorMeta:
+        """The column without its numbers."""
+        dtype = torch.float32 if self.num_values is None else torch.int64
+        return TensorMeta(self.shape, dtype)
+
+
+class Task(Enum):
+    """What a model's labels are."""
+
+    TOKENS = "a word for every token"
+    TAGS = "a class for every token"
+    SAMPLES = "a class for every sample"
+    CHOICES = "the right one of several sequences"
+    PIXELS = "a class for every pixel"
+    ORDER = "whether the second sentence follows the first"
+
+
+TASKS: Mapping[Task, tuple[Mapping[str, str | Sequence[str]], ...]] = MappingProxyType(
+    {
+        Task.SAMPLES: (
+            auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+            auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        ),
+        Task.TAGS: (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,),
+        Task.CHOICES: (auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,),
+        Task.PIXELS: (auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,),
+        Task.ORDER: (auto.MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES,),
+    }
+)
+"""transformers' own lists of the models of each task; the rest predict tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    batch: int
+    sequence: int
+    task: Task
+    config: PreTrainedConfig
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def image(self) -> tuple[int, int]:
+        size = _visual(self.config, "image_size", DEFAULT_IMAGE)
+        if isinstance(size, Mapping):
+            return int(size["height"]), int(size["width"])
+        if isinstance(size, (tuple, list)):
+            return int(size[0]), int(size[-1])
+        return int(size), int(size)  # type: ignore[call-overload]
+
+
+def example_columns(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    *,
+    batch: int = 1,
+    sequence: int | None = None,
+) -> dict[str, Column]:
+    """The columns of a batch with which a model can be traced or trained: inputs and labels.
+
+    Args:
+        model_class: the architecture.
+        config: its config.
+        batch: samples.
+        sequence: tokens of a sequence; the model's longest, up to 512, where it is None.
+
+    Returns:
+        The columns by the names of the forward's arguments.
+
+    Raises:
+        CommandError: sizes that do not fit the model, or a model of another kind of input.
+    """
+    if batch < 1:
+        raise CommandError(f"--batch {batch} has no samples; use 1 or more.")
+    sizes = _Sizes(batch, _sequence(config, sequence), _task(model_class), config)
+    main = model_class.main_input_name
+    if main not in INPUTS:
+        raise CommandError(
+            f"{model_class.__name__} takes {main}, for which there is no example batch; "
+            f"models that take {' or '.join(INPUTS)} have one."
+        )
+    taken = inspect.signature(model_class.forward).parameters
+    columns = {main: INPUTS[main](sizes)}
+    if "decoder_input_ids" in taken and not _shifts_labels(config):
+        columns["decoder_input_ids"] = _token_ids(sizes)
+    for name, make in TARGETS.items():
+        if name in taken:
+            columns[name] = make(sizes)
+    return columns
+
+
+def draw_batch(columns: Mapping[str, Column], *, seed: int) -> dict[str, torch.Tensor]:
+    """Random numbers for the columns, the same for the same seed, on the CPU."""
+    return {name: _draw(column, seed_for(seed, name)) for name, column in columns.items()}
+
+
+def _draw(column: Column, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if column.num_values is None:
+        return torch.randn(column.shape, generator=generator)
+    return torch.randint(column.num_values, column.shape, generator=generator)
+
+
+def _task(model_class: type[PreTrainedModel]) -> Task:
+    for task, mappings in TASKS.items():
+        for mapping in mappings:
+            if any(model_class.__name__ in _names(value) for value in mapping.values()):
+                return task
+    return Task.TOKENS
+
+
+def _names(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _sequence(config: PreTrainedConfig, asked: int | None) -> int:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = limit if isinstance(limit, int) and limit > 0 else None
+    if asked is None:
+        return min(DEFAULT_SEQUENCE, longest or DEFAULT_SEQUENCE)
+    if asked < 1:
+        raise CommandError(f"--seq {asked} has no tokens; use 1 or more.")
+    if longest is not None and asked > longest:
+        raise CommandError(
+            f"--seq {asked} is more than the model's {longest} positions; use --seq {longest}, or "
+            f"--config '{{\"max_position_embeddings\": {asked}}}'."
+        )
+    return asked
+
+
+def _shifts_labels(config: PreTrainedConfig) -> bool:
+    """Whether the decoder's inputs are made from the labels: most models need a start token."""
+    return getattr(config, "decoder_start_token_id", None) is not None
+
+
+def _visual(config: PreTrainedConfig, name: str, default: int) -> object:
+    """A field of the config, or of its part for images."""
+    for owner in (config, getattr(config, "vision_config", None)):
+        value = getattr(owner, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def _token_ids(sizes: _Sizes) -> Column:
+    if sizes.task is Task.CHOICES:
+        return Column((sizes.batch, DEFAULT_CHOICES, sizes.sequence), sizes.vocabulary)
+    return Column((sizes.batch, sizes.sequence), sizes.vocabulary)
+
+
+def _pixels(sizes: _Sizes) -> Column:
+    channels = _visual(sizes.config, "num_channels", 3)
+    return Column((sizes.batch, int(channels), *sizes.image))  # type: ignore[call-overload]
+
+
+def _labels(sizes: _Sizes) -> Column:
+    batch, num_labels = sizes.batch, int(sizes.config.num_labels or 1)
+    if sizes.task is Task.TOKENS:
+        return Column((batch, sizes.sequence), sizes.vocabulary)
+    if sizes.task is Task.TAGS:
+        return Column((batch, sizes.sequence), num_labels)
+    if sizes.task is Task.PIXELS:
+        return Column((batch, *sizes.image), num_labels)
+    if sizes.task is Task.CHOICES:
+        return Column((batch,), DEFAULT_CHOICES)
+    if sizes.task is Task.ORDER:
+        return Column((batch,), 2)
+    # transformers takes a single label for a number to regress.
+    return Column((batch,), num_labels if num_labels > 1 else None)
+
+
+def _position(sizes: _Sizes) -> Column:
+    return Column((sizes.batch,), sizes.sequence)
+
+
+def _boolean(sizes: _Sizes) -> Column:
+    return Column((sizes.batch,), 2)
+
+
+def _boxes(sizes: _Sizes) -> Column:
+    # Equal corners are never out of order, whatever is drawn; layouts are numbered to 1000.
+    return Column((sizes.batch, sizes.sequence, 4), 1)
+
+
+INPUTS: Mapping[str, Callable[[_Sizes], Column]] = MappingProxyType(
+    {"input_ids": _token_ids, "pixel_values": _pixels}
+)
+"""How the main input is made, by its name."""
+
+TARGETS: Mapping[str, Callable[[_Sizes], Column]] = MappingProxyType(
+    {
+        "bbox": _boxes,
+        "labels": _labels,
+        "start_positions": _position,
+        "end_positions": _position,
+        "next_sentence_label": _boolean,
+        "sentence_order_label": _boolean,
+    }
+)
+"""How the other columns are made, for models whose forward takes them."""

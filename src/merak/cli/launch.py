@@ -1,0 +1,159 @@
+"""Start ranks with torch's elastic launcher, and say once what went wrong in them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from merak.cli.errors import RunError
+from merak.core.errors import MerakError
+
+Result = TypeVar("Result")
+
+SHUTDOWN_S = 10
+"""Seconds that the other ranks get to end by themselves after one has failed."""
+
+
+YIELD_S = 1.0
+"""Seconds by which a rank with an unexpected error lets the launcher see a killed rank first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Generic[Result]):
+    """What every rank does.
+
+    Args:
+        function: a function of a module, so that new processes find it.
+        arguments: what it is called with; travels by pickle.
+    """
+
+    function: Callable[..., Result]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank ended.
+
+    Args:
+        rank: which one.
+        time_s: when, by the clock.
+        sentence: what is told of it.
+        is_bad_input: whether it is an error of the user's input.
+    """
+
+    rank: int
+    time_s: float
+    sentence: str
+    is_bad_input: bool
+
+
+def under_torchrun() -> bool:
+    """Whether this process is already one of the ranks."""
+    return "RANK" in os.environ
+
+
+def run_ranks(work: Work[Result], num_ranks: int) -> Result:
+    """Do the work on new ranks of this machine.
+
+    Args:
+        work: what every rank does.
+        num_ranks: how many.
+
+    Returns:
+        What rank 0 returned.
+
+    Raises:
+        MerakError: a rank found its input bad; the first one's sentence.
+        RunError: a rank failed otherwise; the first one's traceback, or its signal.
+    """
+    with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, _quiet_launcher():
+        threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+        os.environ.setdefault("OMP_NUM_THREADS", threads)
+        try:
+            results = elastic_launch(_launch_config(num_ranks), _rank)(work, Path(folder))
+        except ChildFailedError as error:
+            raise _first_cause(Path(folder), error) from None
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+    result: Result = results[0]
+    return result
+
+
+def _launch_config(num_ranks: int) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=SHUTDOWN_S,
+    )
+
+
+def _rank(work: Work[Result], folder: Path) -> Result:
+    """One rank: its result; or a note of what went wrong, and an end that stops the others."""
+    os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
+    try:
+        return work.function(*work.arguments)
+    except MerakError as error:
+        _note(folder, str(error), is_bad_input=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException:
+        _note(folder, traceback.format_exc().rstrip(), is_bad_input=False)
+        time.sleep(YIELD_S)
+    # Not sys.exit: threads of a communication library may wait for ranks that never come.
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _note(folder: Path, sentence: str, *, is_bad_input: bool) -> None:
+    rank = int(os.environ["RANK"])
+    failure = Failure(rank, time.time(), sentence, is_bad_input)
+    partial = folder / f"partial-{rank}"
+    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    partial.rename(folder / f"failure-{rank}.json")
+
+
+def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
+    notes = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("failure-*.json")]
+    failures = {note["rank"]: Failure(**note) for note in notes}
+    rank, ended = error.get_first_failure()
+    if rank not in failures:
+        # A rank that was killed leaves no note; what the others noted follows from it.
+        how = ended.signal_name() if ended.exitcode < 0 else f"exit code {ended.exitcode}"
+        return RunError(f"rank {rank} was ended by {how}; look above for what it last said.")
+    first = min(failures.values(), key=lambda failure: failure.time_s)
+    if first.is_bad_input:
+        return MerakError(first.sentence)
+    return RunError(f"rank {first.rank} failed:\n{first.sentence}")
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Keep the launcher's own reports of failures back: they tell every rank's story again."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

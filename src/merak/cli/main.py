@@ -1,0 +1,73 @@
+"""The `merak` command: finds the subcommand, and turns what is wrong into one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from merak.cli.errors import RunError
+from merak.cli.trace import trace
+from merak.cli.train import train
+from merak.core.errors import MerakError
+
+BAD_INPUT = 2
+"""The exit code for input that makes no sense."""
+
+RUN_FAILED = 1
+"""The exit code for a run or check that failed."""
+
+app = typer.Typer(
+    name="merak",
+    help="Train unmodified Hugging Face and PyTorch models with data, tensor and pipeline "
+    "parallelism.",
+    epilog="Example: merak trace --model GPT2LMHeadModel",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command(
+    "trace",
+    epilog="Example: merak trace --model GPT2LMHeadModel --config '{\"n_layer\": 48}' --batch 4",
+)(trace)
+app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
+
+
+@app.callback()
+def merak() -> None:
+    """Train unmodified Hugging Face and PyTorch models on many devices."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the words after `merak`; those of this process by default.
+
+    Returns:
+        The exit code: 0, or 2 for bad input, or 1 for a run or check that failed.
+    """
+    try:
+        code = app(args=arguments, prog_name="merak", standalone_mode=False)
+    except MerakError as error:
+        return _refuse(str(error), BAD_INPUT)
+    except RunError as error:
+        return _refuse(str(error), RUN_FAILED)
+    except Exception as error:
+        # The command line's own errors: an unknown option, a missing argument.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        return _refuse(message(), BAD_INPUT)
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(sentence: str, code: int) -> int:
+    print(f"merak: {sentence}" if "\n" not in sentence else sentence, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Models by name: `--model` and `--config` of every command, and a recipe's `model`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from merak.cli.errors import CommandError
+from merak.cli.words import near
+from merak.core.errors import MerakError
+
+CONFIG_FILE = "config.json"
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's class and config, before anything of it is built.
+
+    Args:
+        model_class: the transformers architecture.
+        config: its config, overrides included.
+        weights: folder with pretrained weights of it; None to start from random ones.
+    """
+
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    weights: Path | None
+
+    @property
+    def name(self) -> str:
+        """The architecture's class name."""
+        return self.model_class.__name__
+
+    def build(self) -> PreTrainedModel:
+        """The model as a script of one device would build it from the config.
+
+        Raises:
+            CommandError: the model's own code refuses the config.
+        """
+        try:
+            return self.model_class(self.config)
+        except MerakError:
+            raise
+        except Exception as cause:
+            raise CommandError(
+                f"{self.name} cannot be built from this config: {_first_line(cause)}; change the "
+                "field with --config."
+            ) from cause
+
+
+def resolve_model(model: str, overrides: Mapping[str, Any] | None = None) -> ModelSource:
+    """Find a model by class name, or by the folder or file of its config.
+
+    Args:
+        model: a transformers class name such as GPT2LMHeadModel, or a folder with a config.json
+            (whose weights are used where it has them), or a config file (for random weights).
+        overrides: fields of the config to change.
+
+    Raises:
+        CommandError: there is no such class, folder, or field.
+    """
+    path = Path(model).expanduser()
+    changes = dict(overrides or {})
+    if not path.exists():
+        model_class = class_by_name(model)
+        config = _change(_default_config(model_class), {}, changes)
+        return ModelSource(model_class, config, None)
+    file = path / CONFIG_FILE if path.is_dir() else path
+    stored = read_object(file)
+    config_class = _stored_config_class(file, stored)
+    model_class = class_by_name(_architecture(file, stored))
+    has_weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
+    config = _change(_parse_config(config_class, stored), stored, changes)
+    return ModelSource(model_class, config, path if has_weights else None)
+
+
+def class_by_name(name: str) -> type[PreTrainedModel]:
+    """A transformers model class.
+
+    Raises:
+        CommandError: transformers has no model of this name.
+    """
+    known = _model_names()
+    found = getattr(transformers, name, None) if name.isidentifier() else None
+    if isinstance(found, type) and issubclass(found, PreTrainedModel):
+        return found
+    what = f"model {name!r} is neither a file or folder nor a transformers architecture"
+    raise CommandError(f"{what}{near(name, known)}")
+
+
+def parse_overrides(text: str | None) -> dict[str, Any]:
+    """The JSON object of `--config`.
+
+    Raises:
+        CommandError: the text is not a JSON object.
+    """
+    if text is None:
+        return {}
+    try:
+        parsed = json.loads(text)
+    except ValueError as cause:
+        raise CommandError(
+            f"--config {text!r} is not JSON ({cause}); give an object such as '{{\"n_layer\": 4}}'."
+        ) from cause
+    if not isinstance(parsed, dict):
+        raise CommandError(f"--config {text!r} is not a JSON object such as '{{\"n_layer\": 4}}'.")
+    return parsed
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object in a file.
+
+    Raises:
+        CommandError: the file is missing, or holds something else.
+    """
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise CommandError(f"{file} cannot be read as JSON: {cause}.") from cause
+    if not isinstance(parsed, dict):
+        raise CommandError(f"{file} holds a {type(parsed).__name__}, not a JSON object.")
+    return parsed
+
+
+def _model_names() -> set[str]:
+    names: set[str] = set()
+    for variable, mapping in vars(modeling_auto).items():
+        if variable.startswith("MODEL_") and variable.endswith("MAPPING_NAMES"):
+            for value in mapping.values():
+                names.update(value if isinstance(value, (tuple, list)) else [value])
+    return names
+
+
+def _default_config(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    config_class = model_class.config_class
+    if config_class is None:
+        raise CommandError(f"{model_class.__name__} has no config class; name an architecture.")
+    return _parse_config(config_class, {})
+
+
+def _stored_config_class(file: Path, stored: Mapping[str, Any]) -> type[PreTrainedConfig]:
+    kind = str(stored.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        known = near(kind, CONFIG_MAPPING)
+        raise CommandError(f"{file} has model_type {kind!r}, which transformers lacks{known}")
+    found: type[PreTrainedConfig] = CONFIG_MAPPING[kind]
+    return found
+
+
+def _architecture(file: Path, stored: Mapping[str, Any]) -> str:
+    names = stored.get("architectures")
+    if not names:
+        raise CommandError(
+            f'{file} does not say which model it is for; add "architectures": ["…"] with the '
+            "name of the transformers class."
+        )
+    return str(names[0])
+
+
+def _change(
+    config: PreTrainedConfig, stored: Mapping[str, Any], changes: Mapping[str, Any]
+) -> PreTrainedConfig:
+    if not changes:
+        return config
+    fields: dict[str, Any] = dict(stored)
+    for name, value in changes.items():
+        _check_field(config, name)
+        field = type(config).attribute_map.get(name, name)
+        old = fields.get(field)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        fields[field] = {**old, **value} if both else value  # type: ignore[dict-item]
+    return _parse_config(type(config), fields)
+
+
+def _check_field(config: PreTrainedConfig, name: str) -> None:
+    known = {*vars(config), *type(config).attribute_map}
+    has = hasattr(config, name) and not callable(getattr(config, name))
+    if name in known or (has and not name.startswith("_")):
+        return
+    public = [field for field in known if not field.startswith("_")]
+    raise CommandError(f"{type(config).__name__} has no field {name!r}{near(name, public)}")
+
+
+def _parse_config(
+    config_class: type[PreTrainedConfig], fields: Mapping[str, Any]
+) -> PreTrainedConfig:
+    try:
+        return config_class(**fields)
+    except Exception as cause:
+        raise CommandError(
+            f"{config_class.__name__} refuses these fields: {_first_line(cause)}."
+        ) from cause
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]).rstrip(".") or type(error).__name__

@@ -1,0 +1,167 @@
+"""`merak trace`: how a model is cut into segments, without its weights."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from merak.cli import options
+from merak.cli.output import count, show, size, stdout_to_stderr
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from merak.graph.ir import ModelGraph, TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One segment, for people to read.
+
+    Args:
+        name: the module path it mostly comes from.
+        parameters: numbers in the parameters it reads.
+    """
+
+    name: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReport:
+    """What tracing and cutting a model gave, and what it took.
+
+    Args:
+        model: the architecture's class name.
+        parameters: numbers in all parameters, tied ones once.
+        segments: how many segments.
+        boundary_tensors: for every cut, in order, how many tensors cross it.
+        seconds: `build` the model without weights, `trace`, `shard`, and `total`; a cached graph
+            is loaded during `trace`.
+        cached: whether the graph came from the cache.
+        peak_rss_bytes: the most memory this process had.
+        parts: the segments, in order.
+    """
+
+    model: str
+    parameters: int
+    segments: int
+    boundary_tensors: list[int]
+    seconds: dict[str, float]
+    cached: bool
+    peak_rss_bytes: int
+    parts: list[Part] = field(default_factory=list)
+
+
+def trace(
+    model: options.Model,
+    config: options.Config = None,
+    batch: options.Batch = 1,
+    seq: options.Sequence = None,
+    no_cache: options.NoCache = False,
+    as_json: options.Json = False,
+) -> None:
+    """Trace a model without its weights and show the segments it is cut into."""
+    with stdout_to_stderr():
+        report = trace_report(model, config, batch=batch, sequence=seq, use_cache=not no_cache)
+    show(report, _page, as_json)
+
+
+def trace_report(
+    model: str,
+    config: str | None = None,
+    *,
+    batch: int = 1,
+    sequence: int | None = None,
+    use_cache: bool = True,
+) -> TraceReport:
+    """Trace and cut a transformers model, as for training.
+
+    Args:
+        model: class name, folder or file, as `--model`.
+        config: JSON object of config fields, as `--config`.
+        batch: samples of a microbatch.
+        sequence: tokens of a sequence; None for the model's longest, up to 512.
+        use_cache: look for the graph among those of earlier runs, and keep it.
+
+    Raises:
+        CommandError: there is no such model, or the sizes do not fit it.
+        TraceError: the model cannot be traced, or gives no loss.
+    """
+    # Heavy imports wait until a command is known to be well formed.
+    from merak.cli.batch import example_columns
+    from merak.cli.model import parse_overrides, resolve_model
+    from merak.graph.proxies import empty_weights
+
+    source = resolve_model(model, parse_overrides(config))
+    columns = example_columns(source.model_class, source.config, batch=batch, sequence=sequence)
+    started = time.perf_counter()
+    with empty_weights():
+        module = source.build()
+    built = time.perf_counter()
+    metas = {name: column.meta for name, column in columns.items()}
+    timed = _graph(module, metas)
+    shapes = {name: math.prod(meta.shape) for name, meta in timed.graph.parameters.items()}
+    segments = timed.graph.segments
+    return TraceReport(
+        model=source.name,
+        parameters=sum(shapes.values()),
+        segments=len(segments),
+        boundary_tensors=[len(crossing) for crossing in timed.graph.boundaries()],
+        seconds={
+            "build": built - started,
+            "trace": timed.trace_s,
+            "shard": timed.shard_s,
+            "total": built - started + timed.trace_s + timed.shard_s,
+        },
+        cached=timed.cached,
+        peak_rss_bytes=peak_rss_bytes(),
+        parts=[Part(s.name, sum(shapes[name] for name in s.parameters)) for s in segments],
+    )
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    graph: ModelGraph
+    trace_s: float
+    shard_s: float
+    cached: bool
+
+
+def _graph(module: nn.Module, columns: Mapping[str, TensorMeta]) -> _Timed:
+    from merak.graph.shard import shard
+    from merak.graph.trace import trace
+
+    started = time.perf_counter()
+    module.train()
+    traced = trace(module, columns)
+    cut = time.perf_counter()
+    graph = shard(traced, outputs=("loss",))
+    return _Timed(graph, cut - started, time.perf_counter() - cut, cached=False)
+
+
+def _page(report: TraceReport) -> str:
+    most = max(report.boundary_tensors, default=0)
+    seconds = report.seconds
+    lines = [
+        f"{report.model}: {count(report.parameters)} parameters, {report.segments} segments, "
+        f"at most {most} tensor{'s' if most != 1 else ''} across a cut",
+        "",
+        *(f"  {i:>4}  {p.name:<48} {count(p.parameters):>14}" for i, p in enumerate(report.parts)),
+        "",
+        f"built in {seconds['build']:.2f} s, traced in {seconds['trace']:.2f} s, cut in "
+        f"{seconds['shard']:.2f} s{', from the cache' if report.cached else ''}; "
+        f"{size(report.peak_rss_bytes)} of memory at the most",
+    ]
+    return "\n".join(lines)

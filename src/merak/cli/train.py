@@ -1,0 +1,69 @@
+"""`merak train`: one training run from a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from merak.cli import options
+from merak.cli.output import show, stdout_to_stderr
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """How a training run ended.
+
+    Args:
+        loss: mean training loss since the log before the last one.
+        steps: optimizer steps.
+        tokens_per_second: input tokens that training took, over all replicas, by its run time.
+        checkpoint: folder of the trained model, which `from_pretrained` reads.
+        eval_loss: loss on the held-out samples; None where there are none.
+        seconds: run time of training.
+    """
+
+    loss: float
+    steps: int
+    tokens_per_second: float
+    checkpoint: str
+    eval_loss: float | None
+    seconds: float
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to train, on what.")],
+    backend: options.Backend = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train a model as a recipe says, on as many ranks as its degrees need.
+
+    Starts the ranks on this machine, or joins those that torchrun started.
+    """
+    from merak.cli.job import Job, run_job
+    from merak.cli.launch import Work, run_ranks, under_torchrun
+    from merak.cli.recipe import read_recipe
+
+    with stdout_to_stderr():
+        job = Job(read_recipe(recipe), backend, device)
+        num_ranks = job.recipe.parallel.num_ranks
+        if num_ranks == 1 or under_torchrun():
+            report = run_job(job)
+        else:
+            report = run_ranks(Work(run_job, (job,)), num_ranks)
+    if report is not None:
+        show(report, _page, as_json)
+
+
+def _page(report: TrainReport) -> str:
+    held_out = "" if report.eval_loss is None else f", {report.eval_loss:.4f} on held-out samples"
+    return "\n".join(
+        (
+            f"{report.steps} steps in {report.seconds:.1f} s: loss {report.loss:.4f}{held_out}, "
+            f"{report.tokens_per_second:,.0f} tokens/s",
+            f"the model is in {report.checkpoint}",
+        )
+    )

@@ -1,0 +1,126 @@
+"""Example batches: real models run on them and give a loss."""
+
+import pytest
+import torch
+
+from merak.cli.batch import Column, draw_batch, example_columns
+from merak.cli.errors import CommandError
+from merak.cli.model import resolve_model
+
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+TEXT = {**SMALL, "vocab_size": 31, "max_position_embeddings": 32}
+IMAGE = {**SMALL, "image_size": 32, "patch_size": 16}
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 31, "n_positions": 32}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 31}
+SEGFORMER = {
+    "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1, 1, 1, 1],
+    "decoder_hidden_size": 16,
+    "num_attention_heads": [1, 1, 2, 2],
+}
+
+MODELS = [
+    ("GPT2LMHeadModel", GPT2, {"input_ids": (2, 8), "labels": (2, 8)}),
+    ("LlamaForCausalLM", TEXT, {"input_ids": (2, 8), "labels": (2, 8)}),
+    ("BertForMaskedLM", TEXT, {"input_ids": (2, 8), "labels": (2, 8)}),
+    (
+        "T5ForConditionalGeneration",
+        T5,
+        {"input_ids": (2, 8), "decoder_input_ids": (2, 8), "labels": (2, 8)},
+    ),
+    (
+        "MT5ForConditionalGeneration",
+        {**T5, "decoder_start_token_id": 0},
+        {"input_ids": (2, 8), "labels": (2, 8)},
+    ),
+    ("BertForSequenceClassification", TEXT, {"input_ids": (2, 8), "labels": (2,)}),
+    ("BertForTokenClassification", TEXT, {"input_ids": (2, 8), "labels": (2, 8)}),
+    ("BertForMultipleChoice", TEXT, {"input_ids": (2, 2, 8), "labels": (2,)}),
+    ("BertForNextSentencePrediction", TEXT, {"input_ids": (2, 8), "labels": (2,)}),
+    (
+        "BertForPreTraining",
+        TEXT,
+        {"input_ids": (2, 8), "labels": (2, 8), "next_sentence_label": (2,)},
+    ),
+    (
+        "BertForQuestionAnswering",
+        TEXT,
+        {"input_ids": (2, 8), "start_positions": (2,), "end_positions": (2,)},
+    ),
+    (
+        "LayoutLMForTokenClassification",
+        TEXT,
+        {"input_ids": (2, 8), "bbox": (2, 8, 4), "labels": (2, 8)},
+    ),
+    ("ViTForImageClassification", IMAGE, {"pixel_values": (2, 3, 32, 32), "labels": (2,)}),
+    (
+        "ResNetForImageClassification",
+        {"hidden_sizes": [8, 8, 8, 8], "embedding_size": 8, "depths": [1, 1, 1, 1]},
+        {"pixel_values": (2, 3, 224, 224), "labels": (2,)},
+    ),
+    (
+        "SegformerForSemanticSegmentation",
+        SEGFORMER,
+        {"pixel_values": (2, 3, 224, 224), "labels": (2, 224, 224)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "shapes"), MODELS, ids=[m[0] for m in MODELS])
+def test_models_give_a_loss(
+    name: str, config: dict[str, object], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    source = resolve_model(name, config)
+    columns = example_columns(source.model_class, source.config, batch=2, sequence=8)
+    assert {key: column.shape for key, column in columns.items()} == shapes
+    batch = draw_batch(columns, seed=1)
+    assert {key: column.meta.dtype for key, column in columns.items()} == {
+        key: value.dtype for key, value in batch.items()
+    }
+    assert torch.isfinite(source.build()(**batch).loss)
+
+
+def test_sequence_is_the_models_longest() -> None:
+    source = resolve_model("GPT2LMHeadModel", {"n_positions": 48})
+    assert example_columns(source.model_class, source.config)["input_ids"].shape == (1, 48)
+    long = resolve_model("GPT2LMHeadModel", {"n_positions": 4096})
+    assert example_columns(long.model_class, long.config)["input_ids"].shape == (1, 512)
+    endless = resolve_model("T5ForConditionalGeneration", {})
+    assert example_columns(endless.model_class, endless.config)["labels"].shape == (1, 512)
+
+
+def test_regression_has_a_number_for_a_label() -> None:
+    source = resolve_model("BertForSequenceClassification", {"num_labels": 1})
+    columns = example_columns(source.model_class, source.config)
+    assert columns["labels"].meta.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("GPT2LMHeadModel", {"batch": 0}, "--batch 0 has no samples"),
+        ("GPT2LMHeadModel", {"sequence": 0}, "--seq 0 has no tokens"),
+        ("GPT2LMHeadModel", {"sequence": 2000}, "--seq 2000 is more than the model's 1024 posit"),
+        ("Wav2Vec2ForCTC", {}, "takes input_values, for which there is no example batch; models"),
+    ],
+)
+def test_wrong_sizes(name: str, sizes: dict[str, int], said: str) -> None:
+    source = resolve_model(name)
+    with pytest.raises(CommandError, match=said):
+        example_columns(source.model_class, source.config, **sizes)  # type: ignore[arg-type]
+
+
+def test_draws_depend_on_the_seed_and_the_column_alone() -> None:
+    columns = {"a": Column((64,), 100), "b": Column((64,), 100), "c": Column((64,))}
+    first, again, other = (draw_batch(columns, seed=seed) for seed in (1, 1, 2))
+    alone = draw_batch({"b": columns["b"]}, seed=1)
+    assert all(torch.equal(first[name], again[name]) for name in columns)
+    assert torch.equal(alone["b"], first["b"])
+    assert not torch.equal(first["a"], first["b"])
+    assert not torch.equal(first["a"], other["a"])
+    assert int(first["a"].min()) >= 0 and int(first["a"].max()) < 100

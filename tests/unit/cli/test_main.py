@@ -1,0 +1,71 @@
+"""The command line as a user meets it: what it prints where, and its exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from merak.cli.main import app, main
+
+TINY = '{"n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}'
+
+
+def test_json_is_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--no-cache", "--json"]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    report = json.loads(captured.out)
+    assert report["model"] == "GPT2LMHeadModel"
+    assert report["segments"] == 2 * 3 + 2
+    assert report["boundary_tensors"] == [1] * 7
+    # Embeddings, three layers of attention and feed-forward, and the last norm; the head is tied.
+    assert report["parameters"] == (11 + 16) * 8 + 3 * (12 * 8 * 8 + 13 * 8) + 16
+    assert set(report["seconds"]) == {"build", "trace", "shard", "total"}
+    assert report["cached"] is False
+    assert report["peak_rss_bytes"] > 50_000_000
+
+
+def test_page_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--no-cache"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("GPT2LMHeadModel: 2,848 parameters, 8 segments, at most 1 tensor across")
+    assert "transformer.h.1.attn" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trace"], "merak: Missing option '--model'."),
+        (["trace", "--model", "GPT2LMHeadMode"], "did you mean GPT2LMHeadModel"),
+        (["trace", "--model", "GPT2LMHeadModel", "--seq", "x"], "Invalid value for '--seq'"),
+        (["trace", "--model", "GPT2LMHeadModel", "--seq", "1025"], "the model's 1024 positions"),
+        (["trace", "--model", "GPT2Model"], "the model returns no loss"),
+        (["trcae"], "No such command 'trcae'"),
+        (["train"], "Missing argument"),
+        (["train", "nowhere.yaml"], "the recipe nowhere.yaml cannot be read"),
+    ],
+)
+def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    own = [line for line in captured.err.splitlines() if line.startswith("merak: ")]
+    assert len(own) == 1 and said in own[0]
+
+
+def test_every_command_helps_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [command.name for command in app.registered_commands]
+    assert {"trace", "train"} <= set(commands)
+    for words in ([], *([str(name)] for name in commands)):
+        assert main([*words, "--help"]) == 0
+        assert f"Example: merak {' '.join(words)}" in capsys.readouterr().out
+
+
+def test_recipe_is_checked_before_ranks_are_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {name: M}\nparallel: {pp: 4}\narguments: {fp61: true}\n", "utf-8")
+    assert main(["train", str(recipe)]) == 2
+    assert "arguments has no field 'fp61'; did you mean fp16" in capsys.readouterr().err
