@@ -12,6 +12,7 @@ from merak.checkpoint.ranks import take_values_of_first_rank
 from merak.core.errors import WeightsError
 from merak.core.random import set_random_state
 from merak.core.shards import ParameterShard, take
+from merak.graph.pretrained import Stored
 from merak.graph.proxies import ATTRIBUTE, Origin, is_building, origin_of
 from merak.graph.tape import Tape, replay
 
@@ -117,10 +118,24 @@ def _value(
     shard_index: int,
     maker: _Maker,
 ) -> torch.Tensor:
+    if shard is not None and parameter.is_meta:
+        stored = _stored(_known_origin(parameter, name))
+        if stored is not None:
+            part = stored.read(shard.dim, shard.ranges(shard_index))
+            return part.to(maker.device, parameter.dtype)
     whole = parameter.data if not parameter.is_meta else _make(parameter, name, maker)
     if shard is not None:
         whole = take(whole, shard, shard_index)
     return whole.to(maker.device, parameter.dtype)
+
+
+def _stored(origin: Origin) -> Stored | None:
+    """What a parameter is in a checkpoint, if nothing was done to it after it was loaded."""
+    needed = origin.tape.needed(origin.place)
+    last = origin.tape.records[needed[-1]] if needed else None
+    if last is None or last.args[0] != origin.place or len(needed) > 1:
+        return None
+    return last.op if isinstance(last.op, Stored) else None
 
 
 def _make(tensor: torch.Tensor, name: str, maker: _Maker) -> torch.Tensor:

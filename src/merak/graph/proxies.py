@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from merak.core.errors import WeightsError
+from merak.graph.pretrained import skeletons
 from merak.graph.tape import Place, Recorder, Tape
 
 ATTRIBUTE = "_merak_origin"
@@ -80,6 +81,7 @@ def empty_weights() -> Iterator[None]:
         for hook in _hooks(recorder, registered):
             stack.callback(hook.remove)
         stack.enter_context(_patches(recorder))
+        stack.enter_context(skeletons(recorder))
         stack.enter_context(_InitOnMeta())
         stack.enter_context(recorder)
         yield
@@ -132,7 +134,7 @@ def _patches(recorder: Recorder) -> Iterator[None]:
     def trunc_normal_(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
     ) -> torch.Tensor:
-        return recorder.call(original, tensor, mean, std, a, b)
+        return recorder.call(original, tensor, mean, std, a, b, draws=True)
 
     with mock.patch.object(nn.init, "_no_grad_trunc_normal_", trunc_normal_):
         yield

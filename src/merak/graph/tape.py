@@ -8,7 +8,8 @@ few operators that its storage depends on, and nothing else is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -166,19 +167,28 @@ class Recorder(TorchDispatchMode):
             self._record(func, (args, kwargs), result, created, frozenset(changed))
         return result
 
-    def call(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing in between."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def call(
+        self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, draws: bool
+    ) -> torch.Tensor:
         """Record one call of a function that fills `tensor`, not the operators inside it.
 
-        For functions that look at what they drew and draw again: a list of operators would fix
-        how often.
+        For functions that look at what they drew and draw again, since a list of operators would
+        fix how often; and for values that are read from a file. Nothing is left of what `tensor`
+        held before.
         """
         place = self.place(tensor)
         if not tensor.is_meta:
-            self._paused = True
-            try:
+            with self.paused():
                 function(tensor, *args)
-            finally:
-                self._paused = False
         whole = self._covers(place)
         self.tape.add(
             Record(
@@ -189,7 +199,7 @@ class Recorder(TorchDispatchMode):
                 reads=frozenset(() if whole else (place.storage,)),
                 writes=frozenset((place.storage,)),
                 overwrites=place.storage if whole else None,
-                draws=True,
+                draws=draws,
             )
         )
         return tensor
@@ -363,7 +373,7 @@ def _is_tensor(x: Any) -> bool:
 def _base_name(op: Callable[..., Any]) -> str:
     if isinstance(op, torch._ops.OpOverload):
         return str(op._schema.name.removeprefix("aten::"))
-    return op.__name__
+    return str(getattr(op, "__name__", ""))
 
 
 @cache

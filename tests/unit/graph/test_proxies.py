@@ -32,6 +32,7 @@ def test_parameters_take_no_memory_and_buffers_are_real() -> None:
     assert torch.equal(model[1].running_var, torch.ones(3))
 
 
+@pytest.mark.slow
 def test_a_175b_model_is_built_in_seconds_within_0_7_gb() -> None:
     script = """
 import resource, torch
@@ -168,11 +169,11 @@ def test_memory_that_nobody_wrote_is_zero() -> None:
 
 
 def test_a_constructor_that_needs_numbers_is_refused() -> None:
-    with pytest.raises(WeightsError, match=r"of Linear.weight.*build this model normally"):
-        with empty_weights():
-            layer = nn.Linear(3, 2)
-            if layer.weight.sum() > 0:
-                layer.bias.data.zero_()
+    message = r"numbers of Linear.weight .*build this model normally"
+    with pytest.raises(WeightsError, match=message), empty_weights():
+        layer = nn.Linear(3, 2)
+        if layer.weight.sum() > 0:
+            layer.bias.data.zero_()
     assert not is_building()
     assert not nn.Linear(3, 2).weight.is_meta
 
@@ -180,9 +181,9 @@ def test_a_constructor_that_needs_numbers_is_refused() -> None:
 def test_contexts_that_would_lose_the_initialisation_are_refused() -> None:
     with pytest.raises(WeightsError, match="entered twice"), empty_weights(), empty_weights():
         pass
-    with pytest.raises(WeightsError, match="under merak.empty_weights alone"):
-        with torch.device("meta"), empty_weights():
-            pass
+    message = r"under merak\.empty_weights alone"
+    with pytest.raises(WeightsError, match=message), torch.device("meta"), empty_weights():
+        pass
 
 
 def test_outside_everything_is_as_before() -> None:
