@@ -15,22 +15,28 @@ from merak.schedule.auto_jobs import (
     jobs,
     least_limit,
     lower_bound,
+    make_job,
     placements,
     policies,
 )
 from merak.schedule.catalog import FORMULAS
-from merak.schedule.common import check_counts, single_pipe
+from merak.schedule.common import check_counts, is_split, single_pipe
 from merak.schedule.costs import Costs, uniform
-from merak.schedule.ir import Kind, Schedule
+from merak.schedule.ir import Schedule
 from merak.schedule.list_scheduler import Job, list_schedule
 from merak.schedule.local_search import improve
 from merak.schedule.simulate import Simulation, simulate
 
-_LIST_ACTIONS = 600_000
+_TOLERANCE = 1e-9
+
+_LIST_ACTIONS = 400_000
 """Actions that list scheduling may place in all: a few seconds."""
 
 _SEARCH_ACTIONS = 1_500_000
 """Actions that local search may simulate in all: about a second."""
+
+_STAGES_PER_RANK = {"zero_bubble_v": 2, "dualpipe_v": 2}
+"""Formulas that are worth building for one number of stages per rank only."""
 
 _NUM_STARTS = 3
 """Schedules that local search starts from."""
@@ -38,10 +44,9 @@ _NUM_STARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A schedule that fits, how it does, and the least that its kind of work can take."""
+    """A schedule that fits, and how it does."""
 
     simulation: Simulation
-    bound_s: float
 
     @property
     def key(self) -> tuple[float, float]:
@@ -84,40 +89,53 @@ def auto(
         )
     flags = None if recompute is None else tuple(recompute)
     request = Request(num_ranks, num_microbatches, costs, memory_limit_bytes, split, flags)
-    candidates = sorted(
-        itertools.chain(_formulas(request), _list_schedules(request)), key=lambda c: c.key
-    )
-    if not candidates:
+    work = [job for ranks in placements(request) for job in jobs(request, ranks)]
+    enough_s = min(map(lower_bound, work))
+    best = _best(request, work, enough_s)
+    if best is None:
         least = min(least_limit(request, ranks) for ranks in placements(request))
         raise ScheduleError(
             f"No schedule fits a memory limit of {memory_limit_bytes:g}; the least that one fits "
             f"is {least:g}."
         )
-    best = min((_improved(request, c) for c in candidates[:_NUM_STARTS]), key=lambda c: c.key)
     return replace(best.simulation.schedule, name="auto")
+
+
+def _best(request: Request, work: Sequence[Job], enough_s: float) -> _Candidate | None:
+    """The best of formulas, list schedules and local search, which begin while it is too long."""
+    found: list[_Candidate] = []
+    for source in (_formulas(request), _list_schedules(request, work)):
+        found = sorted((*found, *source), key=lambda c: c.key)
+        if found and found[0].simulation.makespan <= enough_s + _TOLERANCE:
+            return found[0]
+    improved = [_improved(request, candidate) for candidate in found[:_NUM_STARTS]]
+    return min(improved, key=lambda c: c.key, default=None)
 
 
 def _formulas(request: Request) -> Iterator[_Candidate]:
     """Every synchronous formula with every option that fits the request."""
+    stages_per_rank = request.costs.num_stages // request.num_ranks
     for name, builder in FORMULAS.items():
-        for options in _option_choices(name, builder, request):
+        if _STAGES_PER_RANK.get(name, stages_per_rank) != stages_per_rank:
+            continue
+        for options in _option_choices(builder, stages_per_rank):
             try:
                 schedule = builder(request.num_ranks, request.num_microbatches, **options)
             except ScheduleError:
                 continue  # Not defined for these counts.
             if _is_as_asked(request, schedule):
-                yield from _candidate(request, schedule, 0.0)
+                yield from _candidate(request, schedule)
 
 
 def _option_choices(
-    name: str, builder: Callable[..., Schedule], request: Request
+    builder: Callable[..., Schedule], stages_per_rank: int
 ) -> Iterator[dict[str, Any]]:
     """Every combination of a builder's options that can matter here."""
     choices: dict[str, tuple[Any, ...]] = {
         "recompute": (False, True),
         "early_everywhere": (False, True),
         "method": ("direct", "forward_doubling"),
-        "chunks": (request.costs.num_stages // request.num_ranks,),
+        "chunks": (stages_per_rank,),
     }
     taken = [p for p in inspect.signature(builder).parameters if p in choices]
     for values in itertools.product(*(choices[option] for option in taken)):
@@ -129,24 +147,19 @@ def _is_as_asked(request: Request, schedule: Schedule) -> bool:
         return False
     if request.recompute is not None and schedule.recompute != request.recompute:
         return False
-    splits = any(action.kind is Kind.INPUT_GRADIENT for action in schedule.actions[0])
-    return request.split is None or request.split == splits
+    return request.split is None or request.split == is_split(schedule)
 
 
-def _list_schedules(request: Request) -> Iterator[_Candidate]:
+def _list_schedules(request: Request, work: Sequence[Job]) -> Iterator[_Candidate]:
     """List schedules by every rule, as many as the size allows."""
-    every = [
-        (job, policy)
-        for job in itertools.chain(*(jobs(request, ranks) for ranks in placements(request)))
-        for policy in policies(job)
-    ]
+    every = [(job, policy) for job in work for policy in policies(job)]
     per_list = 3 * request.num_microbatches * request.costs.num_stages
     for job, policy in _evenly(every, max(8, _LIST_ACTIONS // per_list)):
         lists = list_schedule(job, policy)
         if lists is not None:
             recompute = [seconds is not None for seconds in job.recompute_s]
             schedule = single_pipe("auto", job.ranks, lists, request.num_microbatches, recompute)
-            yield from _candidate(request, schedule, lower_bound(job))
+            yield from _candidate(request, schedule)
 
 
 def _evenly(every: list[tuple[Job, Any]], most: int) -> list[tuple[Job, Any]]:
@@ -156,10 +169,10 @@ def _evenly(every: list[tuple[Job, Any]], most: int) -> list[tuple[Job, Any]]:
     return [pair for turn in in_turn for pair in turn if pair is not None][:most]
 
 
-def _candidate(request: Request, schedule: Schedule, bound_s: float) -> Iterator[_Candidate]:
+def _candidate(request: Request, schedule: Schedule) -> Iterator[_Candidate]:
     simulation = simulate(schedule, request.costs)
     if max(simulation.peak_memory_bytes) <= request.memory_limit_bytes:
-        yield _Candidate(simulation, bound_s)
+        yield _Candidate(simulation)
 
 
 def _improved(request: Request, candidate: _Candidate) -> _Candidate:
@@ -167,8 +180,8 @@ def _improved(request: Request, candidate: _Candidate) -> _Candidate:
     schedule = candidate.simulation.schedule
     if len(schedule.pipes) > 1:
         return candidate
-    limits = activation_limits(request, schedule.pipes[0])
-    better = improve(
-        schedule, request.costs, limits, candidate.bound_s, _SEARCH_ACTIONS // _NUM_STARTS
-    )
-    return min((candidate, *_candidate(request, better, candidate.bound_s)), key=lambda c: c.key)
+    ranks = schedule.pipes[0]
+    bound_s = lower_bound(make_job(request, ranks, schedule.recompute, is_split(schedule)))
+    limits = activation_limits(request, ranks)
+    better = improve(schedule, request.costs, limits, bound_s, _SEARCH_ACTIONS // _NUM_STARTS)
+    return min((candidate, *_candidate(request, better)), key=lambda c: c.key)

@@ -60,7 +60,7 @@ def jobs(request: Request, ranks: tuple[int, ...]) -> Iterator[Job]:
     splits = (True, False) if request.split is None else (request.split,)
     for flags in _recompute_choices(request, ranks):
         for split in splits:
-            yield _job(request, ranks, flags, split)
+            yield make_job(request, ranks, flags, split)
 
 
 def policies(job: Job) -> Iterator[Policy]:
@@ -103,7 +103,8 @@ def _recompute_choices(request: Request, ranks: Sequence[int]) -> list[tuple[boo
     return list(dict.fromkeys((none, needed, last_kept, every)))
 
 
-def _job(request: Request, ranks: tuple[int, ...], flags: tuple[bool, ...], split: bool) -> Job:
+def make_job(request: Request, ranks: tuple[int, ...], flags: tuple[bool, ...], split: bool) -> Job:
+    """The work on a placement, with the recomputing stages and the kind of backward given."""
     costs = request.costs
     kept = tuple(
         checkpoint if flag else full

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import chain
+from random import Random
 
 from merak.schedule.costs import Costs
-from merak.schedule.ir import Action, Schedule
+from merak.schedule.ir import GRADIENT_KINDS, Action, Kind, Schedule
 from merak.schedule.memory import activation_changes
 from merak.schedule.simulate import durations, transfer_delays
 from merak.schedule.table import NONE, tabulate
 
+_NEVER = float("inf")
 _TENURE = 12
+_LEAST_RUNS = 100
+_PATIENCE = 60
+_NUM_SHAKES = 6
 _TOLERANCE = 1e-9
 
 Orders = tuple[tuple[int, ...], ...]
@@ -38,11 +44,24 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """How long some orders take, and the way back along the critical path."""
+    """Start and end of every action."""
 
-    makespan: float
     start: list[float]
     end: list[float]
+    makespan: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Solution:
+    """Orders of all ranks, and how they run."""
+
+    orders: Orders
+    run: _Run
+
+    @property
+    def makespan(self) -> float:
+        """How long the orders take; for ever where ranks wait for one another."""
+        return self.run.makespan
 
 
 def improve(
@@ -64,29 +83,83 @@ def improve(
     Returns:
         The best schedule found, the given one where there is none.
     """
+    schedule = _with_own_recomputes(schedule)
     problem, orders = _prepare(schedule, costs, limit_bytes)
-    run = _evaluate(problem, orders)
-    assert run is not None
-    best, best_orders = run.makespan, orders
-    tabu: deque[tuple[int, int]] = deque(maxlen=_TENURE)
+    # Where an instance is too large to search, its start is all there is.
     left = num_actions // max(1, len(problem.actions))
-    while left > 0 and best > target_s + _TOLERANCE:
-        chosen: tuple[_Run, Orders, tuple[int, int]] | None = None
-        for moved, pair in _neighbours(problem, orders, run):
-            left -= 1
-            outcome = _evaluate(problem, moved) if _fits(problem, moved, pair[0]) else None
-            if outcome is None or (pair in tabu and outcome.makespan >= best - _TOLERANCE):
-                continue
-            if chosen is None or outcome.makespan < chosen[0].makespan:
-                chosen = outcome, moved, pair
-        if chosen is None:
-            break
-        run, orders, pair = chosen
-        tabu.append((pair[1], pair[0]))
-        if run.makespan < best - _TOLERANCE:
-            best, best_orders = run.makespan, orders
-    lists = tuple(tuple(problem.actions[i] for i in order) for order in best_orders)
+    left = left if left >= _LEAST_RUNS else 0
+    best = current = _Solution(orders, _run(problem, orders))
+    tabu: deque[tuple[int, int]] = deque(maxlen=_TENURE)
+    draw = Random(0)
+    stalled = 0
+    while left > 0 and best.makespan > target_s + _TOLERANCE:
+        neighbours = _neighbours(problem, current)
+        left -= len(neighbours) + 1
+        following = _best_move(problem, neighbours, tabu, best.makespan)
+        if following is None or stalled > _PATIENCE:
+            current, stalled = _shaken(problem, best, draw), 0
+            tabu.clear()
+            continue
+        current, stalled = following, stalled + 1
+        if current.makespan < best.makespan - _TOLERANCE:
+            best, stalled = current, 0
+    lists = tuple(tuple(problem.actions[i] for i in order) for order in best.orders)
     return replace(schedule, actions=lists)
+
+
+def _with_own_recomputes(schedule: Schedule) -> Schedule:
+    """The schedule with an R right before every backward that would recompute inside."""
+    own = {(a.stage, a.microbatch) for a in chain(*schedule.actions) if a.kind is Kind.RECOMPUTE}
+    lists = []
+    for actions in schedule.actions:
+        result = []
+        for action in actions:
+            inside = schedule.recompute[action.stage] and action.kind in GRADIENT_KINDS
+            if inside and (action.stage, action.microbatch) not in own:
+                result.append(Action(Kind.RECOMPUTE, action.stage, action.microbatch))
+            result.append(action)
+        lists.append(tuple(result))
+    return replace(schedule, actions=tuple(lists))
+
+
+def _best_move(
+    problem: _Problem,
+    neighbours: list[tuple[Orders, tuple[int, int]]],
+    tabu: deque[tuple[int, int]],
+    best_s: float,
+) -> _Solution | None:
+    """The shortest neighbour that is not tabu, or is shorter than any before; and its tabu."""
+    chosen: tuple[_Solution, tuple[int, int]] | None = None
+    for orders, pair in neighbours:
+        if not _fits(problem, orders, pair[0]):
+            continue
+        solution = _Solution(orders, _run(problem, orders))
+        if pair in tabu and solution.makespan >= best_s - _TOLERANCE:
+            continue
+        if chosen is None or solution.makespan < chosen[0].makespan:
+            chosen = solution, pair
+    if chosen is None or chosen[0].makespan == _NEVER:
+        return None
+    tabu.append((chosen[1][1], chosen[1][0]))
+    return chosen[0]
+
+
+def _shaken(problem: _Problem, solution: _Solution, draw: Random) -> _Solution:
+    """A solution some random steps away, from which to search anew."""
+    for _ in range(_NUM_SHAKES):
+        rank = draw.randrange(len(solution.orders))
+        order = solution.orders[rank]
+        if len(order) < 2:
+            continue
+        place = draw.randrange(len(order) - 1)
+        moved = _move(problem, order, place + 1, place)
+        if moved is None:
+            continue
+        orders = (*solution.orders[:rank], moved, *solution.orders[rank + 1 :])
+        shaken = _Solution(orders, _run(problem, orders))
+        if _fits(problem, orders, moved[place]) and shaken.makespan < _NEVER:
+            solution = shaken
+    return solution
 
 
 def _prepare(
@@ -107,8 +180,8 @@ def _prepare(
     return problem, orders
 
 
-def _evaluate(problem: _Problem, orders: Orders) -> _Run | None:
-    """Start and end of every action; None where the orders wait for one another."""
+def _run(problem: _Problem, orders: Orders) -> _Run:
+    """Run every rank's order as early as the data allow."""
     source, duration, delay = problem.source, problem.duration, problem.delay
     start, end = [0.0] * len(source), [-1.0] * len(source)
     waiting = [NONE] * len(source)
@@ -136,15 +209,14 @@ def _evaluate(problem: _Problem, orders: Orders) -> _Run | None:
         else:
             position[rank] = len(order)
         free[rank] = now
-    return None if left else _Run(max(end), start, end)
+    return _Run(start, end, _NEVER if left else max(end))
 
 
-def _neighbours(
-    problem: _Problem, orders: Orders, run: _Run
-) -> list[tuple[Orders, tuple[int, int]]]:
+def _neighbours(problem: _Problem, solution: _Solution) -> list[tuple[Orders, tuple[int, int]]]:
     """Orders one move away, each with the (later, earlier) pair of actions that it turned round."""
     result = []
-    for rank, first, stop in _critical_runs(problem, orders, run):
+    orders = solution.orders
+    for rank, first, stop in _critical_runs(problem, orders, solution.run):
         order = orders[rank]
         moves = {(place + 1, place) for place in range(first, stop - 1)}
         moves |= {(place, first) for place in range(first + 1, stop)}
