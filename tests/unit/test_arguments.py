@@ -19,7 +19,9 @@ from merak.arguments.page import render
 from merak.arguments.rules import Layout, Policy
 from merak.arguments.table import ACCELERATOR, RULES, SECTIONS
 from merak.core import mesh as meshes
-from merak.core.errors import ArgumentsError, MeshError
+from merak.core.errors import ArgumentsError, MeshError, ShardError
+from merak.graph.feature_file import parse_features
+from merak.graph.features import Column, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 
@@ -40,7 +42,6 @@ SOME_VALUES: dict[str, object] = {
     "fsdp_config": {"version": 2},
     "deepspeed": "ds_config.json",
     "parallelism_config": {"tp_size": 2},
-    "average_tokens_across_devices": False,
     "dataloader_in_order": False,
 }
 """A value that is not the default, for refused fields that are not plain switches."""
@@ -92,7 +93,6 @@ def test_refuses_by_name_value_and_advice(name: str, job: Callable[..., None]) -
 @pytest.mark.parametrize(
     ("name", "degree"),
     [
-        ("average_tokens_across_devices", "dp"),
         ("ddp_broadcast_buffers", "dp"),
         ("dataloader_in_order", "pp"),
     ],
@@ -226,6 +226,17 @@ def test_travels_and_keeps_secrets(job: Callable[..., None]) -> None:
     assert torch.load(stored, weights_only=False).to_dict() == args.to_dict()
     assert json.loads(args.to_json_string())["partition"] == [3]
     assert "hf_secret" not in repr(args) + str(args) + args.to_json_string()
+
+
+def test_feature_dict_of_objects(job: Callable[..., None]) -> None:
+    features = {"attn.qkv": Column(parts=(1, 1, 1)), "up": Column(), "down": Row(), "norm": "row"}
+    args = arguments(feature_dict=features)
+    assert args.feature_dict == features
+    written = json.loads(args.to_json_string())["feature_dict"]
+    assert written["attn.qkv"] == {"column": [1, 1, 1]}
+    assert parse_features(written) == parse_features(features)
+    with pytest.raises(ShardError, match="gives 'up' the attribute 'colum'; write 'column'"):
+        arguments(feature_dict={"up": "colum"})
 
 
 def test_needs_init() -> None:

@@ -61,10 +61,9 @@ OPTIMIZATION = {
     "adam_beta2": _ADAM,
     "adam_epsilon": _ADAM,
     "max_grad_norm": honoured("the norm is over all parameters of all ranks"),
-    "average_tokens_across_devices": refused(
-        "the loss is always divided by the label tokens of all replicas, as in one process; "
-        "leave it True",
-        layout=Layout.DATA_PARALLEL,
+    "average_tokens_across_devices": honoured(
+        "True: the loss is divided by the label tokens of all replicas, as in one process; False: "
+        "by each replica's own, then averaged"
     ),
     "label_smoothing_factor": refused(
         "the loss is traced with the model; use a model or loss function that smooths labels"

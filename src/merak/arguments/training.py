@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -17,11 +17,13 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from merak.arguments.alone import fresh_state
+from merak.arguments.features import write_features
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.rules import UNKNOWN, Policy, problems, raise_first, refusal
 from merak.arguments.table import ACCELERATOR, RULES
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh, current_mesh
+from merak.graph.feature_file import parse_features
 
 CACHE_VARIABLE = "MERAK_CACHE"
 """The environment variable that names the folder of traced models."""
@@ -85,8 +87,9 @@ class MerakArguments(TrainingArguments):
     feature_dict: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "How tensor parallelism splits parameters, as a dictionary or a JSON file; "
-            "known models need none."
+            "help": "How tensor parallelism splits parameters, as a dictionary or a JSON file of "
+            "one: names or patterns of them to 'column', 'row', 'replicate'. Known models need "
+            "none."
         },
     )
     trace_cache: str | None = field(
@@ -135,9 +138,18 @@ class MerakArguments(TrainingArguments):
         self.trace_cache = os.path.expanduser(self.trace_cache)
         if isinstance(self.feature_dict, str):
             self.feature_dict = _read_json("feature_dict", self.feature_dict, dict)
+        if isinstance(self.feature_dict, Mapping):
+            parse_features(self.feature_dict)  # raises where one is wrong
         if self.bucket_bytes is None:
             cap_mb = self.ddp_bucket_cap_mb
             self.bucket_bytes = DEFAULT_BUCKET_BYTES if cap_mb is None else cap_mb * 2**20
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as plain values; a feature dict as a JSON file has it."""
+        plain: dict[str, Any] = super().to_dict()  # type: ignore[no-untyped-call]
+        if isinstance(self.feature_dict, Mapping):
+            plain["feature_dict"] = write_features(self.feature_dict)
+        return plain
 
     @cached_property
     def _setup_devices(self) -> torch.device:

@@ -1,0 +1,25 @@
+"""Feature dicts as plain values, for arguments that travel as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from merak.graph.features import Attribute
+
+
+def write_features(features: Mapping[str, Any]) -> dict[str, Any]:
+    """A feature dict in the form that a JSON file has.
+
+    Args:
+        features: patterns → attributes, as objects or written already.
+    """
+    return {pattern: _written(value) for pattern, value in features.items()}
+
+
+def _written(value: Any) -> Any:
+    if not isinstance(value, Attribute):
+        return value
+    kind = type(value).__name__.lower()
+    parts = getattr(value, "parts", (1,))
+    return kind if parts == (1,) else {kind: list(parts)}
