@@ -1,0 +1,66 @@
+"""Printing of results: a description of the machine and a small table, or one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from merak.plan.profile import device_name
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Arguments that every benchmark takes."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": device_name(torch.device("cpu")),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(pages * page_bytes / 1e9),
+        "gpus": gpus,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def show(tables: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool) -> None:
+    """Print results.
+
+    Args:
+        tables: by title, one mapping per line, all of a table with the same keys.
+        as_json: one JSON object instead of tables.
+    """
+    found = machine()
+    if as_json:
+        print(json.dumps({"machine": found, "tables": tables}))
+        return
+    print(", ".join(f"{key}: {value}" for key, value in found.items() if value))
+    for title, rows in tables.items():
+        print(f"\n{title}\n")
+        heads = list(rows[0])
+        cells = [heads, *([_cell(row[head]) for head in heads] for row in rows)]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
+        rule = ["-" * width for width in widths]
+        for line in (cells[0], rule, *cells[1:]):
+            texts = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+            print("| " + " | ".join(texts) + " |")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
