@@ -139,7 +139,6 @@ class Operator:
 
     def error(self, what: str, fix: str = "") -> ShardError:
         """A sentence that names the operator, the user's line, and what to do."""
-        source = self.node.meta.get("source") or "an unknown line"
         origins = {p.origin for p in self.sharded().values() if p.origin} if not fix else set()
         layers = " and ".join(sorted(o.rpartition(".")[0] or o for o in origins))
         fix = fix or (
@@ -147,9 +146,16 @@ class Operator:
             "Replicate() for instance"
         )
         return ShardError(
-            f"tensor parallelism cannot go on at {self.node.name} ({self.node.target}, {source}): "
+            f"tensor parallelism cannot go on at {self.node.name} ({where(self.node)}): "
             f"it {what}; {fix}."
         )
+
+
+def where(node: fx.Node) -> str:
+    """The operator, the module and the line that a node comes from, for messages."""
+    module, source = node.meta.get("module"), node.meta.get("source")
+    places = (str(node.target), module and f"in {module}", source or "unknown line")
+    return ", ".join(place for place in places if place)
 
 
 def shape_of(node: Any) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from merak.graph.sharding_placement import (
     Replicated,
     Sharded,
     local_meta,
+    where,
 )
 from merak.graph.sharding_propagate import Propagation
 
@@ -40,8 +41,9 @@ def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
     Raises:
         ShardError: operators that do not fit their local operands.
     """
-    new = _Rewriter(propagation, degree).run(graph)
-    check_shapes(new)
+    rewriter = _Rewriter(propagation, degree)
+    new = rewriter.run(graph)
+    _check_shapes(rewriter.split)
     return new
 
 
@@ -54,6 +56,7 @@ class _Rewriter:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self.split: list[fx.Node] = []
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         for node in graph.nodes:
@@ -84,6 +87,8 @@ class _Rewriter:
         assert callable(target)
         new = self.call(target, fx.map_arg(args, operand), fx.map_arg(kwargs, operand), node)
         new.meta = self.local(node)
+        if decision.output != REPLICATED:
+            self.split.append(new)
         if getattr(getattr(target, "_schema", None), "is_mutable", False):
             self.converted.clear()  # conversions made before the write hold old numbers
         if not decision.then:
@@ -147,16 +152,16 @@ class _Rewriter:
         return new
 
 
-def check_shapes(graph: fx.Graph) -> None:
-    """Run every operator of a rewritten graph on local operands without numbers.
+def _check_shapes(nodes: Sequence[fx.Node]) -> None:
+    """Run the operators that work on shares, on operands without numbers.
 
     Raises:
         ShardError: an operator that does not take its local operands, or yields another shape than
             the rules say.
     """
     empty: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+    for node in nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
             _check_operator(node, empty)
 
 
@@ -176,11 +181,9 @@ def _check_operator(node: fx.Node, empty: dict[fx.Node, Any]) -> None:
         reason = str(error).strip().splitlines()
         found = f"an error ({reason[0] if reason else type(error).__name__})"
     if found != (expected := _shapes(node.meta["tensor"])):
-        source = node.meta.get("source") or "an unknown line"
         raise ShardError(
-            f"the share of {node.name} ({node.target}, {source}) "
-            f"should be {expected} on every rank but gives {found}; give the layers before it "
-            "Replicate() in the feature dict."
+            f"the share of {node.name} ({where(node)}) should be {expected} on every rank "
+            f"but gives {found}; give the layers before it Replicate() in the feature dict."
         )
 
 

@@ -297,7 +297,7 @@ _FAMILIES: dict[Rule, str] = {
     gemm.baddbmm: "baddbmm",
     gemm.einsum: "einsum",
     gemm.attention: "scaled_dot_product_attention",
-    views.view: "view reshape _unsafe_view flatten unflatten",
+    views.view: "view reshape _unsafe_view flatten unflatten view_as reshape_as",
     views.transpose: "transpose swapaxes swapdims t",
     views.permute: "permute",
     views.unsqueeze: "unsqueeze",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from merak.graph.sharding_placement import (
+    REPLICATED,
     Decision,
     Operator,
     Sharded,
@@ -77,9 +78,13 @@ def _unflatten(flat: tuple[int, ...], left: int, right: int, degree: int) -> tup
 
 
 def view(op: Operator) -> Decision:
-    """view, reshape, flatten, unflatten: rewritten to reshape with local sizes."""
-    (operand, placed), *_ = op.sharded().items()
-    new = shape_of(op.node)
+    """view, reshape, flatten, view_as, …: rewritten to reshape with local sizes."""
+    operand, new = op.node.args[0], shape_of(op.node)
+    placed = op.placement(operand)
+    if not isinstance(placed, Sharded):  # view_as: only the shape comes from a split value
+        return Decision(
+            REPLICATED, target=aten.reshape.default, args=(operand, list(new)), kwargs={}
+        )
     after = reshaped(shape_of(operand), new, placed, op.degree)
     if after is None:
         raise op.error(
@@ -130,12 +135,12 @@ def squeeze(op: Operator) -> Decision:
 
 
 def expand(op: Operator) -> Decision:
-    """expand, expand_as, broadcast_to: rewritten to expand with local sizes."""
+    """expand, expand_as: rewritten to expand with local sizes."""
     operand = op.node.args[0]
     placed = op.placement(operand)
     new = list(shape_of(op.node))
-    if not isinstance(placed, Sharded):
-        raise op.error("expands a whole value to the shape of a split one")
+    if not isinstance(placed, Sharded):  # expand_as: only the shape comes from a split value
+        return Decision(REPLICATED, target=aten.expand.default, args=(operand, new), kwargs={})
     dim = placed.dim + len(new) - len(shape_of(operand))
     sizes = list(op.arg("size", new))
     if sizes[dim] != -1:

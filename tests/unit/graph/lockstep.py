@@ -1,0 +1,146 @@
+"""Several tensor parallel ranks in one process: every node runs on all ranks before the next one.
+
+Collectives act on the list of all ranks' tensors, forward and backward, so autograd runs the ranks
+in lockstep too. No process group is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from merak.core import collectives
+from merak.core.mesh import Mesh
+from merak.core.shards import ParameterShard, join, take
+from merak.graph.features import Features
+from merak.graph.tensor_parallel import attributes_for, shard_model
+from tests.unit.graph import tensor_parallel_cases as cases
+
+
+class _Together(torch.autograd.Function):
+    """A function of all ranks' tensors, with another one for all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, *tensors: torch.Tensor) -> Any:
+        ctx.undo = backward
+        return tuple(forward(list(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, *ctx.undo(list(gradients))
+
+
+def _keep(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.clone() for t in tensors]
+
+
+def _sum(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.stack(tensors).sum(0) for _ in tensors]
+
+
+def _gather(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
+    return lambda ts: [join(ts, ParameterShard(dim, parts, len(ts))) for _ in ts]
+
+
+def _slice(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
+    return lambda ts: [take(t, ParameterShard(dim, parts, len(ts)), i) for i, t in enumerate(ts)]
+
+
+def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> Any:
+    name = target.__name__
+    if name == "copy_to":
+        return _Together.apply(_keep, _sum, *tensors)
+    if name == "reduce_from":
+        return _Together.apply(_sum, _keep, *tensors)
+    layout = (args[0], args[1])
+    pair = (_gather(*layout), _slice(*layout))
+    return _Together.apply(*(pair if name == "gather_from" else reversed(pair)), *tensors)
+
+
+class Lockstep:
+    """Runs graphs on `degree` ranks; every value is the list of what the ranks hold."""
+
+    def __init__(self, degree: int, patch: pytest.MonkeyPatch) -> None:
+        self.degree = degree
+        self.patch = patch
+        self.num_calls: dict[str, int] = {}
+
+    def run(self, graph: fx.Graph, inputs: Sequence[list[Any]]) -> list[list[Any]]:
+        values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                values[node] = self.call(node, values)
+        (output,) = graph.find_nodes(op="output")
+        return [values[n] for n in output.args[0]]
+
+    def call(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
+        assert callable(node.target)
+        name = getattr(node.target, "__name__", "")
+        if name in ("copy_to", "reduce_from", "gather_from", "slice_to"):
+            self.num_calls[name] = self.num_calls.get(name, 0) + 1
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            return list(_together(node.target, values[source], node.args[1:]))
+        state = torch.get_rng_state()
+        results, states = [], []
+        for rank in range(self.degree):
+            torch.set_rng_state(state)
+            with self.as_rank(rank):
+                args, kwargs = fx.map_arg(
+                    (node.args, dict(node.kwargs)), lambda n, r=rank: values[n][r]
+                )
+                results.append(node.target(*args, **kwargs))
+            states.append(torch.get_rng_state())
+        assert all(torch.equal(states[0], s) for s in states), f"{node} draws unevenly"
+        return results
+
+    @contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        mesh = Mesh(1, self.degree, 1, rank, torch.device("cpu"), None)
+        with self.patch.context() as patch:
+            patch.setattr(collectives, "current_mesh", lambda: mesh)
+            yield
+
+
+def assert_parity(
+    model: torch.nn.Module,
+    columns: Mapping[str, torch.Tensor],
+    features: Features | None,
+    degree: int,
+    patch: pytest.MonkeyPatch,
+) -> Lockstep:
+    """Loss and gradients of `degree` ranks in lockstep equal those of one; collectives counted."""
+    graph = cases.traced(model, columns)
+    whole = cases.weights(model)
+    others = {**cases.buffers(model, graph), **columns}
+    alone = {name: t.clone().requires_grad_() for name, t in whole.items()}
+    loss = cases.run_model(graph, alone, others)
+    loss.backward()
+
+    split, shards = shard_model(graph, attributes_for(graph, features), degree)
+    shares = [cases.local(whole, shards, rank) for rank in range(degree)]
+    ranks = Lockstep(degree, patch)
+    losses = cases.run_model(
+        split,
+        {name: [share[name] for share in shares] for name in whole},
+        {name: [t] * degree for name, t in others.items()},
+        ranks.run,
+    )
+    torch.autograd.backward(losses, [torch.ones(())] * degree)
+    for own in losses:
+        torch.testing.assert_close(own, loss, rtol=1e-5, atol=0)
+    expected = {name: t.grad for name, t in alone.items() if t.grad is not None}
+    for rank in range(degree):
+        found = {
+            name: join([s[name].grad for s in shares], shards[name])
+            if name in shards
+            else shares[rank][name].grad
+            for name in expected
+        }
+        cases.assert_gradients_equal(found, expected)
+    return ranks
