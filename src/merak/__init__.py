@@ -1,18 +1,37 @@
 """Merak: train an unmodified Hugging Face or PyTorch model on many devices."""
 
-from merak.arguments import MerakArguments
-from merak.core.errors import MerakError
-from merak.core.mesh import current_mesh, init
-from merak.graph.features import Column, Replicate, Row
-from merak.graph.proxies import empty_weights
-from merak.parallelize import parallelize
-from merak.trainer import MerakTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from merak.arguments import MerakArguments
+    from merak.core.errors import MerakError
+    from merak.core.mesh import current_mesh, init
+    from merak.graph.features import Column, Replicate, Row
+    from merak.graph.proxies import empty_weights
+    from merak.parallelize import ParallelModel, parallelize
+    from merak.trainer import MerakTrainer
+
+_HOMES = {
+    "Column": "merak.graph.features",
+    "MerakArguments": "merak.arguments",
+    "MerakError": "merak.core.errors",
+    "MerakTrainer": "merak.trainer",
+    "ParallelModel": "merak.parallelize",
+    "Replicate": "merak.graph.features",
+    "Row": "merak.graph.features",
+    "current_mesh": "merak.core.mesh",
+    "empty_weights": "merak.graph.proxies",
+    "init": "merak.core.mesh",
+    "parallelize": "merak.parallelize",
+}
 
 __all__ = [
     "Column",
     "MerakArguments",
     "MerakError",
     "MerakTrainer",
+    "ParallelModel",
     "Replicate",
     "Row",
     "current_mesh",
@@ -20,3 +39,10 @@ __all__ = [
     "init",
     "parallelize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: transformers' trainer takes seconds to load."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'merak' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import torch
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.graph.cache import Made, cached
+from merak.graph.fingerprint import fingerprint
 from merak.graph.ir import ModelGraph, TensorMeta
 from merak.graph.shard import shard
-from merak.graph.trace import LossFunction, trace
+from merak.graph.trace import LossFunction, Trace, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,33 @@ class GraphSource:
     cache_dir: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model graph and how it came about.
+
+    Args:
+        graph: the segments.
+        cached: whether it was read from disk.
+        trace_s: seconds that tracing took, or reading.
+        shard_s: seconds that cutting took.
+    """
+
+    graph: ModelGraph
+    cached: bool
+    trace_s: float
+    shard_s: float
+
+
 def build_graph(
     source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
 ) -> ModelGraph:
+    """Trace a model at some shapes and cut it into segments; see `build_timed`."""
+    return build_timed(source, columns, training=training).graph
+
+
+def build_timed(
+    source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
+) -> Built:
     """Trace a model at some shapes and cut it into segments.
 
     Args:
@@ -48,29 +76,61 @@ def build_graph(
         training: train mode with the loss alone, or eval mode with all outputs.
 
     Returns:
-        The segments.
+        The segments, and the time they took.
 
     Raises:
         TraceError: the model cannot be traced, or gives no loss in training.
     """
-    model = source.model
+    start = time.perf_counter()
+    seconds = [0.0]
+
+    def make() -> Made:
+        with _mode(source.model, training):
+            traced = _trace(source, columns)
+        traced_at = time.perf_counter()
+        graph = shard(traced, outputs=("loss",) if training else None)
+        seconds[0] = time.perf_counter() - traced_at
+        return graph, traced.sources
+
+    if source.cache_dir is None:
+        graph, known = make()[0], False
+    else:
+        with _mode(source.model, training):
+            key = _key(source, columns)
+        graph, known = cached(source.cache_dir, key, make)
+    total = time.perf_counter() - start
+    return Built(graph, known, total - seconds[0], seconds[0])
+
+
+def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
+    traced = trace(
+        source.model,
+        columns,
+        loss_fn=source.loss_fn,
+        loss_columns=source.loss_columns,
+        fixed=source.fixed,
+        device=source.device,
+    )
+    if not traced.outputs:
+        raise TraceError(
+            f"{type(source.model).__name__} returns no tensor for the columns "
+            f"{', '.join(columns)}; return a loss, or a dict, tuple or dataclass of tensors."
+        )
+    return traced
+
+
+def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
+    what = (source.loss_fn, source.loss_columns, source.fixed, source.device.type)
+    return fingerprint(source.model, dict(columns), *what)
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into train or eval mode; every module's own mode comes back after."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
-        traced = trace(
-            model,
-            columns,
-            loss_fn=source.loss_fn,
-            loss_columns=source.loss_columns,
-            fixed=source.fixed,
-            device=source.device,
-        )
+        yield
     finally:
         for module, mode in modes:
             module.training = mode
-    if not traced.outputs:
-        raise TraceError(
-            f"{type(model).__name__} returns no tensor for the columns {', '.join(columns)}; "
-            "return a loss, or a dict, tuple or dataclass of tensors."
-        )
-    return shard(traced, outputs=("loss",) if training else None)
