@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from merak.core.errors import ScheduleError
 from merak.schedule.auto import auto
 from merak.schedule.catalog import FORMULAS
 from merak.schedule.ir import Schedule
+from merak.schedule.serialize import load
+from merak.schedule.validate import check
 
 BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType({**FORMULAS, "auto": auto})
 """Every builder: (num_ranks, num_microbatches, **options) to a schedule."""
@@ -50,10 +53,67 @@ def build(name: str, num_ranks: int, num_microbatches: int, **chosen: Any) -> Sc
     if unknown:
         known = ", ".join(options(name)) or "none"
         raise ScheduleError(f"{name} has no option {unknown[0]!r}; its options are: {known}.")
+    _check_types(name, builder, chosen)
     return builder(num_ranks, num_microbatches, **chosen)
+
+
+def _check_types(name: str, builder: Callable[..., Schedule], chosen: dict[str, Any]) -> None:
+    hints = get_type_hints(builder)
+    for option, value in chosen.items():
+        if get_args(hints[option]):
+            kinds = tuple(get_origin(part) or part for part in get_args(hints[option]))
+        else:
+            kinds = (hints[option],)
+        # Whole numbers are numbers, but truth values are not whole numbers.
+        allowed = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, allowed) or (type(value) is bool and bool not in allowed):
+            wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+            raise ScheduleError(f"{name}'s option {option} is {value!r}; give a value of {wanted}.")
 
 
 def _builder(name: str) -> Callable[..., Schedule]:
     if name not in BUILDERS:
         raise ScheduleError(f"There is no schedule {name!r}; choose one of: {', '.join(names())}.")
     return BUILDERS[name]
+
+
+def resolve(name_or_file: str, num_ranks: int, num_microbatches: int, **chosen: Any) -> Schedule:
+    """Build a schedule by name, or read one from a file and check that it fits.
+
+    Args:
+        name_or_file: one of `names()`, or the path of a schedule file; a path has a suffix or a
+            separator, which no name has.
+        num_ranks: pipeline degree.
+        num_microbatches: microbatches per iteration.
+        **chosen: options of a named schedule's builder.
+
+    Returns:
+        A valid schedule.
+
+    Raises:
+        ScheduleError: as `build`; or the file cannot be read, has an error, is invalid, or is for
+            other counts.
+    """
+    if not is_file(name_or_file):
+        return build(name_or_file, num_ranks, num_microbatches, **chosen)
+    schedule = load(Path(name_or_file))
+    if chosen:
+        raise ScheduleError(
+            f"A schedule from a file takes no options; got {', '.join(sorted(chosen))}."
+        )
+    if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
+        raise ScheduleError(
+            f"The schedule in {name_or_file} is for {schedule.num_ranks} ranks and "
+            f"{schedule.num_microbatches} microbatches; asked for {num_ranks} and "
+            f"{num_microbatches}."
+        )
+    check(schedule)
+    return schedule
+
+
+def is_file(name_or_file: str) -> bool:
+    """Whether a text means a schedule file rather than a name."""
+    path = Path(name_or_file)
+    if name_or_file in BUILDERS:
+        return False
+    return bool(path.suffix) or len(path.parts) > 1 or path.is_file()

@@ -47,7 +47,7 @@ def check(schedule: Schedule) -> None:
         raise ScheduleError(f"The schedule {schedule.name} is invalid: {problems[0]}{others}")
 
 
-def check_in_flight(schedule: Schedule, limit: int) -> None:
+def check_in_flight(schedule: Schedule, limit: float) -> None:
     """Refuse a schedule that holds too many microbatches on a rank.
 
     Raises:
@@ -61,7 +61,7 @@ def check_in_flight(schedule: Schedule, limit: int) -> None:
     index = int((levels > limit).argmax())
     where = _where(schedule, int(table.rank[index]), index - table.starts[int(table.rank[index])])
     raise ScheduleError(
-        f"{schedule.name} does not fit the limit of {limit} microbatches in flight: {where} "
+        f"{schedule.name} does not fit the limit of {limit:g} microbatches in flight: {where} "
         f"is the {levels[index]}th on its rank. The least limit it fits is {peak}."
     )
 

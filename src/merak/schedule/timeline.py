@@ -1,0 +1,86 @@
+"""Timelines: what the pictures show, be it simulated or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from merak.schedule.ir import Kind
+from merak.schedule.memory import recomputes_inside
+from merak.schedule.simulate import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One box of a picture."""
+
+    label: str
+    # None for a reduction.
+    kind: Kind | None
+    start_s: float
+    end_s: float
+    # Which of its rank's stages the action is on, from 0: pictures shade later ones darker.
+    shade: int = 0
+    is_critical: bool = False
+    # What else to say about it where one points at it.
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The rows of one picture, a row per rank."""
+
+    title: str
+    subtitle: str
+    rows: tuple[tuple[Span, ...], ...]
+    # Reductions, which run beside the actions: a thinner row under each rank's.
+    reductions: tuple[tuple[Span, ...], ...]
+    end_s: float
+
+
+def simulated_timeline(simulation: Simulation) -> Timeline:
+    """The timeline of a simulation."""
+    schedule, table = simulation.schedule, simulation.table
+    critical = set(simulation.critical_path)
+    inside = recomputes_inside(schedule, table)
+    stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
+    rows = []
+    for rank, actions in enumerate(schedule.actions):
+        row = []
+        for index, action in enumerate(actions, start=table.starts[rank]):
+            recomputes = ", recomputes inside" if inside[index] else ""
+            row.append(
+                Span(
+                    label=schedule.label(action),
+                    kind=action.kind,
+                    start_s=float(simulation.start[index]),
+                    end_s=float(simulation.end[index]),
+                    shade=stages[rank].index(action.stage),
+                    is_critical=index in critical,
+                    detail=f"stage {action.stage}, microbatch {action.microbatch}{recomputes}",
+                )
+            )
+        rows.append(tuple(row))
+    peak = max(simulation.peak_in_flight)
+    return Timeline(
+        title=schedule.name,
+        subtitle=(
+            f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+            f"{schedule.num_microbatches} microbatches: makespan {simulation.makespan:g}, "
+            f"bubble {100 * simulation.bubble_fraction:.1f} % of all time, "
+            f"at most {peak} in flight"
+        ),
+        rows=tuple(rows),
+        reductions=_reduction_rows(simulation),
+        end_s=simulation.makespan,
+    )
+
+
+def _reduction_rows(simulation: Simulation) -> tuple[tuple[Span, ...], ...]:
+    return tuple(
+        tuple(
+            Span(f"Σ{r.stage}", None, r.start, r.end, detail=f"reduction of stage {r.stage}")
+            for r in simulation.reductions
+            if rank in r.ranks
+        )
+        for rank in range(simulation.schedule.num_ranks)
+    )
