@@ -6,17 +6,11 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from merak.cli import options
 from merak.cli.output import count, show, size, stdout_to_stderr
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from merak.graph.ir import ModelGraph, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +88,10 @@ def trace_report(
         TraceError: the model cannot be traced, or gives no loss.
     """
     # Heavy imports wait until a command is known to be well formed.
+    from merak.arguments import default_trace_cache
     from merak.cli.batch import example_columns
     from merak.cli.model import parse_overrides, resolve_model
+    from merak.graph.build import GraphSource, build_timed
     from merak.graph.proxies import empty_weights
 
     source = resolve_model(model, parse_overrides(config))
@@ -105,7 +101,10 @@ def trace_report(
         module = source.build()
     built = time.perf_counter()
     metas = {name: column.meta for name, column in columns.items()}
-    timed = _graph(module, metas)
+    folder = default_trace_cache() if use_cache else ""
+    timed = build_timed(
+        GraphSource(module, cache_dir=Path(folder) if folder else None), metas, training=True
+    )
     shapes = {name: math.prod(meta.shape) for name, meta in timed.graph.parameters.items()}
     segments = timed.graph.segments
     return TraceReport(
@@ -129,26 +128,6 @@ def peak_rss_bytes() -> int:
     """The most memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    graph: ModelGraph
-    trace_s: float
-    shard_s: float
-    cached: bool
-
-
-def _graph(module: nn.Module, columns: Mapping[str, TensorMeta]) -> _Timed:
-    from merak.graph.shard import shard
-    from merak.graph.trace import trace
-
-    started = time.perf_counter()
-    module.train()
-    traced = trace(module, columns)
-    cut = time.perf_counter()
-    graph = shard(traced, outputs=("loss",))
-    return _Timed(graph, cut - started, time.perf_counter() - cut, cached=False)
 
 
 def _page(report: TraceReport) -> str:

@@ -26,6 +26,21 @@ def test_json_is_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) ->
     assert report["peak_rss_bytes"] > 50_000_000
 
 
+def test_second_time_comes_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MERAK_CACHE", str(tmp_path))
+    reports = []
+    for words in ([], [], ["--no-cache"], ["--seq", "8"]):
+        assert (
+            main(["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--json", *words]) == 0
+        )
+        reports.append(json.loads(capsys.readouterr().out))
+    assert [report["cached"] for report in reports] == [False, True, False, False]
+    assert [report["segments"] for report in reports] == [8] * 4
+    assert reports[0]["parts"] == reports[1]["parts"]
+
+
 def test_page_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--no-cache"]) == 0
     page = capsys.readouterr().out
