@@ -1,0 +1,93 @@
+"""Segments rewritten for tensor parallelism on real ranks: gradients equal those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from merak.core import collectives, mesh
+from merak.core.shards import ParameterShard, join, take
+from merak.graph.tensor_parallel import attributes_for, shard_model
+from tests.multirank.ranks import RankPool
+from tests.unit.graph import tensor_parallel_cases as cases
+
+Gradients = dict[str, torch.Tensor]
+
+
+def loss_and_gradients(
+    family: str, attention: str, dropout: float, tp: int
+) -> tuple[float, Gradients, dict[str, ParameterShard]]:
+    """What one rank computes on its shares."""
+    rank = mesh.init(tp=tp, device="cpu").tp_rank if tp > 1 else 0
+    model, columns = cases.build(family, attention, dropout), cases.batch()
+    graph = cases.traced(model, columns)
+    graph, shards = shard_model(graph, attributes_for(graph), tp)
+    shares = cases.local(cases.weights(model), shards, rank)
+    loss = cases.run_model(graph, shares, {**cases.buffers(model, graph), **columns})
+    loss.backward()
+    gradients = {name: share.grad for name, share in shares.items() if share.grad is not None}
+    return loss.item(), gradients, shards
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("tp,dropout", [(2, 0.0), (2, 0.2), (4, 0.2)])
+def test_ranks_equal_one_process(
+    pool: RankPool, family: str, attention: str, dropout: float, tp: int
+) -> None:
+    expected_loss, expected, _ = loss_and_gradients(family, attention, dropout, 1)
+    ranks = pool.run(loss_and_gradients, tp, family, attention, dropout, tp)
+    shards = ranks[0][2]
+    for loss, gradients, _ in ranks:
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        found = {
+            name: join([own[name] for _, own, _ in ranks], shards[name])
+            if name in shards
+            else gradients[name]
+            for name in expected
+        }
+        cases.assert_gradients_equal(found, expected)
+
+
+def apply_all(degree: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Result and gradient of every collective on rank r of an input of r + 1 times a pattern."""
+    rank = mesh.init(tp=degree, device="cpu").tp_rank
+    pattern = torch.arange(12.0).reshape(2, 6)
+    layout = (1, (2 * degree, 4 * degree), "tp")
+    whole = torch.arange(12.0 * degree).reshape(2, 6 * degree)
+    cases_by_name = {
+        "copy_to": (collectives.copy_to, pattern, ("tp",)),
+        "reduce_from": (collectives.reduce_from, pattern * (rank + 1), ("tp",)),
+        "gather_from": (collectives.gather_from, pattern * (rank + 1), layout),
+        "slice_to": (collectives.slice_to, whole, layout),
+    }
+    found = {}
+    for name, (function, x, args) in cases_by_name.items():
+        x = x.t().contiguous().t().requires_grad_()  # another memory layout
+        result = function(x, *args)
+        result.backward(torch.ones_like(result).cumsum(1) * (rank + 1))
+        assert x.grad is not None
+        found[name] = (result.detach(), x.grad)
+    return found
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_collectives_and_their_gradients(pool: RankPool, degree: int) -> None:
+    pattern = torch.arange(12.0).reshape(2, 6)
+    shard = ParameterShard(1, (2 * degree, 4 * degree), degree)
+    whole = torch.arange(12.0 * degree).reshape(2, 6 * degree)
+    counts, wide = torch.ones(2, 6).cumsum(1), torch.ones(2, 6 * degree).cumsum(1)
+    total = degree * (degree + 1) / 2
+    ranks = pool.run(apply_all, degree, degree)
+    gathered = join([pattern * (r + 1) for r in range(degree)], shard)
+    slices = join([counts * (r + 1) for r in range(degree)], shard)
+    for rank, found in enumerate(ranks):
+        expected = {
+            "copy_to": (pattern, counts * total),
+            "reduce_from": (pattern * total, counts * (rank + 1)),
+            "gather_from": (gathered, take(wide * (rank + 1), shard, rank)),
+            "slice_to": (take(whole, shard, rank), slices),
+        }
+        for name, (result, gradient) in expected.items():
+            assert torch.equal(found[name][0], result), name
+            assert torch.equal(found[name][1], gradient), name
