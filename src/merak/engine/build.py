@@ -22,9 +22,9 @@ from merak.engine.stage import Stage
 from merak.engine.tied import Holder, Reader, TiedGradients, find_holders
 from merak.engine.transfers import Transfers, channels_of
 from merak.graph.build import GraphSource, build_graph
-from merak.graph.features import Features, default_features
+from merak.graph.features import Features
 from merak.graph.ir import ModelGraph
-from merak.graph.tensor_parallel import shard_segment
+from merak.graph.tensor_parallel import attributes_for, check_degree, shard_segment
 from merak.plan.balance import balance
 from merak.plan.cost import segment_costs
 from merak.plan.partition import Partition, from_sizes
@@ -114,7 +114,7 @@ class _Programs:
         self.buffers: dict[str, torch.Tensor] = {}
         self._mesh = mesh
         self._partition = partition
-        self._rewrite = _rewriter(source.model, graph, features, mesh.tp)
+        self._rewrite = _rewriter(graph, features, mesh.tp)
         self.base = self._compile(graph)
         self._known = {(tuple(graph.columns.items()), True): self.base}
 
@@ -132,14 +132,14 @@ class _Programs:
         return compile_program(graph, bounds, self.own_stages, self._rewrite)
 
 
-def _rewriter(
-    model: nn.Module, graph: ModelGraph, features: Features | None, tp: int
-) -> Rewrite | None:
+def _rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite | None:
+    """How this job makes segments tensor parallel; every rank checks the whole model."""
     if tp == 1:
         return None
-    chosen = features if features is not None else default_features(graph.parameters)
+    attributes = attributes_for(graph, features)
+    check_degree(graph.segments, graph.parameters, attributes, tp)
     return partial(
-        shard_segment, parameters=graph.parameters, features=chosen, degree=tp
+        shard_segment, parameters=graph.parameters, attributes=attributes, degree=tp
     )
 
 

@@ -17,10 +17,10 @@ from merak.graph.cache import Made, cached
 from merak.graph.fingerprint import fingerprint
 from merak.graph.ir import ModelGraph, TensorMeta
 from merak.graph.shard import shard
-from merak.graph.trace import LossFunction, Trace, trace
+from merak.graph.trace import LossFunction, Trace, parameter_names, trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GraphSource:
     """Everything but shapes that determines a model's graph.
 
@@ -31,6 +31,9 @@ class GraphSource:
         fixed: keyword arguments of the model that are no tensors.
         device: device type the model will run on.
         cache_dir: where traces are kept; None keeps none.
+
+    It remembers the whole parameters' shapes from when it is made: once the model is laid out over
+    the ranks, it holds one rank's share of them.
     """
 
     model: nn.Module
@@ -39,6 +42,13 @@ class GraphSource:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     device: torch.device = torch.device("cpu")
     cache_dir: Path | None = None
+    parameters: Mapping[str, TensorMeta] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember what every parameter is, by all of its names."""
+        names, tied = parameter_names(self.model)
+        whole = names | {other: names[first] for other, first in tied.items()}
+        object.__setattr__(self, "parameters", whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +95,17 @@ def build_timed(
     seconds = [0.0]
 
     def make() -> Made:
-        with _mode(source.model, training):
-            traced = _trace(source, columns)
+        traced = _trace(source, columns)
         traced_at = time.perf_counter()
         graph = shard(traced, outputs=("loss",) if training else None)
         seconds[0] = time.perf_counter() - traced_at
         return graph, traced.sources
 
-    if source.cache_dir is None:
-        graph, known = make()[0], False
-    else:
-        with _mode(source.model, training):
-            key = _key(source, columns)
-        graph, known = cached(source.cache_dir, key, make)
+    with _whole_parameters(source), _mode(source.model, training):
+        if source.cache_dir is None:
+            graph, known = make()[0], False
+        else:
+            graph, known = cached(source.cache_dir, _key(source, columns), make)
     total = time.perf_counter() - start
     return Built(graph, known, total - seconds[0], seconds[0])
 
@@ -122,6 +130,28 @@ def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
 def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
     what = (source.loss_fn, source.loss_columns, source.fixed, source.device.type)
     return fingerprint(source.model, dict(columns), *what)
+
+
+@contextmanager
+def _whole_parameters(source: GraphSource) -> Iterator[None]:
+    """Put whole parameters without weights in the place of a rank's share of them."""
+    kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    try:
+        for path, module in source.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                kept.append((module, name, parameter))
+                meta = source.parameters[f"{path}.{name}".lstrip(".")]
+                if parameter not in whole:
+                    empty = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+                    whole[parameter] = nn.Parameter(empty, requires_grad=meta.requires_grad)
+                module._parameters[name] = whole[parameter]
+        yield
+    finally:
+        for module, name, parameter in kept:
+            module._parameters[name] = parameter
 
 
 @contextmanager
