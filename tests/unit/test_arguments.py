@@ -206,6 +206,7 @@ def test_own_fields_are_settled(
     assert arguments().trace_cache == "/caches/merak"
     assert arguments(trace_cache="").trace_cache == ""
     assert arguments().bucket_bytes == 25 * 2**20
+    assert not arguments().dataloader_pin_memory
 
 
 def test_command_line(job: Callable[..., None]) -> None:

@@ -169,7 +169,9 @@ REPRODUCIBILITY = {
 DATA = {
     "dataloader_drop_last": _LOADER,
     "dataloader_num_workers": _LOADER,
-    "dataloader_pin_memory": _LOADER,
+    "dataloader_pin_memory": honoured(
+        "as in transformers, in the loader of every rank; off on the CPU, where nothing is copied"
+    ),
     "dataloader_persistent_workers": _LOADER,
     "dataloader_prefetch_factor": _LOADER,
     "dataloader_multiprocessing_context": _LOADER,

@@ -133,6 +133,8 @@ class MerakArguments(TrainingArguments):
         self._settle()
 
     def _settle(self) -> None:
+        if current_mesh().device.type == "cpu":
+            self.dataloader_pin_memory = False  # as transformers does with use_cpu
         if self.trace_cache is None:
             self.trace_cache = default_trace_cache()
         self.trace_cache = os.path.expanduser(self.trace_cache)

@@ -21,13 +21,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from merak.cli.errors import RunError
-from merak.core.errors import MerakError
+from merak.core.errors import MerakError, TrainingError
 
 Result = TypeVar("Result")
 
 SHUTDOWN_S = 10
 """Seconds that the other ranks get to end by themselves after one has failed."""
 
+
+TORCH_SPAWN = "multiprocessing.spawn"
+TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 YIELD_S = 1.0
 """Seconds by which a rank with an unexpected error lets the launcher see a killed rank first."""
@@ -80,7 +83,8 @@ def run_ranks(work: Work[Result], num_ranks: int) -> Result:
 
     Raises:
         MerakError: a rank found its input bad; the first one's sentence.
-        RunError: a rank failed otherwise; the first one's traceback, or its signal.
+        RunError: training could not go on, or a rank failed otherwise: the first one's sentence,
+            traceback or signal.
     """
     with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, _quiet_launcher():
         threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
@@ -114,11 +118,12 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     try:
         return work.function(*work.arguments)
     except MerakError as error:
-        _note(folder, str(error), is_bad_input=True)
+        _note(folder, str(error), is_bad_input=not isinstance(error, TrainingError))
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException:
-        _note(folder, traceback.format_exc().rstrip(), is_bad_input=False)
+        told = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
+        _note(folder, told, is_bad_input=False)
         time.sleep(YIELD_S)
     # Not sys.exit: threads of a communication library may wait for ranks that never come.
     sys.stderr.flush()
@@ -142,18 +147,24 @@ def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
         how = ended.signal_name() if ended.exitcode < 0 else f"exit code {ended.exitcode}"
         return RunError(f"rank {rank} was ended by {how}; look above for what it last said.")
     first = min(failures.values(), key=lambda failure: failure.time_s)
-    if first.is_bad_input:
-        return MerakError(first.sentence)
-    return RunError(f"rank {first.rank} failed:\n{first.sentence}")
+    return (MerakError if first.is_bad_input else RunError)(first.sentence)
 
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Keep the launcher's own reports of failures back: they tell every rank's story again."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Keep back what the launcher says of failures: it tells every rank's story again."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", TORCH_SPAWN)]
+    levels = [logger.level for logger in loggers]
+    warnings = os.environ.get("PYTHONWARNINGS")
+    # A rank that ends at once leaves semaphores to the tracker, which would warn of them.
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (warnings, TRACKER_WARNINGS)))
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        os.environ.pop("PYTHONWARNINGS")
+        if warnings is not None:
+            os.environ["PYTHONWARNINGS"] = warnings

@@ -10,7 +10,7 @@ import typer
 from merak.cli.errors import RunError
 from merak.cli.trace import trace
 from merak.cli.train import train
-from merak.core.errors import MerakError
+from merak.core.errors import MerakError, TrainingError
 
 BAD_INPUT = 2
 """The exit code for input that makes no sense."""
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         code = app(args=arguments, prog_name="merak", standalone_mode=False)
+    except (RunError, TrainingError) as error:
+        return _refuse(str(error), RUN_FAILED)
     except MerakError as error:
         return _refuse(str(error), BAD_INPUT)
-    except RunError as error:
-        return _refuse(str(error), RUN_FAILED)
     except Exception as error:
         # The command line's own errors: an unknown option, a missing argument.
         message = getattr(error, "format_message", None)
