@@ -89,3 +89,52 @@ def test_attention_keeps_the_own_heads(
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected.chunk(2, dim=1)[rank])
         assert torch.equal(torch.rand(3), after)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_keeps_the_own_slice_on_a_gpu(
+    dtype: torch.dtype, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = [(B, 8, 33, 64)[d] for d in order]
+    back = [order.index(d) for d in range(4)]
+    whole = torch.randn(memory, dtype=dtype, device="cuda").permute(back)
+    torch.manual_seed(7)
+    expected = torch.ops.aten.dropout(whole, 0.4, True)
+    after = torch.rand(3, device="cuda")
+    for rank in range(4):
+        on_rank(rank, 4, monkeypatch)
+        share = whole.permute(order).chunk(4, dim=order.index(1))[rank].contiguous().permute(back)
+        found = dropout_sharded(share, 0.4, True, (1, (8,), "tp"))
+        torch.testing.assert_close(found, expected.chunk(4, dim=1)[rank])
+        assert torch.equal(found == 0, expected.chunk(4, dim=1)[rank] == 0)
+        assert torch.equal(torch.rand(3, device="cuda"), after)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_draws_by_rank_on_a_gpu(
+    dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, B, 2, 16, 64, dtype=dtype, device="cuda")
+    value = torch.ones_like(key)
+    mask = torch.ones(B, 1, 16, 16, dtype=torch.bool, device="cuda").tril() if masked else None
+    results, draws = [], []
+    for rank in (0, 1, 0):
+        on_rank(rank, 2, monkeypatch)
+        torch.rand(5, device="cuda")
+        own = attend_sharded(
+            query, key, value, mask, 0.3, not masked,
+            scale=None, enable_gqa=False, layout=(1, (4,), "tp"),
+        )  # fmt: skip
+        results.append(own)
+        draws.append(torch.rand(3, device="cuda"))
+    assert torch.equal(results[0], results[2])
+    assert not torch.equal(results[0], results[1])
+    assert torch.equal(draws[0], draws[1])
+    on_rank(0, 2, monkeypatch)
+    torch.rand(5, device="cuda")
+    assert not torch.equal(draws[0], torch.rand(3, device="cuda"))  # the numbers drawn are used up

@@ -143,6 +143,14 @@ def shaped_like_others(block: Block, x: torch.Tensor) -> torch.Tensor:
     return z.reshape_as(x) + torch.zeros(WIDTH).type_as(x).expand_as(z.flatten(2))
 
 
+def whole_written_between_uses(block: Block, x: torch.Tensor) -> torch.Tensor:
+    whole = block.per_channel * 2
+    view = whole.unsqueeze(0)
+    before = x + view
+    whole.mul_(3)
+    return before.relu_() + (x + view)
+
+
 FUSED = {"up": Column((1, 1, 1)), "down": Row()}
 UNEVEN = {"up": Column((2, 1, 1)), "down": Row()}
 PLAIN = {"up": Column(), "down": Row()}
@@ -166,6 +174,7 @@ PLAIN = {"up": Column(), "down": Row()}
         (gated, {"up": Column((1, 1)), "down": Row()}, 2 * WIDTH),
         (joined_and_stacked, PLAIN, WIDTH),
         (whole_again, PLAIN, WIDTH),
+        (whole_written_between_uses, PLAIN, WIDTH),
         (shaped_like_others, PLAIN, WIDTH),
         (norm_over_a_head, {"up": Column()}, WIDTH),
         (norm_over_a_head, {"down": Row()}, WIDTH),
@@ -200,6 +209,20 @@ def test_the_sums_of_parallel_branches_are_reduced_once(monkeypatch: pytest.Monk
     features = {"q": Column(), "o": Row(), "up": Column(), "down": Row()}
     columns = {"x": torch.randn(B, T, 5)}
     ranks = assert_parity(Parallel(), columns, features, 4, monkeypatch)
+    assert ranks.num_calls == {"copy_to": 1, "reduce_from": 1}
+
+
+def test_a_sum_that_is_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InPlace(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            out = self.up(x).relu_() @ self.down.weight.t()
+            out += x
+            return out.square().mean()
+
+    torch.manual_seed(0)
+    columns = {"x": torch.randn(B, T, 5)}
+    ranks = assert_parity(InPlace(whole_again), columns, PLAIN, 2, monkeypatch)
     assert ranks.num_calls == {"copy_to": 1, "reduce_from": 1}
 
 
