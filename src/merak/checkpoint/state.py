@@ -1,0 +1,199 @@
+"""Checkpoints to resume from: saved under one layout of ranks, loaded under any other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from merak.checkpoint.layout import RankView, find_holdings, view_of_rank
+from merak.checkpoint.optimizer import (
+    PREFIX,
+    fill_optimizer,
+    hyperparameters,
+    optimizer_parts,
+    optimizer_targets,
+)
+from merak.checkpoint.parts import State, load_parts, part_of, read_index, save_parts, shape_of
+from merak.checkpoint.ranks import gather_objects
+from merak.core.errors import WeightsError
+from merak.core.mesh import Mesh
+from merak.core.shards import ParameterShard
+
+GROUPS = "optimizer_groups"
+"""The key of the optimizer's hyperparameters, by parameter name."""
+
+
+def save_state(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    owned: Collection[str],
+    shards: Mapping[str, ParameterShard],
+    mesh: Mesh,
+) -> None:
+    """Save parameters, buffers and optimizer, each rank its own; all ranks call this together.
+
+    Everything is stored by parameter name and as parts of the whole, so that any layout can load
+    it. The folder appears, or replaces the checkpoint that was there, when all is written.
+
+    Args:
+        folder: a folder for this alone, seen by all ranks.
+        model: the user's model, holding this rank's parameters.
+        optimizer: over parameters of the model; None to save the model alone.
+        owned: names of the parameters and buffers that this rank holds.
+        shards: layouts of those of which it holds a part.
+        mesh: the grid of ranks.
+
+    Raises:
+        WeightsError: the folder cannot be written or holds other files, or the optimizer has
+            parameters that the model does not have.
+    """
+    target = Path(folder)
+    unfinished = target.with_name(f".{target.name}.partial")
+    view = view_of_rank(model, owned, shards, mesh)
+    state = _model_parts(view, _buffers_to_save(model, owned, shards, mesh))
+
+    def start() -> None:
+        if optimizer is not None:
+            state.update(optimizer_parts(optimizer, view))
+        if mesh.rank == 0:
+            _start(target, unfinished)
+
+    _together(start, f"{target} could not be written")
+    if optimizer is not None:
+        by_rank = gather_objects(hyperparameters(optimizer, view))
+        if mesh.rank == 0:
+            state[GROUPS] = {name: group for groups in by_rank for name, group in groups.items()}
+    _together(partial(save_parts, unfinished, state), f"{target} could not be written")
+    finish = partial(_replace, unfinished, target) if mesh.rank == 0 else _nothing
+    _together(finish, f"{target} could not be written")
+
+
+def load_state(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    owned: Collection[str],
+    shards: Mapping[str, ParameterShard],
+    mesh: Mesh,
+) -> None:
+    """Load what `save_state` saved, in place, under this layout; all ranks call this together.
+
+    Args:
+        folder: the folder given to `save_state`.
+        model: the user's model, holding this rank's parameters.
+        optimizer: over parameters of the model; None to load the model alone.
+        owned: names of the parameters and buffers that this rank holds.
+        shards: layouts of those of which it holds a part.
+        mesh: the grid of ranks.
+
+    Raises:
+        WeightsError: the folder holds no complete checkpoint, or that of another model, or no
+            optimizer where one is to be loaded.
+    """
+    target = Path(folder)
+    view = view_of_rank(model, owned, shards, mesh)
+    state: State = {}
+    tensors: dict[str, torch.Tensor] = {}
+
+    def prepare() -> None:
+        index = read_index(target)
+        if index is None:
+            raise WeightsError(
+                f"{target} holds no complete checkpoint (.metadata, which is written last, is "
+                "missing); resume from another one."
+            )
+        state.update(_model_parts(view, view.buffers))
+        for key, part in state.items():
+            if shape_of(index, key) != part.size:
+                raise WeightsError(
+                    f"{key.removeprefix('model/')} has shape {part.size} in the model and "
+                    f"{shape_of(index, key) or 'no place'} in {target}; resume with the model it "
+                    "was saved from."
+                )
+        if optimizer is None:
+            return
+        if GROUPS not in index.state_dict_metadata:
+            raise WeightsError(
+                f"{target} was saved without an optimizer; load it with optimizer=None."
+            )
+        state[GROUPS] = None
+        targets, memory = optimizer_targets(optimizer, view, index)
+        state.update(targets)
+        tensors.update(memory)
+
+    _together(prepare, f"{target} could not be read")
+    _together(partial(load_parts, target, state), f"{target} could not be read")
+    if optimizer is not None:
+        groups = state.pop(GROUPS)
+        loaded = {key: tensors.get(key, value) for key, value in state.items()}
+        loaded = {key: value for key, value in loaded.items() if key.startswith(PREFIX)}
+        fill = partial(fill_optimizer, optimizer, view, loaded, groups)
+        _together(fill, f"{target} could not be loaded")
+
+
+def _model_parts(view: RankView, buffers: Collection[str]) -> State:
+    return {
+        f"model/{name}": part_of(view.tensors[name], view.shards.get(name), view.shard_index)
+        for name in sorted({*view.owned, *buffers})
+    }
+
+
+def _buffers_to_save(
+    model: nn.Module, owned: Collection[str], shards: Mapping[str, ParameterShard], mesh: Mesh
+) -> list[str]:
+    """Buffers whose numbers are this rank's to save: its segments', and on rank 0 the unread."""
+    holdings = find_holdings(model, owned, shards, mesh)
+    buffers = view_of_rank(model, owned, shards, mesh).buffers
+    return [name for name in buffers if holdings[name].ranks[0] == mesh.rank]
+
+
+def _together(action: Callable[[], None], problem: str) -> None:
+    """Do something on every rank; if it fails on one, all of them say so and none waits."""
+    failure: str | None = None
+    try:
+        action()
+    except WeightsError as error:
+        failure = str(error)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        failure = f"{problem}: {type(cause).__name__}: {cause}."
+    except Exception as error:
+        failure = f"{problem}: {type(error).__name__}: {error}."
+    failures = [text for text in gather_objects(failure) if text is not None]
+    if failures:
+        raise WeightsError(failures[0])
+
+
+def _nothing() -> None:
+    pass
+
+
+def _start(target: Path, unfinished: Path) -> None:
+    if target.exists() and (
+        not target.is_dir() or (any(target.iterdir()) and not read_index(target))
+    ):
+        raise WeightsError(
+            f"{target} is there already and is no checkpoint of parameters and optimizer; save to "
+            "a folder of its own."
+        )
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _replace(unfinished: Path, target: Path) -> None:
+    """Let the new checkpoint take the place of the old one, which is whole until then."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    unfinished.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
