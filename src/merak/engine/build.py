@@ -241,7 +241,7 @@ def _assemble(
             stages=stages,
             stage_rank=stage_rank,
             parameters=parameters,
-            split=frozenset(programs.base.shards),
+            buffers=_buffers_here(graph, partition, programs),
             shared=frozenset(holders),
             base=programs.base,
             program_for=programs,
@@ -252,6 +252,19 @@ def _assemble(
             seed=options.seed,
         )
     )
+
+
+def _buffers_here(
+    graph: ModelGraph, partition: Partition, programs: _Programs
+) -> frozenset[str]:
+    """The buffers that this rank answers for: the first stage to read one, or stage 0."""
+    first: dict[str, int] = {}
+    for stage, own in enumerate(partition.stages):
+        for segment in graph.segments[own.start : own.stop]:
+            for name in segment.buffers:
+                first.setdefault(name, stage)
+    names = dict(programs.source.model.named_buffers(remove_duplicate=False))
+    return frozenset(n for n in names if first.get(n, 0) in programs.own_stages)
 
 
 def _readers(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.random import own_random_state
+from merak.core.shards import ParameterShard
 from merak.engine.gradients import clip_gradients, global_norm
 from merak.engine.parts import Parts, Plan, Signature
 from merak.engine.program import Program, SegmentProgram
@@ -66,6 +67,15 @@ class Engine:
     def is_owner(self, name: str) -> bool:
         """Whether this rank's copy of a parameter counts (in norms, in checkpoints)."""
         return self._parts.tied.is_owner(name)
+
+    @property
+    def shards(self) -> Mapping[str, ParameterShard]:
+        """How parameters that are split over tp lie on the ranks."""
+        return self._parts.base.shards
+
+    def held(self) -> frozenset[str]:
+        """Names of the parameters, and of the buffers its segments read, that this rank holds."""
+        return frozenset(self.parameters) | self._parts.buffers
 
     def columns(self, signature: Signature, training: bool = True) -> tuple[str, ...]:
         """The columns this rank reads of a batch."""
@@ -169,7 +179,7 @@ class Engine:
         counted = {n: p for n, p in self.parameters.items() if self.is_owner(n)}
         return global_norm(
             list(counted.values()),
-            frozenset(id(p) for n, p in counted.items() if n in parts.split),
+            frozenset(id(p) for n, p in counted.items() if n in self.shards),
             self.mesh.tp,
             (self.mesh.group("tp"), self.mesh.group("pp")),
             self.mesh.device,

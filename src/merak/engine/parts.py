@@ -48,7 +48,7 @@ class Parts:
         stages: this rank's stages by number.
         stage_rank: the pipeline position of each stage.
         parameters: this rank's parameters by name.
-        split: names of those that are split over tp.
+        buffers: names of the model's buffers that this rank keeps up to date.
         shared: names of those that several segments of the model read.
         base: the program of the shape that the job was planned with.
         program_for: what to run for a signature, in training or evaluation.
@@ -63,7 +63,7 @@ class Parts:
     stages: Mapping[int, Stage]
     stage_rank: tuple[int, ...]
     parameters: Mapping[str, torch.nn.Parameter]
-    split: frozenset[str]
+    buffers: frozenset[str]
     shared: frozenset[str]
     base: Program
     program_for: Callable[[Signature, bool], Program]

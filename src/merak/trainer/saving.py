@@ -1,22 +1,120 @@
-"""Saving and resuming: transformers' checkpoints, whose weights lie on many ranks."""
+"""Saving and resuming: transformers' checkpoints, whose weights lie on many ranks.
+
+A checkpoint folder holds what transformers writes (the model in its own format, the learning rate
+scheduler, the trainer's state) and a folder of the ranks' parameters and optimizer states, which
+any layout reads. Random draws and the order of the data are keyed by step and sample, so there is
+no random state to keep.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from merak.checkpoint.export import save_pretrained
 from merak.checkpoint.state import load_state, save_state
+from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from merak.arguments import MerakArguments
+
+RANKS_FOLDER = "merak"
+"""The part of a checkpoint that holds the ranks' parameters and optimizer states."""
 
 
 class Saving(Trainer):
     """The part of `MerakTrainer` that writes and reads folders."""
 
+    args: MerakArguments
     mesh: Mesh
     engine: Engine | None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save a folder that `from_pretrained` reads. Every rank takes part; rank 0 writes.
+
+        Args:
+            output_dir: the folder; `args.output_dir` by default.
+        """
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        assert folder is not None
+        if self.engine is None:
+            super().save_model(folder, _internal_call)
+            return
+        held = self.engine.held()
+        save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
+        if self.args.should_save:
+            self._save_companions(folder)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_companions(self, folder: str) -> None:
+        """What transformers saves beside a model: its tokenizer, and the arguments."""
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        save_state(
+            Path(output_dir) / RANKS_FOLDER,
+            self.model,
+            self._inner_optimizer(),
+            self.engine.held(),
+            self.engine.shards,
+            self.mesh,
+        )
+        if self.args.should_save:
+            scheduler = self.lr_scheduler.state_dict()
+            torch.save(scheduler, os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.mesh.world_size > 1:
+            dist.barrier()  # no rank goes on, or ends, while rank 0 still writes
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights are loaded once the ranks have their segments, with the optimizer's state."""
+        folder = Path(resume_from_checkpoint) / RANKS_FOLDER
+        if not folder.is_dir():
+            raise WeightsError(
+                f"{resume_from_checkpoint} has no folder {RANKS_FOLDER!r}, so it is no checkpoint "
+                "to resume a Merak job from; name a checkpoint-… folder that Merak wrote."
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._load_ranks(checkpoint, self._inner_optimizer())
+        path = os.path.join(checkpoint, SCHEDULER_NAME)
+        self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._load_ranks(self.state.best_model_checkpoint, None)
+
+    def _load_ranks(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> None:
+        assert self.engine is not None
+        folder = Path(checkpoint) / RANKS_FOLDER
+        held = self.engine.held()
+        load_state(folder, self.model, optimizer, held, self.engine.shards, self.mesh)
+
+    def _inner_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself, inside accelerate's wrapper."""
+        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: draws are keyed by what they are for."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing: draws are keyed by what they are for."""
