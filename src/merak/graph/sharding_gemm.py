@@ -12,6 +12,7 @@ from merak.graph.sharding_placement import (
     AXIS,
     COPIED,
     PARTIAL,
+    REPLICATED,
     Decision,
     Operand,
     Operator,
@@ -172,35 +173,51 @@ def _matmul_labels(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Labels, Labe
 
 
 def attention(op: Operator) -> Decision:
-    """scaled_dot_product_attention over split heads; grouped kv-heads and masks follow."""
+    """scaled_dot_product_attention over split heads; grouped kv-heads and masks follow.
+
+    Fewer kv-heads than ranks stay whole: every rank picks those that its queries read.
+    """
     query, key, value = op.arg("query"), op.arg("key"), op.arg("value")
     mask, grouped = op.arg("attn_mask"), bool(op.arg("enable_gqa", False))
-    lead = next(iter(op.sharded().values()))
-    num_dims = len(shape_of(query))
-    if mask is not None and op.placement(mask) is lead:
-        raise op.error("has a split mask and whole queries")
-    needs: dict[fx.Node, Placement] = {}
-    for node in (query, key, value):
-        placed = op.placement(node)
+    lead = _split_heads(op, query, (key, value))
+    kv_whole = grouped and all(
+        op.placement(n) == REPLICATED and shape_of(n)[lead.dim] % op.degree for n in (key, value)
+    )
+    needs: dict[fx.Node, Placement] = {query: lead}
+    for node in (key, value):
         size = shape_of(node)[lead.dim]
-        parts = (size,) if grouped else lead.parts
-        wanted = Sharded(lead.dim, parts, lead.origin)
-        if lead.dim >= num_dims - 2 or (isinstance(placed, Sharded) and placed != wanted):
-            raise op.error("attends over queries, keys or values that are not split by heads alone")
-        op.local(size)
-        needs[node] = wanted
+        wanted = Sharded(lead.dim, (size,) if grouped else lead.parts, lead.origin)
+        if op.placement(node) not in (REPLICATED, wanted):
+            raise op.error("attends over queries, keys and values that are split differently")
+        needs[node] = COPIED if kv_whole else wanted
+        if not kv_whole:
+            op.local(size)
     if mask is not None:
-        needs[mask] = _mask_need(op, mask, num_dims, lead)
-    output = Sharded(lead.dim, lead.parts, lead.origin)
-    if not op.arg("dropout_p", 0.0):
-        return Decision(output, needs)
-    args = (query, key, value, mask, op.arg("dropout_p"), bool(op.arg("is_causal", False)))
+        needs[mask] = _mask_need(op, mask, len(shape_of(query)), lead)
+    dropout_p = op.arg("dropout_p", 0.0)
+    if not dropout_p and not kv_whole:
+        return Decision(lead, needs)
+    args = (query, key, value, mask, dropout_p, bool(op.arg("is_causal", False)))
     kwargs = {
         "scale": op.arg("scale"),
         "enable_gqa": grouped,
         "layout": (lead.dim, lead.parts, AXIS),
+        "kv_whole": kv_whole,
     }
-    return Decision(output, needs, attend_sharded, args, kwargs)
+    return Decision(lead, needs, attend_sharded, args, kwargs)
+
+
+def _split_heads(op: Operator, query: fx.Node, others: Sequence[fx.Node]) -> Sharded:
+    """How the queries must lie: as they do, or as their whole heads are split like the keys'."""
+    split = [p for n in (query, *others) if isinstance(p := op.placement(n), Sharded)]
+    if not split or split[0].dim >= len(shape_of(query)) - 2:
+        raise op.error("attends over heads that are whole, or split inside")
+    lead, grouped = split[0], bool(op.arg("enable_gqa", False))
+    if op.placement(query) == REPLICATED and grouped:
+        return Sharded(lead.dim, (shape_of(query)[lead.dim],), lead.origin)
+    if grouped and len(lead.parts) > 1:
+        raise op.error("attends over fused query heads that share kv-heads")
+    return lead
 
 
 def _mask_need(op: Operator, mask: fx.Node, num_dims: int, lead: Sharded) -> Placement:

@@ -53,8 +53,11 @@ def attend_sharded(
     scale: float | None,
     enable_gqa: bool,
     layout: Layout,
+    kv_whole: bool = False,
 ) -> torch.Tensor:
     """Scaled-dot-product attention with dropout over the rank's own heads.
+
+    Its arguments are those of torch's own, hence their number.
 
     On the CPU the pattern is the own slice of the one that the whole attention would get; on a GPU
     it is drawn inside the fused kernel from a generator keyed by the rank's position.
@@ -69,10 +72,18 @@ def attend_sharded(
         scale: factor of the scores; 1/√(head size) if None.
         enable_gqa: whether several query heads share a kv-head.
         layout: how the heads are split.
+        kv_whole: whether `key` and `value` hold all kv-heads of the model, which are too few to
+            split; those that the rank's queries read are picked.
 
     Returns:
         The attention's result, shaped like `query`.
     """
+    if kv_whole:
+        key, value = (_heads_for(query, x, layout) for x in (key, value))
+    if dropout_p == 0.0:
+        return functional.scaled_dot_product_attention(
+            query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if query.device.type == "cpu":
         weights = _attention_weights(query, key, mask, is_causal, scale, enable_gqa)
         dropped = weights * _noise_slice(weights, dropout_p, layout)
@@ -111,6 +122,14 @@ def _attention_weights(
         scores = scores + mask
     weights: torch.Tensor = torch.ops.aten._safe_softmax(scores, -1)
     return weights
+
+
+def _heads_for(query: torch.Tensor, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The kv-heads that the rank's query heads read, one for each."""
+    dim, parts, axis = layout
+    shard = ParameterShard(dim, parts, axis_degree(axis))
+    repeated = x.repeat_interleave(query.shape[dim] * shard.degree // x.shape[dim], dim=dim)
+    return take(repeated, shard, axis_rank(axis))
 
 
 def _repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> torch.Tensor:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from merak.core.errors import ShardError
-from merak.graph.features import GPT2, Column, Replicate, Row, Vocabulary
+from merak.graph.features import GPT2, LLAMA, Column, Replicate, Row, Vocabulary
 from merak.graph.tensor_parallel import attributes_for, shard_model, shard_segment
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
@@ -72,6 +72,27 @@ def test_fused_layers_are_split_part_by_part() -> None:
     assert (bias.dim, bias.parts) == (0, (32, 32, 32))
     assert shards[f"{prefix}.c_proj.weight"].dim == 0
     assert f"{prefix}.c_proj.bias" not in shards
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("padded", [True, False])  # heads repeated in the graph, or by the kernel
+def test_fewer_kv_heads_than_ranks_can_be_replicated(
+    padded: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = {**LLAMA, "k_proj": Replicate(), "v_proj": Replicate()}
+    model = cases.build("llama", "sdpa", dropout)
+    ranks = assert_parity(model, cases.batch(padded), features, 8, monkeypatch)
+    assert "gather_from" not in ranks.num_calls
+
+
+@pytest.mark.parametrize("whole", ["q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_whole_heads_follow_split_ones(
+    whole: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = cases.build("llama", "sdpa", dropout=0.2)
+    features = {**LLAMA, whole: Replicate()}
+    assert_parity(model, cases.batch(padded), features, 2, monkeypatch)
 
 
 def test_degree_1_leaves_a_segment_as_it_is() -> None:
