@@ -1,0 +1,82 @@
+"""Compare what many ranks saw of a job with what one process saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from merak.core.shards import join
+from tests.multirank.training import Outcome
+
+Tensors = dict[str, torch.Tensor]
+
+
+def whole(ranks: Sequence[Outcome], kind: str) -> Tensors:
+    """The whole model's tensors, out of those of all ranks; copies must be equal to the last bit.
+
+    Args:
+        ranks: what every rank saw.
+        kind: the field of `Outcome`.
+    """
+    found: Tensors = {}
+    groups: dict[tuple[int, int], list[Outcome]] = {}
+    for rank in sorted(ranks, key=lambda r: r.place[1]):
+        groups.setdefault((rank.place[0], rank.place[2]), []).append(rank)
+    for own in groups.values():
+        for name in getattr(own[0], kind):
+            shares = [getattr(rank, kind)[name] for rank in own]
+            shard = own[0].shards.get(name)
+            if shard is None:
+                for other in shares[1:]:
+                    assert torch.equal(shares[0], other), f"{name} differs among tp ranks"
+            value = shares[0] if shard is None else join(shares, shard)
+            known = found.setdefault(name, value)
+            assert torch.equal(known, value), f"{name} differs among ranks that hold it"
+    return found
+
+
+def assert_same_losses_everywhere(ranks: Sequence[Outcome]) -> None:
+    assert ranks[0].losses
+    for rank in ranks[1:]:
+        assert rank.losses == ranks[0].losses
+        assert rank.norms == ranks[0].norms
+
+
+def assert_identical(ranks: Sequence[Outcome], expected: Outcome) -> None:
+    """Losses, first gradients and final parameters are those of one process, bit for bit."""
+    assert_same_losses_everywhere(ranks)
+    assert ranks[0].losses == expected.losses
+    for kind in ("initial", "first", "final"):
+        found, wanted = whole(ranks, kind), getattr(expected, kind)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), f"{kind} of {name}"
+
+
+def assert_close(ranks: Sequence[Outcome], expected: Outcome) -> None:
+    """Losses within 1e-5, first gradients within 1e-5 of their largest magnitude."""
+    assert_same_losses_everywhere(ranks)
+    assert ranks[0].losses == pytest.approx(expected.losses, rel=1e-5)
+    assert ranks[0].norms == pytest.approx(expected.norms, rel=1e-4)
+    initial = whole(ranks, "initial")
+    for name, value in expected.initial.items():
+        assert torch.equal(initial[name], value), name
+    assert_gradients_close(whole(ranks, "first"), expected.first)
+
+
+def assert_gradients_close(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
+    """Every gradient within 1e-5 of its largest magnitude.
+
+    Gradients that are zero but for rounding (a key's bias shifts all scores of a query alike) are
+    held to 1e-8 of the largest magnitude in the model instead: fp32 rounding of what they sum.
+    """
+    largest = max(float(g.abs().max()) for g in expected.values())
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = max(float(gradient.abs().max()), 1e-3 * largest)
+        error = float((found[name] - gradient).abs().max()) / scale
+        assert error <= 1e-5, f"{name}: off by {error:.1e}"
