@@ -68,7 +68,10 @@ class MerakArguments(TrainingArguments):
 
     schedule: str = field(
         default="1f1b",
-        metadata={"help": "The pipeline schedule, by name; `merak schedule --list` names them."},
+        metadata={
+            "help": "The pipeline schedule: a name that `merak schedule --list` shows, or a file "
+            "that holds one."
+        },
     )
     partition: list[int] | None = field(
         default=None,

@@ -122,6 +122,7 @@ def _corpus(recipe: Recipe, source: ModelSource, seed: int) -> Corpus:
             "saved dataset with the columns that it takes, or use a causal or masked language "
             "model."
         )
+    _check_positions(source, recipe.data)
     return pack_corpus(texts, held_out, recipe.data, recipe.output_dir / "data")
 
 
@@ -192,13 +193,16 @@ def _fit_to_tokenizer(
             f"vocab_size={config.vocab_size}; leave model.config.vocab_size out, or lower "
             "data.vocabulary."
         )
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < recipe.data.sequence:
+    return source
+
+
+def _check_positions(source: ModelSource, recipe: DataRecipe) -> None:
+    longest = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < recipe.sequence:
         raise CommandError(
-            f"data.sequence={recipe.data.sequence} is more than the {longest} positions of "
+            f"data.sequence={recipe.sequence} is more than the {longest} positions of "
             f"{source.name}; shorten it, or set model.config.max_position_embeddings."
         )
-    return source
 
 
 def _build(source: ModelSource) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from merak.cli.errors import RunError
+from merak.cli.schedule import schedule
 from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.errors import MerakError, TrainingError
@@ -32,6 +33,7 @@ app.command(
     "trace",
     epilog="Example: merak trace --model GPT2LMHeadModel --config '{\"n_layer\": 48}' --batch 4",
 )(trace)
+app.command("schedule", epilog="Example: merak schedule 1f1b --stages 4 --microbatches 8")(schedule)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
 
 

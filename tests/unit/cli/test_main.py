@@ -71,7 +71,7 @@ def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[st
 
 def test_every_command_helps_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [command.name for command in app.registered_commands]
-    assert {"trace", "train"} <= set(commands)
+    assert {"schedule", "trace", "train"} <= set(commands)
     for words in ([], *([str(name)] for name in commands)):
         assert main([*words, "--help"]) == 0
         assert f"Example: merak {' '.join(words)}" in capsys.readouterr().out
