@@ -3,7 +3,8 @@
 Two ranks hold the same two stages under both: the same segments of an untied Llama, the same
 weights, microbatches and loss. A step is forward and backward of all microbatches, gradients
 cleared before; both ranks meet before and after it, so a step takes as long as the slower rank.
-The gradients of both are compared.
+`processor ratio` compares the seconds of processor time that both ranks used, which hardly depends
+on what else the machine does. The gradients of both are compared.
 """
 
 from __future__ import annotations
@@ -138,31 +139,34 @@ def measure(rank: int, folder: str, options: Any) -> None:
         torch_step(theirs, num_layers, options, batch),
         merak_step(ours, num_layers, options, batch),
     )
-    seconds: list[list[float]] = [[], []]
+    seconds: list[list[tuple[float, float]]] = [[], []]
     for _ in range(options.warmup + options.steps):
         for which, step in enumerate(steps):
             seconds[which].append(timed(step, mesh.device))
+    processor = torch.tensor(seconds)[:, options.warmup :, 1].contiguous()
+    dist.all_reduce(processor)
     worst = torch.tensor(gradient_difference(theirs, ours))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if rank == 0:
         found = {
             "layers": f"{num_layers} + {size.layers - num_layers}",
-            "seconds": [taken[options.warmup :] for taken in seconds],
+            "seconds": [[wall for wall, _ in taken[options.warmup :]] for taken in seconds],
+            "processor": processor.tolist(),
             "difference": float(worst),
         }
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.barrier()
 
 
-def timed(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds from the moment all ranks begin to the moment all are done."""
+def timed(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Seconds until all ranks are done, and seconds of this rank's processor time."""
     dist.barrier()
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - processor
 
 
 def gradient_difference(theirs: nn.Module, ours: nn.Module) -> float:
@@ -188,6 +192,7 @@ def main() -> None:
         mp.spawn(measure, args=(folder, options), nprocs=NUM_STAGES)
         found = json.loads(Path(folder, "found.json").read_text())
     theirs, ours = (statistics.median(taken) for taken in found["seconds"])
+    used = [statistics.median(taken) for taken in found["processor"]]
     size = SIZES[options.size]
     tokens = size.batch * options.microbatches * size.sequence
     row = {
@@ -199,6 +204,7 @@ def main() -> None:
         "merak tokens/s": tokens / ours,
         "ratio": theirs / ours,
         "median of steps' ratios": statistics.median(a / b for a, b in zip(*found["seconds"])),
+        "processor ratio": used[0] / used[1],
         "largest gradient difference": found["difference"],
     }
     title = f"Merak at pp=2 against torch.distributed.pipelining's 1F1B, {options.steps} steps each"

@@ -3,7 +3,8 @@
 Both train the same model from the same weights on the same samples in one process. After every step
 one trainer waits while the other takes its step, so both meet the same machine. A step is all
 that happens from the end of the step before: loading, forwards, backwards, clipping, optimizer,
-learning rate, callbacks. The losses are compared too.
+learning rate, callbacks. `processor ratio` compares the seconds of processor time, which hardly
+depend on what else the machine does. The losses are compared too.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ class Baton(transformers.TrainerCallback):
         self.own = own
         self.changed = changed
         self.seconds: list[float] = []
+        self.processor: list[float] = []
         self.losses: list[float] = []
-        self.started = 0.0
+        self.started = (0.0, 0.0)
 
     def wait(self) -> None:
         with self.changed:
             self.changed.wait_for(lambda: self.turn[0] in (self.own, FREE))
-        self.started = time.perf_counter()
+        self.started = (time.perf_counter(), time.process_time())
 
     def hand_over(self, to: int) -> None:
         with self.changed:
@@ -45,7 +47,8 @@ class Baton(transformers.TrainerCallback):
             self.changed.notify_all()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.started)
+        self.seconds.append(time.perf_counter() - self.started[0])
+        self.processor.append(time.process_time() - self.started[1])
         self.hand_over(1 - self.own)
         self.wait()
 
@@ -116,6 +119,7 @@ def compare(architecture: str, options: Any) -> dict[str, Any]:
             trainer.add_callback(baton)
         run_in_turn(trainers, batons)
     theirs, ours = (baton.seconds[options.warmup :] for baton in batons)
+    used = [statistics.median(baton.processor[options.warmup :]) for baton in batons]
     differences = [abs(a - b) / abs(a) for a, b in zip(batons[0].losses, batons[1].losses)]
     ratios = [a / b for a, b in zip(theirs, ours)]
     size = SIZES[options.size]
@@ -128,6 +132,7 @@ def compare(architecture: str, options: Any) -> dict[str, Any]:
         "merak tokens/s": tokens / statistics.median(ours),
         "ratio": statistics.median(theirs) / statistics.median(ours),
         "median of steps' ratios": statistics.median(ratios),
+        "processor ratio": used[0] / used[1],
         "largest loss difference": max(differences),
     }
 
