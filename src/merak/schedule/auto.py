@@ -32,8 +32,8 @@ _TOLERANCE = 1e-9
 _LIST_ACTIONS = 400_000
 """Actions that list scheduling may place in all: a few seconds."""
 
-_SEARCH_ACTIONS = 1_500_000
-"""Actions that local search may simulate in all: about a second."""
+_SEARCH_ACTIONS = 600_000
+"""Actions that local search may simulate in all: less than a second."""
 
 _STAGES_PER_RANK = {"zero_bubble_v": 2, "dualpipe_v": 2}
 """Formulas that are worth building for one number of stages per rank only."""
@@ -62,12 +62,13 @@ def auto(
     memory_limit_bytes: float = float("inf"),
     split: bool | None = None,
     recompute: Sequence[bool] | None = None,
+    max_copies: int = 2,
 ) -> Schedule:
     """Make a synchronous schedule for given times, transfers and memory.
 
-    It takes the shortest of all formula schedules that fit, with at most two copies of the weights,
-    and of list schedules by several rules, then moves actions along the critical path. The search
-    is bounded by counts, not by a clock, and so always ends with the same schedule.
+    It takes the shortest of all formula schedules that fit and of list schedules by several rules,
+    then moves actions along the critical path. The search is bounded by counts, not by a clock, and
+    so always ends with the same schedule.
 
     Args:
         num_ranks: pipeline degree P.
@@ -76,6 +77,8 @@ def auto(
         memory_limit_bytes: what a rank may hold: weights, as in `costs`, and activations.
         split: whether backwards are split into I and W; whatever is shorter unless given.
         recompute: which stages recompute; whatever is shorter and fits unless given.
+        max_copies: most copies of the model over the ranks: GEMS has 2, Chimera 2 or more. Give
+            `state_bytes` in the costs, or copies look free.
 
     Raises:
         ScheduleError: the stages are no multiple of P, or nothing fits the limit.
@@ -88,7 +91,9 @@ def auto(
             f"the costs are of {costs.num_stages}. Use a multiple of {num_ranks}."
         )
     flags = None if recompute is None else tuple(recompute)
-    request = Request(num_ranks, num_microbatches, costs, memory_limit_bytes, split, flags)
+    request = Request(
+        num_ranks, num_microbatches, costs, memory_limit_bytes, split, flags, max_copies
+    )
     work = [job for ranks in placements(request) for job in jobs(request, ranks)]
     enough_s = min(map(lower_bound, work))
     best = _best(request, work, enough_s)
@@ -118,7 +123,7 @@ def _formulas(request: Request) -> Iterator[_Candidate]:
     for name, builder in FORMULAS.items():
         if _STAGES_PER_RANK.get(name, stages_per_rank) != stages_per_rank:
             continue
-        for options in _option_choices(builder, stages_per_rank):
+        for options in _option_choices(builder, request):
             try:
                 schedule = builder(request.num_ranks, request.num_microbatches, **options)
             except ScheduleError:
@@ -127,15 +132,14 @@ def _formulas(request: Request) -> Iterator[_Candidate]:
                 yield from _candidate(request, schedule)
 
 
-def _option_choices(
-    builder: Callable[..., Schedule], stages_per_rank: int
-) -> Iterator[dict[str, Any]]:
+def _option_choices(builder: Callable[..., Schedule], request: Request) -> Iterator[dict[str, Any]]:
     """Every combination of a builder's options that can matter here."""
     choices: dict[str, tuple[Any, ...]] = {
         "recompute": (False, True),
         "early_everywhere": (False, True),
         "method": ("direct", "forward_doubling"),
-        "chunks": (stages_per_rank,),
+        "chunks": (request.costs.num_stages // request.num_ranks,),
+        "pairs": tuple(range(1, request.max_copies // 2 + 1)),
     }
     taken = [p for p in inspect.signature(builder).parameters if p in choices]
     for values in itertools.product(*(choices[option] for option in taken)):
@@ -144,6 +148,8 @@ def _option_choices(
 
 def _is_as_asked(request: Request, schedule: Schedule) -> bool:
     if not schedule.is_synchronous or schedule.num_stages != request.costs.num_stages:
+        return False
+    if len(schedule.pipes) > request.max_copies:
         return False
     if request.recompute is not None and schedule.recompute != request.recompute:
         return False

@@ -22,6 +22,7 @@ class Request:
     # Whether backwards are split into I and W, and which stages recompute; None: whatever is best.
     split: bool | None
     recompute: tuple[bool, ...] | None
+    max_copies: int
 
 
 def placements(request: Request) -> tuple[tuple[int, ...], ...]:

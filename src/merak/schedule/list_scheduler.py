@@ -176,12 +176,23 @@ def _fits_forward(state: _State, rank: _Rank, stage: int) -> bool:
     job = state.job
     if state.num_forwards[stage] - state.num_backwards[stage] >= state.policy.in_flight[stage]:
         return False
+    back = rank.recomputed.stage if rank.recomputed is not None else None
+    reserve = _reserve_bytes(job, rank, stage, back)
+    return rank.used_bytes + job.kept_bytes[stage] + reserve <= job.limit_bytes[job.ranks[stage]]
+
+
+def _reserve_bytes(job: Job, rank: _Rank, stage: int, back: int | None) -> float:
+    """Room for one microbatch on the rank's later stages, and for one more recomputation.
+
+    Args:
+        job: what has to be done.
+        rank: whose room.
+        stage: the stage from which on the microbatch has still to pass.
+        back: a stage whose activations are back, and need no room any more.
+    """
     later = sum(job.kept_bytes[s] for s in rank.stages if s > stage)
-    again = 0.0
-    if rank.recomputed is None:
-        again = max(job.recomputed_bytes[s] for s in rank.stages)
-    limit = job.limit_bytes[job.ranks[stage]]
-    return rank.used_bytes + job.kept_bytes[stage] + later + again <= limit
+    again = max((job.recomputed_bytes[s] for s in rank.stages if s != back), default=0.0)
+    return later + again
 
 
 def _backward(state: _State, stage: int) -> Action:
@@ -212,7 +223,8 @@ def _next_recompute(state: _State, rank: _Rank) -> Action | None:
         microbatch = state.num_backwards[stage]
         if job.recompute_s[stage] is None or microbatch >= state.num_forwards[stage]:
             continue
-        if rank.used_bytes + job.recomputed_bytes[stage] <= job.limit_bytes[job.ranks[stage]]:
+        needed = job.recomputed_bytes[stage] + _reserve_bytes(job, rank, stage, stage)
+        if rank.used_bytes + needed <= job.limit_bytes[job.ranks[stage]]:
             return Action(Kind.RECOMPUTE, stage, microbatch)
     return None
 

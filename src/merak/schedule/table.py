@@ -45,14 +45,17 @@ class ActionTable:
 
     def is_kind(self, *kinds: Kind) -> BoolArray:
         """Where the actions are of one of some kinds."""
-        return np.isin(self.kind, [ord(kind.value) for kind in kinds])
+        result = np.zeros(self.num_actions, dtype=np.bool_)
+        for kind in kinds:
+            result |= self.kind == ord(kind.value)
+        return result
 
 
 def tabulate(schedule: Schedule) -> ActionTable:
     """Flatten a schedule; actions out of its ranges simply have no source."""
     lengths = [len(actions) for actions in schedule.actions]
     every = list(chain.from_iterable(schedule.actions))
-    letters = "".join(map(attrgetter("kind.value"), every))
+    letters = "".join(map(attrgetter("kind._value_"), every))
     kind = np.frombuffer(letters.encode("ascii"), dtype=np.uint8).astype(np.int64)
     stage = np.fromiter(map(attrgetter("stage"), every), dtype=np.int64, count=len(every))
     microbatch = np.fromiter(map(attrgetter("microbatch"), every), dtype=np.int64, count=len(every))

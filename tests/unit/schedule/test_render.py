@@ -1,0 +1,140 @@
+"""Pictures of schedules."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from merak.core.errors import ScheduleError
+from merak.schedule.catalog import FORMULAS
+from merak.schedule.costs import uniform
+from merak.schedule.registry import build
+from merak.schedule.render_png import render_png
+from merak.schedule.render_svg import render_html, render_svg
+from merak.schedule.render_text import render_text
+from merak.schedule.simulate import simulate
+from merak.schedule.timeline import Timeline, simulated_timeline
+from tests.unit.schedule.grid import simulated
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name: str, num_ranks: int = 4, num_microbatches: int = 8) -> Timeline:
+    return simulated_timeline(simulated(name, num_ranks, num_microbatches))
+
+
+def test_a_timeline_in_text() -> None:
+    drawn = render_text(timeline("shifted_critical_path", 4, 5))
+    assert drawn == "\n".join(
+        (
+            "shifted_critical_path",
+            "4 ranks, 4 stages, 5 microbatches: makespan 26, bubble 27.9 % of all time, "
+            "at most 4 in flight",
+            "",
+            "rank 0 F0 F1 F2 F3 ··················B0       F4 B1       R2 B2    R3 B3    R4 B4    ",
+            "rank 1 ···F0 F1 F2 R0 ·········B0    F3 B1       F4 B2       R3 B3    R4 B4    ······",
+            "rank 2 ······F0 F1 F2 R0 B0    R1 B1    F3 B2       F4 B3       B4       ············",
+            "rank 3 ·········F0 B0    F1 B1    F2 B2    F3 B3    ···F4 B4    ·····················",
+            "       0" + " " * 75 + "26",
+        )
+    )
+
+
+def test_text_keeps_to_its_columns_and_shows_kinds_where_labels_do_not_fit() -> None:
+    lines = render_text(timeline("zero_bubble_v"), num_columns=70).splitlines()
+    assert max(map(len, lines[3:])) <= 70
+    assert "F F" in lines[3] and "F0" not in lines[3]
+
+
+def test_colour_adds_nothing_but_escape_sequences() -> None:
+    drawn = timeline("zero_bubble_h1")
+    coloured = render_text(drawn, colour=True)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == render_text(drawn)
+    assert coloured != render_text(drawn)
+
+
+@pytest.mark.parametrize("name", sorted(FORMULAS))
+def test_an_svg_has_a_box_with_its_times_for_every_action(name: str) -> None:
+    simulation = simulated(name, 4, 8)
+    root = ET.fromstring(render_svg([simulated_timeline(simulation)]))
+    boxes = [r for r in root.iter(f"{SVG}rect") if "box" in r.get("class", "").split()]
+    assert len(boxes) == simulation.table.num_actions
+    critical = [box for box in boxes if "critical" in box.get("class", "").split()]
+    assert len(critical) == len(simulation.critical_path)
+    hovers = sorted(box.findtext(f"{SVG}title") or "" for box in boxes)
+    label = simulation.schedule.label(simulation.schedule.actions[0][0])
+    assert any(hover.startswith(f"{label}: forward, stage 0, microbatch 0") for hover in hovers)
+    assert any(hover.endswith("\n0 to 1, 1 long") for hover in hovers)
+
+
+def test_boxes_lie_inside_the_picture_and_do_not_overlap() -> None:
+    root = ET.fromstring(render_svg([timeline("chimera")], width=900))
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for rect in root.iter(f"{SVG}rect"):
+        if "box" in rect.get("class", "").split():
+            x, width = float(rect.get("x", "")), float(rect.get("width", ""))
+            rows.setdefault(rect.get("y", ""), []).append((x, x + width))
+    assert len(rows) == 4
+    for row in rows.values():
+        row.sort()
+        assert row[-1][1] <= 900
+        assert all(a[1] <= b[0] + 0.02 for a, b in itertools.pairwise(row))
+
+
+def test_timelines_share_one_scale() -> None:
+    both = render_svg([timeline("1f1b"), timeline("shifted_critical_path")])
+    assert both.count('class="title"') == 2
+    alone = render_svg([timeline("1f1b")])
+    first = re.compile(r'class="box[^"]*" x="[\d.]+" y="\d+" width="([\d.]+)"')
+    assert first.search(both) is not None
+    assert first.search(both)[1] == first.search(alone)[1]  # type: ignore[index]
+
+
+def test_reductions_and_recomputations_inside_are_shown() -> None:
+    costs = replace(uniform(4), reduction_s=(2.0,) * 4)
+    drawn = render_svg([simulated_timeline(simulate(build("chimera", 4, 4), costs))])
+    assert drawn.count("reduction of stage 3") == 2
+    assert "gradient reduction" in drawn
+    assert "recomputes inside" in render_svg([timeline("1f1b")])
+    assert "recomputes inside" not in render_svg([timeline("gems")])
+
+
+def test_html_is_one_page_that_needs_nothing_else() -> None:
+    page = render_html([timeline("dualpipe_v")])
+    assert page.startswith("<!doctype html>")
+    assert "<title>dualpipe_v</title>" in page
+    links = re.findall(r'(?:src|href)=|url\(|https?://[^"\s]+', page)
+    assert links == ["http://www.w3.org/2000/svg"]
+
+
+def test_names_are_escaped() -> None:
+    drawn = replace(timeline("1f1b"), title="<mine> & yours")
+    assert ET.fromstring(render_svg([drawn])) is not None
+    assert "&lt;mine&gt; &amp; yours" in render_html([drawn])
+
+
+def test_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "a.png"
+    render_png([timeline("1f1b"), timeline("chimera")], path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
+    assert width == 1540 and height > 400
+
+
+def test_without_matplotlib_png_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ScheduleError, match=r"needs matplotlib, .*install it, or write \.svg"):
+        render_png([timeline("1f1b")], tmp_path / "a.png")
