@@ -131,7 +131,7 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
         name = family(user.target)
         if name in _SAME and user.args[0] is node:
             yield from _gemm_dims(user, dims)
-        elif name in ("t", "transpose", "permute", "swapaxes"):
+        elif name in ("t", "numpy_T", "transpose", "permute", "swapaxes"):
             yield from _gemm_dims(user, _permuted(user, dims))
         elif name == "linear" and user.args[1] is node:
             yield dims[0], dims[1]
@@ -149,7 +149,9 @@ def _permuted(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
         order = node.args[1]
         assert isinstance(order, (list, tuple))
         return tuple(dims[int(str(d))] for d in order)
-    a, b = (0, 1) if name == "t" else (int(str(node.args[1])), int(str(node.args[2])))
+    if name in ("t", "numpy_T"):
+        return dims[::-1]
+    a, b = int(str(node.args[1])), int(str(node.args[2]))
     swapped = list(dims)
     swapped[a], swapped[b] = dims[b], dims[a]
     return tuple(swapped)

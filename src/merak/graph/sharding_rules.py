@@ -121,6 +121,46 @@ def along_dim(op: Operator) -> Decision:
     return Decision(placed)
 
 
+def gather(op: Operator) -> Decision:
+    """gather: picks along one dim, which must be whole; the index is split like the values."""
+    operand, index = op.arg("self"), op.arg("index")
+    lead = next(iter(op.sharded().values()))
+    if positive(op.arg("dim"), len(shape_of(operand))) == lead.dim:
+        raise op.error(f"picks along dim {lead.dim}, which is split")
+    sizes = {shape_of(n)[lead.dim] for n in (operand, index)}
+    if len(sizes) > 1 or any(op.placement(n) not in (REPLICATED, lead) for n in (operand, index)):
+        raise op.error("picks by an index that is not split like the values")
+    return Decision(lead, {operand: lead, index: lead})
+
+
+def index_select(op: Operator) -> Decision:
+    """index_select: picks along one dim, which must be whole, by a whole index."""
+    operand = op.arg("self")
+    placed = op.placement(operand)
+    dim = positive(op.arg("dim"), len(shape_of(operand)))
+    if not isinstance(placed, Sharded) or dim == placed.dim:
+        raise op.error(f"picks along dim {dim}, which is split, or by a split index")
+    return Decision(placed)
+
+
+def index(op: Operator) -> Decision:
+    """index: neighbouring whole dims are replaced by those of whole index tensors."""
+    operand: Any = op.node.args[0]
+    indices: Any = op.node.args[1]
+    placed = op.placement(operand)
+    found = [d for d, i in enumerate(indices) if i is not None]
+    tensors = [indices[d] for d in found]
+    neighbours = found == list(range(found[0], found[0] + len(found)))
+    whole = all(op.placement(t) == REPLICATED for t in tensors)
+    if not isinstance(placed, Sharded) or placed.dim in found or not neighbours or not whole:
+        raise op.error("picks elements along a dim that is split, or by a split index")
+    if any(t.meta["tensor"].dtype == torch.bool for t in tensors):
+        raise op.error("picks elements of a split value by a mask")
+    grown = max(len(shape_of(t)) for t in tensors) - len(found)
+    dim = placed.dim if placed.dim < found[0] else placed.dim + grown
+    return Decision(Sharded(dim, placed.parts, placed.origin))
+
+
 def last_two_dims(op: Operator) -> Decision:
     """tril, triu: the last two dims must be whole."""
     (operand, placed), *_ = op.sharded().items()
@@ -300,9 +340,10 @@ _FAMILIES: dict[Rule, str] = {
     views.view: "view reshape _unsafe_view flatten unflatten view_as reshape_as",
     views.transpose: "transpose swapaxes swapdims t",
     views.permute: "permute",
+    views.reverse: "numpy_T",
     views.unsqueeze: "unsqueeze",
     views.squeeze: "squeeze",
-    views.expand: "expand expand_as",
+    views.expand: "expand expand_as broadcast_to",
     views.repeat: "repeat",
     views.repeat_interleave: "repeat_interleave",
     # pointwise too, but not tagged so
@@ -310,6 +351,9 @@ _FAMILIES: dict[Rule, str] = {
     first_operand: "to _to_copy type_as",
     shape_given: "new_zeros new_ones new_full new_empty",
     along_dim: "softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod glu",
+    gather: "gather",
+    index_select: "index_select",
+    index: "index",
     last_two_dims: "tril triu",
     normalise: "layer_norm rms_norm",
     reduce: "sum mean amax amin max min var std all any logsumexp prod",

@@ -108,6 +108,13 @@ def transpose(op: Operator) -> Decision:
     return Decision(Sharded(dim, placed.parts, placed.origin))
 
 
+def reverse(op: Operator) -> Decision:
+    """numpy_T: all dims in reverse order."""
+    (operand, placed), *_ = op.sharded().items()
+    dim = len(shape_of(operand)) - 1 - placed.dim
+    return Decision(Sharded(dim, placed.parts, placed.origin))
+
+
 def permute(op: Operator) -> Decision:
     """permute: dims in another order."""
     (operand, placed), *_ = op.sharded().items()
@@ -135,7 +142,7 @@ def squeeze(op: Operator) -> Decision:
 
 
 def expand(op: Operator) -> Decision:
-    """expand, expand_as: rewritten to expand with local sizes."""
+    """expand, expand_as, broadcast_to: rewritten to expand with local sizes."""
     operand = op.node.args[0]
     placed = op.placement(operand)
     new = list(shape_of(op.node))

@@ -143,6 +143,14 @@ def shaped_like_others(block: Block, x: torch.Tensor) -> torch.Tensor:
     return z.reshape_as(x) + torch.zeros(WIDTH).type_as(x).expand_as(z.flatten(2))
 
 
+def picked(block: Block, x: torch.Tensor) -> torch.Tensor:
+    order = torch.arange(T).flip(0)
+    x = x.view(B, T, HEADS, SIZE)[..., order.repeat(2)].flatten(2)
+    x = x.view(B, T, HEADS, SIZE)[torch.arange(B)[:, None], order].flatten(2)
+    scores = (heads(x) @ heads(x).transpose(-1, -2)).index_select(2, order)
+    return merged(torch.gather(scores, -1, order.expand(B, HEADS, T, T)) @ heads(x))
+
+
 def whole_written_between_uses(block: Block, x: torch.Tensor) -> torch.Tensor:
     whole = block.per_channel * 2
     view = whole.unsqueeze(0)
@@ -175,6 +183,7 @@ PLAIN = {"up": Column(), "down": Row()}
         (joined_and_stacked, PLAIN, WIDTH),
         (whole_again, PLAIN, WIDTH),
         (whole_written_between_uses, PLAIN, WIDTH),
+        (picked, PLAIN, WIDTH),
         (shaped_like_others, PLAIN, WIDTH),
         (norm_over_a_head, {"up": Column()}, WIDTH),
         (norm_over_a_head, {"down": Row()}, WIDTH),
@@ -216,7 +225,7 @@ def test_a_sum_that_is_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
     class InPlace(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x)
-            out = self.up(x).relu_() @ self.down.weight.t()
+            out = self.up(x).relu_() @ self.down.weight.T
             out += x
             return out.square().mean()
 
@@ -250,6 +259,18 @@ def index_of_the_split_dim(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x * x[..., 0:1].select(-1, 0).unsqueeze(-1) + x.select(-1, 3).unsqueeze(-1)
 
 
+def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return torch.gather(x, -1, torch.arange(WIDTH).flip(0).expand(B, T, WIDTH))
+
+
+def selected_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return x.index_select(2, torch.arange(WIDTH))
+
+
+def indexed_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return x[..., torch.arange(WIDTH)]
+
+
 def random_like(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x + torch.rand_like(x)
 
@@ -280,6 +301,9 @@ def written_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
         (three_heads, r"tp=2 does not divide the 3 outputs of up; the degrees .* are 1 and 3\."),
         (slice_across_ranks, r"it takes 1 … 24 of a dim split in parts of 24; if up is a fused"),
         (index_of_the_split_dim, r"it takes 0 … 1 of a dim split|takes one index of dim 2, which"),
+        (picked_across_ranks, r"gather\.default.* it picks along dim 2, which is split"),
+        (selected_across_ranks, r"index_select\.default.* it picks along dim 2, which is split"),
+        (indexed_across_ranks, r"index\.Tensor.* it picks elements along a dim that is split"),
         (random_like, r"aten\.rand_like\.default.* it has no rule for operands that are split"),
         (maximum_of_the_split_dim, r"it takes amax over a dim that is split"),
         (different_splits, r"it combines operands that are split along different dims"),
