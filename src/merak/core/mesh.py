@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from merak.core import failure
 from merak.core.errors import MeshError
 
 AXES = ("pp", "dp", "tp")
@@ -97,6 +98,7 @@ def init(
         MeshError: degrees below 1, degrees whose product is not the world size, a job of several
             ranks that torchrun did not start, or a second call.
     """
+    failure.install()
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     for axis, degree in (("dp", dp), ("tp", tp), ("pp", pp)):
@@ -163,6 +165,7 @@ def current_mesh() -> Mesh:
         MeshError: `merak.init` has not been called.
     """
     if not _current:
+        failure.install()  # as `init` would have done
         raise MeshError(
             "merak.init has not been called; call merak.init(dp=…, tp=…, pp=…) at the top of the "
             "script, before the trainer is built."

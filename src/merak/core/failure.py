@@ -1,0 +1,157 @@
+"""What a job of many ranks says when it fails: the first cause, once, in one sentence.
+
+One rank fails first. Its peers then lose their connections, or fail likewise. The ranks share a
+store that torchrun keeps: the first to write its failure there speaks, the others end in silence.
+A rank that has only lost a connection first waits for the launcher, which knows how a peer that was
+killed has ended, and stops the others.
+
+A `MerakError` is shown as its sentence and the line of the user's script that led to it; set
+MERAK_TRACEBACK=1 for the whole traceback. Any other exception is shown as Python shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from merak.core.errors import MerakError, TrainingError
+
+TRACEBACK_VARIABLE = "MERAK_TRACEBACK"
+"""The environment variable that asks for whole tracebacks."""
+
+KEY = "merak/first failure"
+LAUNCHER_S = 10.0
+"""Seconds that the launcher gets to stop a rank that failed because another one did."""
+
+EXIT_S = 10
+"""Seconds that a failed rank gets to close its files, before it is ended."""
+
+LOST = (
+    "a rank of the job has ended without a word, so rank {rank} cannot go on ({reason}); look for "
+    "the rank that was killed, perhaps for its memory."
+)
+
+_CONNECTION_WORDS = ("gloo", "connection", "socket", "nccl", "store", "timed out", "peer")
+
+_MERAK = str(Path(__file__).parents[1]) + os.sep
+_TRANSPORT = (_MERAK, os.path.dirname(dist.__file__) + os.sep)
+_FOREIGN = (_MERAK, "site-packages", "dist-packages", "<frozen")
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def install() -> None:
+    """Let this process say its failures in that way; further calls change nothing."""
+    before = sys.excepthook
+    if not (isinstance(before, partial) and before.func is _say):
+        sys.excepthook = partial(_say, before)
+
+
+def sentence_of(error: BaseException) -> str:
+    """An error as one sentence, with the line of the user's script that led to it."""
+    place = _users_line(error.__traceback__)
+    return f"merak: {error}" + (f" [{place}]" if place else "")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error may come from a peer that has ended, rather than from this rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    in_transport = bool(frames) and frames[-1].filename.startswith(_TRANSPORT)
+    words = str(error).lower()
+    return (
+        type(error) is RuntimeError and in_transport and any(w in words for w in _CONNECTION_WORDS)
+    )
+
+
+def _say(
+    before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or issubclass(kind, KeyboardInterrupt):
+        _show(before, error)
+        return
+    if is_lost_connection(error):
+        time.sleep(LAUNCHER_S)
+        sentence = LOST.format(rank=os.environ["RANK"], reason=_first_line(error))
+        error = TrainingError(sentence).with_traceback(trace)
+    if _is_first():
+        _show(before, error)
+        _tell_launcher(error)
+    else:
+        time.sleep(LAUNCHER_S)
+    _end_soon()
+
+
+def _show(before: Hook, error: BaseException) -> None:
+    if isinstance(error, MerakError) and not os.environ.get(TRACEBACK_VARIABLE):
+        print(sentence_of(error), file=sys.stderr, flush=True)
+    else:
+        before(type(error), error, error.__traceback__)
+
+
+def _is_first() -> bool:
+    """Whether no other rank has failed before; so that of many sentences one is shown."""
+    rank = os.environ["RANK"]
+    try:
+        return bool(_store().compare_set(KEY, "", rank) == rank.encode())
+    except Exception:
+        return True  # nobody to ask: rather say it twice than never
+
+
+def _store() -> dist.Store:
+    """The job's store; torchrun keeps one that outlives every rank."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        return dist.PrefixStore(f"attempt {attempt}", store)
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """Write the file that torchrun quotes in its report of the failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    said = f"{type(error).__name__}, which this rank has told in its own output"
+    extra = {"py_callstack": said, "timestamp": str(int(time.time()))}
+    content = json.dumps({"message": {"message": said, "extraInfo": extra}})
+    with suppress(OSError):  # the report then only lacks a line
+        Path(path).write_text(content, encoding="utf-8")
+
+
+def _end_soon() -> None:
+    """Let Python close down, but not wait for transfers of peers that never answer."""
+    if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, EXIT_S)
+
+
+def _users_line(trace: TracebackType | None) -> str:
+    """The deepest line that is neither Merak's nor of an installed library."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not any(p in frame.filename for p in _FOREIGN) and os.path.isfile(frame.filename)
+    ]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
