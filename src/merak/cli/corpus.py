@@ -172,8 +172,14 @@ def _pack(
     pieces: list[npt.NDArray[np.int32]] = []
     for first in range(0, len(texts), TEXTS_AT_ONCE):
         some = list(texts[first : first + TEXTS_AT_ONCE])
-        encoded = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
-        pieces += [np.array([*ids, *ending], dtype=np.int32) for ids in encoded]
+        encoded = tokenizer(
+            some,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        pieces += [np.array([*ids, *ending], dtype=np.int32) for ids in encoded["input_ids"]]
     tokens = np.concatenate(pieces)
     num_samples = len(tokens) // sequence
     return tokens[: num_samples * sequence].reshape(num_samples, sequence)

@@ -65,6 +65,7 @@ def recipe(tmp_path: Path, model: dict[str, Any], data: dict[str, Any], **argume
         "save_strategy": "no",
         "disable_tqdm": True,
     }
+    tmp_path.mkdir(exist_ok=True)
     written = {"model": model, "data": data, "arguments": {**fixed, **arguments}}
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(written), encoding="utf-8")
@@ -187,3 +188,20 @@ def test_a_dataset_without_text_or_columns(
     mesh.reset()
     data["column"] = "words"
     train(recipe(tmp_path, {"name": "GPT2LMHeadModel", "config": GPT2}, data), capsys)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_what_one_gives(
+    tmp_path: Path, texts: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = {"source": texts, "vocabulary": 300, "sequence": 8, "held_out": 0.25}
+    losses = []
+    for pp in (1, 2):
+        model = {"name": "GPT2LMHeadModel", "config": GPT2}
+        file = recipe(tmp_path / str(pp), model, data, max_grad_norm=0.0)
+        with file.open("a", encoding="utf-8") as more:
+            more.write(f"parallel: {{pp: {pp}}}\n")
+        assert main(["train", str(file), "--json", "--device", "cpu"]) == 0
+        report = json.loads(capfd.readouterr().out)
+        losses.append((report["loss"], report["eval_loss"], report["steps"]))
+    assert losses[0] == losses[1]

@@ -1,8 +1,11 @@
 """Recipes: what is read, and what wrong ones are told."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from merak.cli.errors import CommandError
 from merak.cli.recipe import DataRecipe, Degrees, ModelRecipe, parse_recipe, read_recipe
@@ -70,3 +73,19 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     file.write_text("a: [1", encoding="utf-8")
     with pytest.raises(CommandError, match=r"is not YAML: .* line 1"):
         read_recipe(file)
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_recipe_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    (written,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    assert parse_recipe(yaml.safe_load(written)).parallel.num_ranks == 4
+    named = set(re.findall(r"^\| `(\w+)` \|", page.split("field of `data`")[1], flags=re.MULTILINE))
+    assert named == {part.name for part in dataclasses.fields(DataRecipe)}
+
+
+def test_example_recipe() -> None:
+    recipe = read_recipe(ROOT / "examples" / "train_recipe.yaml")
+    assert recipe.model.name == "GPT2LMHeadModel"
