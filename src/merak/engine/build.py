@@ -138,9 +138,7 @@ def _rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite 
         return None
     attributes = attributes_for(graph, features)
     check_degree(graph.segments, graph.parameters, attributes, tp)
-    return partial(
-        shard_segment, parameters=graph.parameters, attributes=attributes, degree=tp
-    )
+    return partial(shard_segment, parameters=graph.parameters, attributes=attributes, degree=tp)
 
 
 def _make_plan(name: str, num_ranks: int, num_microbatches: int) -> Plan:
@@ -254,9 +252,7 @@ def _assemble(
     )
 
 
-def _buffers_here(
-    graph: ModelGraph, partition: Partition, programs: _Programs
-) -> frozenset[str]:
+def _buffers_here(graph: ModelGraph, partition: Partition, programs: _Programs) -> frozenset[str]:
     """The buffers that this rank answers for: the first stage to read one, or stage 0."""
     first: dict[str, int] = {}
     for stage, own in enumerate(partition.stages):
@@ -267,9 +263,7 @@ def _buffers_here(
     return frozenset(n for n in names if first.get(n, 0) in programs.own_stages)
 
 
-def _readers(
-    graph: ModelGraph, partition: Partition, stage_rank: Sequence[int]
-) -> list[Reader]:
+def _readers(graph: ModelGraph, partition: Partition, stage_rank: Sequence[int]) -> list[Reader]:
     return [
         Reader(stage_rank[stage], stage, segment.index, segment.parameters)
         for stage, own in enumerate(partition.stages)

@@ -175,7 +175,6 @@ class Engine:
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar, the same on every rank."""
-        parts = self._parts
         counted = {n: p for n, p in self.parameters.items() if self.is_owner(n)}
         return global_norm(
             list(counted.values()),
@@ -194,7 +193,11 @@ class Engine:
     # ---- one microbatch ----
 
     def _microbatch(
-        self, program: Program, batch: Mapping[str, torch.Tensor], key: tuple[int, int], scale: float
+        self,
+        program: Program,
+        batch: Mapping[str, torch.Tensor],
+        key: tuple[int, int],
+        scale: float,
     ) -> Microbatch:
         device = self.mesh.device
         columns = {name: batch[name].to(device, non_blocking=True) for name in program.columns}
@@ -256,8 +259,8 @@ class Engine:
         keep = not state.plan.schedule.recompute[stage]
         made = self._parts.stages[stage].forward(number, microbatch, received, keep)
         program = microbatch.program.stages[stage]
-        if microbatch.program.loss in program.results.values():
-            state.losses[number] = made[microbatch.program.loss] * microbatch.scale
+        if (loss := self._loss_made_by(stage, microbatch)) is not None:
+            state.losses[number] = made[loss] * microbatch.scale
         if stage + 1 < self._num_stages:
             sent = {name: made[name] for name in program.sent}
             self._made[Payload.ACTIVATION, stage, number] = sent
@@ -273,13 +276,9 @@ class Engine:
         stage, number = action.stage, action.microbatch
         microbatch = state.microbatches[number]
         gradients = self._arrived(microbatch.program, Payload.GRADIENT, stage + 1, number)
-        results = microbatch.program.stages[stage].results
-        if microbatch.program.loss in results.values():
-            loss = microbatch.program.loss
+        if (loss := self._loss_made_by(stage, microbatch)) is not None:
             dtype = microbatch.program.values[loss].dtype
-            gradients[loss] = torch.full(
-                (), microbatch.scale, dtype=dtype, device=self.mesh.device
-            )
+            gradients[loss] = torch.full((), microbatch.scale, dtype=dtype, device=self.mesh.device)
         is_last = state.last_backward[stage] == number
 
         def segment_done(segment: SegmentProgram) -> None:
@@ -290,6 +289,13 @@ class Engine:
         made = self._parts.stages[stage].backward(number, microbatch, gradients, segment_done)
         if stage > 0:
             self._made[Payload.GRADIENT, stage, number] = made
+
+    @staticmethod
+    def _loss_made_by(stage: int, microbatch: Microbatch) -> str | None:
+        """The loss value's name, if a stage makes it."""
+        loss = microbatch.program.loss
+        made = microbatch.program.stages[stage].results.values()
+        return loss if loss in made else None
 
     def _reduce_nothing(self) -> None:
         """Take part in the reductions of a step in which this replica has no microbatch."""
@@ -314,9 +320,7 @@ class Engine:
         tensors = self._parts.transfers.take(Receive(payload, producer, number, rank))
         return dict(zip(self._arriving_names(program, payload, producer), tensors, strict=True))
 
-    def _arriving_names(
-        self, program: Program, payload: Payload, producer: int
-    ) -> tuple[str, ...]:
+    def _arriving_names(self, program: Program, payload: Payload, producer: int) -> tuple[str, ...]:
         if payload is Payload.ACTIVATION:
             return program.stages[producer + 1].received
         return program.gradients_of(program.stages[producer - 1].sent)

@@ -91,10 +91,10 @@ def global_norm(
     Returns:
         A scalar, float32, the same on every rank; nothing is synchronised with the host.
     """
-    with_gradient = [p for p in parameters if p.grad is not None]
     total = torch.zeros((), device=device)
     for split in (True, False):
-        gradients = [p.grad for p in with_gradient if (id(p) in sharded) is split]
+        counted = [p.grad for p in parameters if (id(p) in sharded) is split]
+        gradients = [gradient for gradient in counted if gradient is not None]
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients)).float()
             total += norms.square().sum() / (1 if split else tp_degree)

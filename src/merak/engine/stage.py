@@ -160,9 +160,7 @@ class Stage:
         ]
         return Saved(leaves, None)
 
-    def _materialize(
-        self, segment: SegmentProgram, record: Saved, microbatch: Microbatch
-    ) -> None:
+    def _materialize(self, segment: SegmentProgram, record: Saved, microbatch: Microbatch) -> None:
         if record.outputs is None:
             record.outputs = self._call(segment, microbatch, record.inputs, keep=True)
 

@@ -62,8 +62,7 @@ def _holders(readers: Sequence[Reader]) -> tuple[Holder, ...]:
     for reader in sorted(readers, key=lambda r: r.segment):
         by_rank.setdefault(reader.rank, []).append(reader)
     holders = [
-        Holder(rank, own[0].segment, own[-1].segment, own[0].stage)
-        for rank, own in by_rank.items()
+        Holder(rank, own[0].segment, own[-1].segment, own[0].stage) for rank, own in by_rank.items()
     ]
     return tuple(sorted(holders, key=lambda h: h.first, reverse=True))
 
@@ -120,6 +119,7 @@ class TiedGradients:
         mesh = self._mesh
         stride = mesh.dp * mesh.tp
         lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
+        group: dist.ProcessGroup
         group, _ = dist.new_subgroups_by_enumeration(lines)
         return group
 
@@ -211,8 +211,8 @@ class TiedGradients:
     def _comes_first(self, name: str) -> bool:
         """Whether the sum of the holder before is complete before this rank's first share."""
         before = self._before(name)
-        return name in self._expected and before is not None and (
-            before.first > self._own[name].last
+        return (
+            name in self._expected and before is not None and (before.first > self._own[name].last)
         )
 
     def _take(self, name: str, key: int) -> torch.Tensor:

@@ -37,6 +37,11 @@ class Saving(Trainer):
     args: MerakArguments
     mesh: Mesh
     engine: Engine | None
+    # transformers types these as perhaps None; they are there when the methods below run.
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    compute_loss_func: Any
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder that `from_pretrained` reads. Every rank takes part; rank 0 writes.
@@ -108,10 +113,9 @@ class Saving(Trainer):
         held = self.engine.held()
         load_state(folder, self.model, optimizer, held, self.engine.shards, self.mesh)
 
-    def _inner_optimizer(self) -> torch.optim.Optimizer:
+    def _inner_optimizer(self) -> Any:
         """The optimizer itself, inside accelerate's wrapper."""
-        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return optimizer
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: draws are keyed by what they are for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -118,11 +118,13 @@ class MerakTrainer(Saving, Trainer):
     def _engine_options(self) -> EngineOptions:
         args = self.args
         assert args.bucket_bytes is not None
+        written = args.feature_dict
+        assert not isinstance(written, str)  # the arguments have read the file
         return EngineOptions(
             schedule=args.schedule,
             num_microbatches=args.gradient_accumulation_steps,
             seed=args.seed,
-            features=parse_features(args.feature_dict) if args.feature_dict else None,
+            features=parse_features(written) if written else None,
             segments_per_stage=tuple(args.partition) if args.partition else None,
             segment_times=Path(args.segment_times) if args.segment_times else None,
             bucket_bytes=args.bucket_bytes,
@@ -209,7 +211,7 @@ class MerakTrainer(Saving, Trainer):
         agreement, engine, counter = self._agreement, self.engine, self._counter
         assert agreement is not None and engine is not None and counter is not None
         own = agreement.own(self.mesh)
-        extra = {} if num_items_in_batch is None else {TOKENS: num_items_in_batch}
+        extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
         losses = engine.train_step(
             self.state.global_step,
             [counter.with_tokens(found).columns for _, found in own],
@@ -311,8 +313,9 @@ class MerakTrainer(Saving, Trainer):
         evaluation = Evaluation(engine, self._council, dataloader, self._counter, options)
         self._evaluation = evaluation
         self.gather_function = evaluation.gather
+        batches = cast("DataLoader[Any]", evaluation)  # all of a loader that the loop looks at
         return super().evaluation_loop(
-            evaluation, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            batches, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
 
     def prediction_step(
