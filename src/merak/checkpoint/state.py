@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from merak.checkpoint.layout import RankView, find_holdings, view_of_rank
@@ -105,39 +106,45 @@ def load_state(
     tensors: dict[str, torch.Tensor] = {}
 
     def prepare() -> None:
-        index = read_index(target)
-        if index is None:
-            raise WeightsError(
-                f"{target} holds no complete checkpoint (.metadata, which is written last, is "
-                "missing); resume from another one."
-            )
+        index = _index_of(target)
         state.update(_model_parts(view, view.buffers))
-        for key, part in state.items():
-            if shape_of(index, key) != part.size:
-                raise WeightsError(
-                    f"{key.removeprefix('model/')} has shape {part.size} in the model and "
-                    f"{shape_of(index, key) or 'no place'} in {target}; resume with the model it "
-                    "was saved from."
-                )
+        _check_shapes(state, index, target)
         if optimizer is None:
             return
         if GROUPS not in index.state_dict_metadata:
             raise WeightsError(
                 f"{target} was saved without an optimizer; load it with optimizer=None."
             )
-        state[GROUPS] = None
         targets, memory = optimizer_targets(optimizer, view, index)
-        state.update(targets)
+        state.update({GROUPS: None, **targets})
         tensors.update(memory)
 
     _together(prepare, f"{target} could not be read")
     _together(partial(load_parts, target, state), f"{target} could not be read")
     if optimizer is not None:
-        groups = state.pop(GROUPS)
-        loaded = {key: tensors.get(key, value) for key, value in state.items()}
-        loaded = {key: value for key, value in loaded.items() if key.startswith(PREFIX)}
-        fill = partial(fill_optimizer, optimizer, view, loaded, groups)
+        loaded = {k: tensors.get(k, v) for k, v in state.items() if k.startswith(PREFIX)}
+        fill = partial(fill_optimizer, optimizer, view, loaded, state[GROUPS])
         _together(fill, f"{target} could not be loaded")
+
+
+def _index_of(target: Path) -> Metadata:
+    index = read_index(target)
+    if index is None:
+        raise WeightsError(
+            f"{target} holds no complete checkpoint (.metadata, which is written last, is missing);"
+            " resume from another one."
+        )
+    return index
+
+
+def _check_shapes(state: State, index: Metadata, target: Path) -> None:
+    for key, part in state.items():
+        if shape_of(index, key) != part.size:
+            raise WeightsError(
+                f"{key.removeprefix('model/')} has shape {part.size} in the model and "
+                f"{shape_of(index, key) or 'no place'} in {target}; resume with the model it was "
+                "saved from."
+            )
 
 
 def _model_parts(view: RankView, buffers: Collection[str]) -> State:

@@ -82,7 +82,7 @@ def empty_weights() -> Iterator[None]:
             stack.callback(hook.remove)
         stack.enter_context(_patches(recorder))
         stack.enter_context(skeletons(recorder))
-        stack.enter_context(_InitOnMeta())
+        stack.enter_context(_Numbers())
         stack.enter_context(recorder)
         yield
     _attach_origins(recorder, registered)
@@ -140,8 +140,12 @@ def _patches(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-class _InitOnMeta(TorchFunctionMode):
-    """`torch.nn.init` skips tensors on the meta device; here it must run, to be recorded."""
+class _Numbers(TorchFunctionMode):
+    """Keeps numbers that would be lost because a parameter is on the meta device.
+
+    `torch.nn.init` skips such tensors; here it must run, to be recorded. A list of numbers that
+    becomes a tensor on a parameter's device goes by way of the CPU, where the tape can see them.
+    """
 
     _is_meta = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
@@ -152,9 +156,23 @@ class _InitOnMeta(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if func == self._is_meta and sys._getframe(1).f_globals["__name__"] == nn.init.__name__:
             return False
-        return func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
+            return _tensor_of_numbers(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _tensor_of_numbers(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    device = kwargs.get("device")
+    if device is None and func is torch.Tensor.new_tensor:
+        device = args[0].device
+    if device is None or torch.device(device).type != "meta":
+        return func(*args, **kwargs)
+    return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
 
 
 def _attach_origins(recorder: Recorder, registered: list[torch.Tensor]) -> None:

@@ -133,6 +133,17 @@ def test_values_made_before_registration_are_remembered() -> None:
     assert not layer.table.requires_grad
 
 
+def test_numbers_made_on_the_device_of_a_parameter_are_remembered() -> None:
+    with empty_weights():
+        layer = nn.Linear(3, 1)
+        layer.weight.data = torch.tensor([[1.0, 2.0, 3.0]], device=layer.weight.device)
+        layer.bias.data = layer.bias.new_tensor([4.0])
+        layer.steps = nn.Parameter(torch.arange(3.0, device=layer.bias.device) * 2)
+    assert remake(layer.weight).tolist() == [[1.0, 2.0, 3.0]]
+    assert remake(layer.bias).tolist() == [4.0]
+    assert remake(layer.steps).tolist() == [0.0, 2.0, 4.0]
+
+
 def test_dtype_at_construction_is_kept() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
