@@ -13,7 +13,7 @@ import demo
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--output-dir", default="runs/pretrain_gpt2", help="where the model goes")
 parser.add_argument("--data-dir", default="runs/data", help="where the tokenized text is kept")
-parser.add_argument("--max-steps", type=int, default=300, help="optimizer steps")
+parser.add_argument("--max-steps", type=int, default=240, help="optimizer steps")
 parser.add_argument("--max-eval-blocks", type=int, help="evaluate on no more than these")
 options = parser.parse_args()
 
