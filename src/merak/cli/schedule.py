@@ -173,7 +173,7 @@ def report(simulation: Simulation) -> ScheduleReport:
         makespan=simulation.makespan,
         bubble_fraction=simulation.bubble_fraction,
         peak_in_flight=list(simulation.peak_in_flight),
-        actions=[[built.label(action) for action in actions] for actions in built.actions],
+        actions=[built.labels(rank) for rank in range(built.num_ranks)],
         pipes=[list(pipe) for pipe in built.pipes],
         weight_versions=[list(versions) for versions in built.weight_versions],
         notes=list(built.notes),

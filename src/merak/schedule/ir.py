@@ -22,6 +22,9 @@ class Kind(Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
+    # Members are single objects; Enum's own hash is slow enough to show with a million actions.
+    __hash__ = object.__hash__
+
 
 GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 """Kinds that yield the gradient of a stage's input."""
@@ -156,6 +159,11 @@ class Schedule:
     def label(self, action: Action) -> str:
         """An action's text: with its stage unless every rank holds one stage only."""
         return str(action) if self.has_several_stages_per_rank else action.short
+
+    def labels(self, rank: int) -> list[str]:
+        """The texts of a rank's actions, in order."""
+        several = self.has_several_stages_per_rank
+        return [str(a) if several else a.short for a in self.actions[rank]]
 
     @property
     def has_several_stages_per_rank(self) -> bool:

@@ -43,8 +43,8 @@ def to_text(schedule: Schedule) -> str:
     if schedule.weight_versions:
         lines.append(f"weight_versions: {_rows(schedule.weight_versions)}")
     lines.extend(f"note: {note}" for note in schedule.notes)
-    for rank, actions in enumerate(schedule.actions):
-        lines.append(f"rank {rank}: {' '.join(map(schedule.label, actions))}".rstrip())
+    for rank in range(schedule.num_ranks):
+        lines.append(f"rank {rank}: {' '.join(schedule.labels(rank))}".rstrip())
     return "\n".join(lines) + "\n"
 
 
@@ -76,7 +76,7 @@ def to_json(schedule: Schedule) -> str:
             "microbatches_per_update": schedule.microbatches_per_update,
             "weight_versions": schedule.weight_versions,
             "notes": schedule.notes,
-            "actions": [[schedule.label(a) for a in actions] for actions in schedule.actions],
+            "actions": [schedule.labels(rank) for rank in range(schedule.num_ranks)],
         }
     )
 

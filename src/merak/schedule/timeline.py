@@ -46,11 +46,13 @@ def simulated_timeline(simulation: Simulation) -> Timeline:
     rows = []
     for rank, actions in enumerate(schedule.actions):
         row = []
-        for index, action in enumerate(actions, start=table.starts[rank]):
+        labels = schedule.labels(rank)
+        for place, action in enumerate(actions):
+            index = table.starts[rank] + place
             recomputes = ", recomputes inside" if inside[index] else ""
             row.append(
                 Span(
-                    label=schedule.label(action),
+                    label=labels[place],
                     kind=action.kind,
                     start_s=float(simulation.start[index]),
                     end_s=float(simulation.end[index]),

@@ -62,7 +62,7 @@ def check_in_flight(schedule: Schedule, limit: float) -> None:
     where = _where(schedule, int(table.rank[index]), index - table.starts[int(table.rank[index])])
     raise ScheduleError(
         f"{schedule.name} does not fit the limit of {limit:g} microbatches in flight: {where} "
-        f"is the {levels[index]}th on its rank. The least limit it fits is {peak}."
+        f"brings its rank to {levels[index]}. The least limit it fits is {peak}."
     )
 
 
@@ -152,16 +152,16 @@ def _fields_have_a_value_per_stage(schedule: Schedule) -> Iterator[str]:
 
 
 def _actions_are_on_the_rank_of_their_stage(schedule: Schedule) -> Iterator[str]:
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     for rank, position, action in _each(schedule):
-        where = _where(schedule, rank, position)
-        if not 0 <= action.stage < schedule.num_stages:
-            yield f"{where} is on a stage that does not exist; there are {schedule.num_stages}."
-        elif not 0 <= action.microbatch < schedule.num_microbatches:
-            yield (
-                f"{where} is of a microbatch that does not exist; "
-                f"there are {schedule.num_microbatches}."
-            )
+        if not 0 <= action.stage < num_stages:
+            where = _where(schedule, rank, position)
+            yield f"{where} is on a stage that does not exist; there are {num_stages}."
+        elif not 0 <= action.microbatch < num_microbatches:
+            where = _where(schedule, rank, position)
+            yield f"{where} is of a microbatch that does not exist; there are {num_microbatches}."
         elif (owner := schedule.rank_of(action.stage, action.microbatch)) != rank:
+            where = _where(schedule, rank, position)
             yield f"{where} belongs on rank {owner}, which holds the stage for its microbatch."
 
 
@@ -217,28 +217,23 @@ def _weight_versions_exist(schedule: Schedule) -> Iterator[str]:
     for stage, eager in enumerate(schedule.eager_reduction):
         if not eager:
             yield f"stage {stage} is not reduced eagerly; asynchronous stages must be."
-    finished: Counter[tuple[int, int]] = Counter()
+    finished: Counter[int] = Counter()
     newest: dict[int, int] = {}
     for rank, position, action in _each(schedule):
         stage = action.stage
         if action.kind in FINAL_KINDS:
-            finished[stage, schedule.update_of(action.microbatch)] += 1
+            finished[stage] += 1
         elif action.kind is Kind.FORWARD:
             version = schedule.weight_version(stage, action.microbatch)
-            where = _where(schedule, rank, position)
-            made = _versions_made(schedule, finished, stage)
+            # Backwards come in the order of updates: another rule.
+            made = finished[stage] // schedule.microbatches_per_update
             if not 0 <= version <= made:
+                where = _where(schedule, rank, position)
                 yield f"{where} uses weight version {version}; {made} updates are done by then."
             if version < newest.get(stage, 0):
+                where = _where(schedule, rank, position)
                 yield f"{where} uses weight version {version} after version {newest[stage]}."
             newest[stage] = max(version, newest.get(stage, 0))
-
-
-def _versions_made(schedule: Schedule, finished: Counter[tuple[int, int]], stage: int) -> int:
-    made = 0
-    while finished[stage, made] == schedule.microbatches_per_update:
-        made += 1
-    return made
 
 
 def _asynchronous_stages_have_one_rank(schedule: Schedule) -> Iterator[str]:

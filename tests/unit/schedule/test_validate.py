@@ -138,8 +138,8 @@ def test_no_single_deletion_or_repetition_goes_unnoticed(data: st.DataObject) ->
 def test_an_in_flight_limit_names_the_action_and_the_least_that_fits() -> None:
     check_in_flight(build("1f1b", 4, 8), 4)
     sentence = (
-        "1f1b does not fit the limit of 2 microbatches in flight: F2 at position 2 of rank 0 is "
-        "the 3th on its rank. The least limit it fits is 4."
+        "1f1b does not fit the limit of 2 microbatches in flight: F2 at position 2 of rank 0 "
+        "brings its rank to 3. The least limit it fits is 4."
     )
     with pytest.raises(ScheduleError, match=re.escape(sentence)):
         check_in_flight(build("1f1b", 4, 8), 2)
