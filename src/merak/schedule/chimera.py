@@ -27,6 +27,7 @@ def chimera(
     pairs: int = 1,
     method: str = "direct",
     recompute: bool | None = None,
+    eager_middle: bool = False,
 ) -> Schedule:
     """Build Chimera with 2f pipes: f down the ranks and f up.
 
@@ -44,6 +45,7 @@ def chimera(
             forward_doubling or backward_halving.
         recompute: keep only stage inputs. Unless given, only forward_doubling does, which holds
             twice the microbatches.
+        eager_middle: reduce the middle stages' gradients eagerly too, though no bubble hides it.
 
     Raises:
         ScheduleError: P is odd, f divides no P / 2, or the method is unknown.
@@ -66,13 +68,15 @@ def chimera(
         # A unit keeps a rank busy for P slots of forwards and P or 2P of backwards.
         slot += (1 + width) * num_ranks
     recompute = method == "forward_doubling" if recompute is None else recompute
+    lists = _by_rank(placed, num_ranks)
+    eager = (True,) * num_ranks if eager_middle else _eager(lists)
     return Schedule(
         name="chimera",
         pipes=pipes,
         microbatch_pipes=tuple(microbatch_pipes),
-        actions=tuple(tuple(p.action for p in _of_rank(placed, r)) for r in range(num_ranks)),
+        actions=tuple(tuple(p.action for p in own) for own in lists),
         recompute=(recompute,) * num_ranks,
-        eager_reduction=_eager(placed, num_ranks),
+        eager_reduction=eager,
         microbatches_per_update=num_microbatches,
     )
 
@@ -135,19 +139,21 @@ def _unit(
     return result
 
 
-def _of_rank(placed: list[_Placed], rank: int) -> list[_Placed]:
+def _by_rank(placed: list[_Placed], num_ranks: int) -> list[list[_Placed]]:
+    lists: list[list[_Placed]] = [[] for _ in range(num_ranks)]
+    for one in placed:
+        lists[one.rank].append(one)
     # Only the two forwards of a pair share a slot; the sort is stable and keeps their order.
-    return sorted((p for p in placed if p.rank == rank), key=lambda p: p.slot)
+    return [sorted(own, key=lambda one: one.slot) for own in lists]
 
 
-def _eager(placed: list[_Placed], num_ranks: int) -> tuple[bool, ...]:
+def _eager(lists: list[list[_Placed]]) -> tuple[bool, ...]:
     """Stages whose reduction has an idle slot to hide in, before the rank's last action.
 
     The middle stages have none: their reduction would only slow the last actions down.
     """
-    eager = [True] * num_ranks
-    for rank in range(num_ranks):
-        own = _of_rank(placed, rank)
+    eager = [True] * len(lists)
+    for own in lists:
         complete = {p.action.stage: p.slot for p in own if p.action.kind in FINAL_KINDS}
         busy = [p.slot for p in own]
         for stage, slot in complete.items():

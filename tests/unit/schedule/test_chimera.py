@@ -101,6 +101,10 @@ def test_only_the_middle_stages_are_not_reduced_eagerly(depth: int) -> None:
     assert [stage for stage, flag in enumerate(eager) if not flag] == [depth // 2]
 
 
+def test_middle_stages_are_reduced_eagerly_on_request() -> None:
+    assert build("chimera", 4, 4, eager_middle=True).eager_reduction == (True,) * 4
+
+
 def test_table_2_bubbles_of_the_others() -> None:
     for depth in (4, 8):
         for n in (depth, 4 * depth):
