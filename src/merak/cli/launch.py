@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from merak.cli.errors import RunError
 from merak.core.errors import MerakError, TrainingError
+from merak.core.failure import LAUNCHER_S, is_lost_connection
 
 Result = TypeVar("Result")
 
@@ -31,9 +32,6 @@ SHUTDOWN_S = 10
 
 TORCH_SPAWN = "multiprocessing.spawn"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
-
-YIELD_S = 1.0
-"""Seconds by which a rank with an unexpected error lets the launcher see a killed rank first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +119,11 @@ def _rank(work: Work[Result], folder: Path) -> Result:
         _note(folder, str(error), is_bad_input=not isinstance(error, TrainingError))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BaseException:
+    except BaseException as error:
+        if is_lost_connection(error):
+            time.sleep(LAUNCHER_S)  # the launcher stops this rank when it finds the first cause
         told = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
         _note(folder, told, is_bad_input=False)
-        time.sleep(YIELD_S)
     # Not sys.exit: threads of a communication library may wait for ranks that never come.
     sys.stderr.flush()
     os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -53,10 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         code = app(args=arguments, prog_name="merak", standalone_mode=False)
-    except (RunError, TrainingError) as error:
-        return _refuse(str(error), RUN_FAILED)
-    except MerakError as error:
-        return _refuse(str(error), BAD_INPUT)
+    except (MerakError, RunError) as error:
+        if "RANK" in os.environ:  # a rank of torchrun's: merak.core.failure says it, once
+            raise
+        failed = isinstance(error, (RunError, TrainingError))
+        return _refuse(str(error), RUN_FAILED if failed else BAD_INPUT)
     except Exception as error:
         # The command line's own errors: an unknown option, a missing argument.
         message = getattr(error, "format_message", None)

@@ -46,7 +46,10 @@ def train(
     from merak.cli.job import Job, run_job
     from merak.cli.launch import Work, run_ranks, under_torchrun
     from merak.cli.recipe import read_recipe
+    from merak.core import failure
 
+    if under_torchrun():
+        failure.install()  # of all ranks, the first to fail speaks
     with stdout_to_stderr():
         job = Job(read_recipe(recipe), backend, device)
         num_ranks = job.recipe.parallel.num_ranks
