@@ -100,10 +100,11 @@ def compile_program(
         first, stop = bounds[stage], bounds[stage + 1]
         programs = []
         for segment in graph.segments[first:stop]:
+            draws = _draws(segment)  # which its rewritten form, of operators of our own, may hide
             local, split = rewrite(segment) if rewrite else (segment, {})
             shards |= split
             derived.update(local.derived)
-            programs.append(compile_segment(local, graph.values))
+            programs.append(compile_segment(local, graph.values, draws))
         made = {name for p in programs for name in p.segment.outputs}
         results = {name: value for name, value in graph.outputs.items() if value in made}
         stages[stage] = StageProgram(tuple(programs), crossing[first], crossing[stop], results)
@@ -120,15 +121,22 @@ def compile_program(
     )
 
 
-def compile_segment(segment: Segment, values: Mapping[str, TensorMeta]) -> SegmentProgram:
+def compile_segment(
+    segment: Segment, values: Mapping[str, TensorMeta], draws: bool = False
+) -> SegmentProgram:
     """Generate the Python function that runs a segment's operators one after another."""
     module = fx.GraphModule(torch.nn.Module(), segment.graph)
     return SegmentProgram(
         segment=segment,
         function=module.forward,
         gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
-        draws=any(is_random(n) for n in segment.graph.nodes if n.op == "call_function"),
+        draws=draws,
     )
+
+
+def _draws(segment: Segment) -> bool:
+    """Whether a segment as traced draws random numbers."""
+    return any(is_random(n) for n in segment.graph.nodes if n.op == "call_function")
 
 
 def _prologues(
