@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import operator
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from merak.graph.autocast import SETTLED, write_out_autocast
+from merak.graph.explain import refuse_dynamic_shape
 from merak.graph.ir import Kind, TensorMeta
+from merak.graph.writes import eliminate_dead_code, settle_writes, written_by
 
 aten = torch.ops.aten
 
@@ -22,7 +26,11 @@ _ASSERTIONS = {
     "aten.sym_constrain_range_for_size.default",
 }
 _CONVERSIONS = {"aten.to.dtype_layout", "aten.to.dtype", "aten.to.device", "aten.to.other"}
-_SAME = {"aten.alias.default", "aten.lift_fresh_copy.default"}
+_COPIES = {"aten.lift_fresh_copy.default"}
+_DROPOUTS = {
+    f"aten.{name}.default" for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
+}
+_KNOWN_NAMESPACES = ("aten", "prim", "prims")
 _NO_GRADIENT = {
     "aten.detach.default",
     "aten.zeros_like.default",
@@ -44,65 +52,76 @@ def clean_graph(graph: fx.Graph) -> frozenset[str]:
 
     Returns:
         The source files its nodes come from.
+
+    Raises:
+        TraceError: a shape that depends on numbers, or a write into a parameter.
     """
     _inline_subgraphs(graph)
     sources: set[str] = set()
+    memory = _Memory()
     for node in list(graph.nodes):
         if str(node.target) in _ASSERTIONS:
             graph.erase_node(node)
-            continue
-        _set_meta(node, sources)
-        if (replaced := _without_effect(node)) is not None:
+        else:
+            _set_meta(node, sources, memory)
+    written = {a.meta["memory"] for n in graph.nodes for a in written_by(n)}
+    for node in list(graph.nodes):
+        if (replaced := _without_effect(node, written)) is not None:
             node.replace_all_uses_with(replaced)
             graph.erase_node(node)
+    settle_writes(graph)
     eliminate_dead_code(graph)
     return frozenset(sources)
 
 
-def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erase nodes whose result nobody reads, but for operators that write into a tensor."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "output" or node.users:
-            continue
-        if node.op == "call_function" and is_mutating(node):
-            continue
-        graph.erase_node(node)
+class _Memory:
+    """Numbers tensors by the memory they are in, and knows into which a gradient was written."""
 
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._members: dict[int, list[fx.Node]] = {}
+        self._carrying: set[int] = set()
 
-def is_mutating(node: fx.Node) -> bool:
-    """Whether the operator writes into one of its arguments."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and bool(
-        target._schema.is_mutable or _updates_running_statistics(node)
-    )
+    def number(self, node: fx.Node, value: Any) -> int | None:
+        """The number of a node's memory; None where it yields no single tensor."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        storage = value.untyped_storage()._cdata
+        number = self._numbers.setdefault(storage, len(self._numbers))
+        self._members.setdefault(number, []).append(node)
+        return number
 
+    def carries(self, number: int | None) -> bool:
+        """Whether something that carries a gradient has been written there."""
+        return number in self._carrying
 
-def _updates_running_statistics(node: fx.Node) -> bool:
-    """Batch norm in training writes its running mean and variance, though no schema says so."""
-    if str(node.target) not in ("aten.batch_norm.default", "aten.instance_norm.default"):
-        return False
-    return bool(node.args[5]) and isinstance(node.args[3], fx.Node)
+    def write(self, number: int | None) -> None:
+        """Something that carries a gradient is written: so do all views of that memory."""
+        if number is None or number in self._carrying:
+            return
+        self._carrying.add(number)
+        for node in self._members[number]:
+            meta = node.meta["tensor"]
+            if meta.dtype.is_floating_point or meta.dtype.is_complex:
+                node.meta["tensor"] = replace(meta, requires_grad=True)
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers."""
+    """Whether the operator draws random numbers; of operators outside torch nobody knows."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if str(target) == "aten.scaled_dot_product_attention.default":
-        return bool(_argument(node, 4, "dropout_p", 0.0))
-    return torch.Tag.nondeterministic_seeded in target.tags or str(target) in (
-        "aten.dropout.default",
-        "aten.dropout_.default",
-        "aten.alpha_dropout.default",
-        "aten.feature_dropout.default",
-    )
-
-
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    if len(node.args) > position:
-        return node.args[position]
-    return node.kwargs.get(name, default)
+    if target.namespace not in _KNOWN_NAMESPACES:
+        return True
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    values = {
+        argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for i, argument in enumerate(target._schema.arguments)
+    }
+    never = any(name in values and values[name] == 0 for name in ("p", "dropout", "dropout_p"))
+    asleep = any(values.get(name) is False for name in ("train", "training"))
+    return not never and not asleep
 
 
 def _inline_subgraphs(graph: fx.Graph) -> None:
@@ -116,27 +135,44 @@ def _inline_subgraphs(graph: fx.Graph) -> None:
             continue
         position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node))
         body: Any = getattr(module, str(node.args[position].target))
+        settings, args = node.args[:position], node.args[position + 1 :]
         _inline_subgraphs(body.graph)
-        detached = name == "wrap_with_set_grad_enabled" and node.args[0] is False
-        _inline(graph, node, body.graph, node.args[position + 1 :], detached)
+        if name == "wrap_with_autocast":
+            _settle_autocast(body.graph, settings, args)
+        _inline(graph, node, body.graph, args, settings == (False,))
     for node in list(graph.find_nodes(op="get_attr")):
         if not node.users:
             graph.erase_node(node)
 
 
+def _settle_autocast(body: fx.Graph, settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+    """Write conversions out; what is left does not change under an autocast further out."""
+    device_type, dtype, enabled, _ = settings
+    if enabled:
+        placeholders = zip(body.find_nodes(op="placeholder"), args, strict=True)
+        weights = {p for p, a in placeholders if a.meta.get("kind") is Kind.PARAMETER}
+        write_out_autocast(body, device_type, dtype, weights)
+    for node in body.nodes:
+        node.meta[SETTLED] = True
+
+
 def _inline(
     graph: fx.Graph, call: fx.Node, body: fx.Graph, args: tuple[Any, ...], detached: bool
 ) -> None:
-    env: dict[fx.Node, Any] = dict(zip(body.find_nodes(op="placeholder"), args, strict=True))
+    """Put a body in the place of the call; without gradients, on detached arguments.
+
+    Detached arguments, rather than results: some operators refuse arguments that carry a gradient.
+    """
     results: tuple[Any, ...] = ()
     with graph.inserting_before(call):
+        inner = tuple(_detach(graph, a) for a in args) if detached else args
+        env: dict[fx.Node, Any] = dict(zip(body.find_nodes(op="placeholder"), inner, strict=True))
         for node in body.nodes:
             if node.op == "output":
-                results = tuple(env[n] for n in node.args[0])
+                found = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
+                results = tuple(env[n] if isinstance(n, fx.Node) else n for n in found)
             elif node.op != "placeholder":
                 env[node] = graph.node_copy(node, lambda n: env[n])
-        if detached:
-            results = tuple(_detach(graph, result) for result in results)
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise AssertionError(f"{user} reads the tuple of {call} as a whole")
@@ -145,22 +181,33 @@ def _inline(
     graph.erase_node(call)
 
 
-def _detach(graph: fx.Graph, result: fx.Node) -> fx.Node:
-    node = graph.call_function(aten.detach.default, (result,))
-    node.meta |= {k: v for k, v in result.meta.items() if k in ("val", "stack_trace")}
+def _detach(graph: fx.Graph, source: Any) -> Any:
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return source
+    node = graph.call_function(aten.detach.default, (source,))
+    node.meta |= {k: v for k, v in source.meta.items() if k in ("val", "stack_trace")}
     return node
 
 
-def _set_meta(node: fx.Node, sources: set[str]) -> None:
+def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [f for f in frames if "/merak/graph/" not in f[0]]
     where = f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
     sources.update(f[0] for f in frames)
     modules = node.meta.get("nn_module_stack") or {}
     path = f"{next((p for p, _ in reversed(modules.values())), '')}.".removeprefix("model.")
-    tensor = tensor_meta(node.meta.get("val"), _carries_gradient(node))
+    value = node.meta.get("val")
+    if node.op != "output":
+        refuse_dynamic_shape(where, value)
+    carries = _carries_gradient(node)
     kept = {k: node.meta[k] for k in ("kind", "name") if k in node.meta}
-    node.meta = {"tensor": tensor, "source": where, "module": path.rstrip("."), **kept}
+    number = memory.number(node, value)
+    tensor = tensor_meta(value, carries or memory.carries(number))
+    meta = {"tensor": tensor, "source": where, "module": path.rstrip("."), "memory": number}
+    node.meta = {**meta, **kept}
+    if carries and node.op == "call_function":
+        for written in written_by(node):
+            memory.write(written.meta["memory"])
 
 
 def tensor_meta(value: Any, requires_grad: bool) -> Any:
@@ -191,15 +238,17 @@ def requires_grad(meta: Any) -> bool:
     return isinstance(meta, tuple) and any(requires_grad(m) for m in meta)
 
 
-def _without_effect(node: fx.Node) -> fx.Node | None:
+def _without_effect(node: fx.Node, written: set[int | None]) -> fx.Node | None:
     """The argument that a node returns unchanged, or None."""
     name = str(node.target)
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
-    if name in _SAME:
+    if name == "aten.alias.default" or (name in _COPIES and node.meta["memory"] not in written):
         return source
-    if name == "aten.dropout.default" and (node.args[1] == 0 or not node.args[2]):
+    if name == "aten.detach.default" and not requires_grad(source.meta["tensor"]):
+        return source
+    if name in _DROPOUTS and (node.args[1] == 0 or not node.args[2]):
         return source
     same = node.meta.get("tensor") == source.meta.get("tensor")
     copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import torch
 from torch import fx
 
-from merak.graph.clean import is_mutating, is_random
-from merak.graph.ir import Kind
+from merak.graph.clean import is_random
+from merak.graph.ir import Kind, TensorMeta
+from merak.graph.writes import Writes, find_writes
 
 _GEMMS = frozenset(
     f"aten.{name}"
@@ -39,6 +40,15 @@ _GEMMS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Main nodes start … stop − 1, and the older values that they or later ones read."""
+
+    start: int
+    stop: int
+    incoming: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Flow:
     """The nodes of a graph in two groups, and how long values of the main group live.
 
@@ -46,129 +56,111 @@ class Flow:
         main: nodes that depend on a parameter, draw random numbers, or write into a tensor.
         derived: the other operators: they depend on the batch and on buffers alone.
         last_use: per main node, the position in `main` of its last reader (its own if none).
+        dying: per position, the earlier values read there for the last time.
         uncuttable: positions p where no cut may fall between p and p + 1.
     """
 
     main: tuple[fx.Node, ...]
     derived: tuple[fx.Node, ...]
     last_use: tuple[int, ...]
+    dying: tuple[tuple[int, ...], ...]
     uncuttable: frozenset[int]
 
-    def cuts(self, carried: frozenset[int] = frozenset()) -> list[int]:
-        """Positions p where at most one value, carried ones aside, lives on from p to p + 1."""
-        change = [0] * (len(self.main) + 1)
-        for made, last in enumerate(self.last_use):
-            if made not in carried and last > made:
-                change[made] += 1
-                change[last] -= 1
-        alive = 0
-        found = []
-        for position in range(len(self.main) - 1):
-            alive += change[position]
-            if alive <= 1 and position not in self.uncuttable:
-                found.append(position)
-        return found
-
-    def crossing(self, position: int) -> list[int]:
-        """The values that live on from `position` to the next."""
-        return [i for i in range(position + 1) if self.last_use[i] > position]
+    def cut(self, span: Span, carried: frozenset[int]) -> list[Span]:
+        """Cut a span wherever at most one value, carried ones aside, lives on to the next node."""
+        alive = dict.fromkeys(span.incoming)
+        num_counted = sum(value not in carried for value in alive)
+        parts = []
+        start, incoming = span.start, span.incoming
+        for position in range(span.start, span.stop):
+            for value in self.dying[position]:
+                if value in alive:
+                    del alive[value]
+                    num_counted -= value not in carried
+            if self.last_use[position] > position:
+                alive[position] = None
+                num_counted += position not in carried
+            is_last = position == span.stop - 1
+            if not is_last and num_counted <= 1 and position not in self.uncuttable:
+                parts.append(Span(start, position + 1, incoming))
+                start, incoming = position + 1, tuple(alive)
+        return [*parts, Span(start, span.stop, incoming)]
 
 
 def analyse(graph: fx.Graph) -> Flow:
     """Split a graph's operators into main and derived ones, and find every value's lifetime."""
+    writes = find_writes(graph)
     operators = [n for n in graph.nodes if n.op == "call_function"]
-    roots, writers = _aliases(operators)
-    derived = _derived(operators, roots, writers)
-    main = tuple(n for n in operators if n not in derived)
+    main_set = _main(graph, operators, writes)
+    main = tuple(n for n in operators if n in main_set)
     position = {node: i for i, node in enumerate(main)}
     last_use = list(range(len(main)))
-    uncuttable: set[int] = set()
     for i, node in enumerate(main):
         for source in node.all_input_nodes:
             if source in position:
                 last_use[position[source]] = i
+    joined = [0] * (len(main) + 1)
+    for first, last in (*_unsendable(main, last_use), *_written(writes, position)):
+        joined[first] += 1
+        joined[last] -= 1
+    uncuttable = frozenset(i for i, depth in enumerate(accumulate(joined)) if depth > 0)
+    derived = tuple(n for n in operators if n not in main_set)
+    return Flow(main, derived, tuple(last_use), _dying(last_use), uncuttable)
+
+
+def _dying(last_use: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in last_use]
+    for made, last in enumerate(last_use):
+        if last > made:
+            found[last].append(made)
+    return tuple(map(tuple, found))
+
+
+def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Writes) -> set[fx.Node]:
+    """Operators that depend on a parameter, on chance, or on a buffer that is written.
+
+    What is written in place is computed from the batch alone only if all that is written there is,
+    and if nobody in the main part looks at it before the last write.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    todo = [n for n in graph.find_nodes(op="placeholder") if _is_seed(n, writes)]
+    todo += [n for n in operators if is_random(n)]
+    found: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in found or node.op == "output":
+            continue
+        found.add(node)
+        todo += node.users
+        todo += writes.group(node)
+        for source in node.all_input_nodes:
+            writers = writes.writers.get(source.meta.get("memory"), ())
+            if writers and order[node] < order[writers[-1]]:
+                todo += writes.group(source)
+    return {n for n in found if n.op == "call_function"}
+
+
+def _is_seed(placeholder: fx.Node, writes: Writes) -> bool:
+    kind = placeholder.meta["kind"]
+    return kind is Kind.PARAMETER or placeholder.meta.get("memory") in writes.writers
+
+
+def _unsendable(
+    main: Sequence[fx.Node], last_use: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Where tuples and plain numbers live: they never leave their segment."""
     for i, node in enumerate(main):
-        if isinstance(node.meta["tensor"], tuple):
-            uncuttable.update(range(i, last_use[i]))
-        root = roots.get(node, node)
-        if is_mutating(node) and root in position:
-            # What is written in place must live in one segment, with all that looks at it.
-            readers = [position[n] for n in main if roots.get(n, n) is root]
-            end = max(last_use[r] for r in readers)
-            uncuttable.update(range(position[root], end))
-    fixed = tuple(n for n in operators if n in derived)
-    return Flow(main, fixed, tuple(last_use), frozenset(uncuttable))
+        if not isinstance(node.meta["tensor"], TensorMeta):
+            yield i, last_use[i]
 
 
-def _aliases(
-    operators: Sequence[fx.Node],
-) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
-    """The tensor that each view or in-place result is part of, and who writes into it."""
-    roots: dict[fx.Node, fx.Node] = {}
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in operators:
-        source = _aliased_argument(node)
-        if source is not None:
-            roots[node] = roots.get(source, source)
-        if is_mutating(node):
-            for written in written_arguments(node):
-                writers.setdefault(roots.get(written, written), []).append(node)
-    return roots, writers
-
-
-def _aliased_argument(node: fx.Node) -> fx.Node | None:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        first = node.args[0] if node.args else None  # getitem of a tuple of views
-        return first if isinstance(first, fx.Node) else None
-    for argument, value in _schema_arguments(node):
-        if argument.alias_info is not None:
-            return value
-    return None
-
-
-def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operator writes into."""
-    if str(node.target) in ("aten.batch_norm.default", "aten.instance_norm.default"):
-        return [a for a in node.args[3:5] if isinstance(a, fx.Node)]
-    return [
-        value
-        for argument, value in _schema_arguments(node)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-def _schema_arguments(node: fx.Node) -> Iterator[tuple[torch._C.Argument, fx.Node]]:
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    for i, argument in enumerate(target._schema.arguments):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        if isinstance(value, fx.Node):
-            yield argument, value
-
-
-def _derived(
-    operators: Sequence[fx.Node],
-    roots: dict[fx.Node, fx.Node],
-    writers: dict[fx.Node, list[fx.Node]],
-) -> set[fx.Node]:
-    """Operators that depend on the batch and on buffers nobody writes, and on no chance."""
-    derived: set[fx.Node] = set()
-
-    def is_fixed(node: fx.Node) -> bool:
-        if roots.get(node, node) in writers or node in writers:
-            return False
-        if node.op == "placeholder":
-            return node.meta["kind"] in (Kind.COLUMN, Kind.BUFFER)
-        return node in derived
-
-    for node in operators:
-        if is_random(node) or is_mutating(node) or node in writers:
-            continue
-        if roots.get(node, node) in writers:
-            continue
-        if all(is_fixed(source) for source in node.all_input_nodes):
-            derived.add(node)
-    return derived
+def _written(writes: Writes, position: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """From the first sight of what is written in place to the last write into it."""
+    for memory, writers in writes.writers.items():
+        members = writes.members[memory]
+        seen = [position[n] for m in members for n in (m, *m.users) if n in position]
+        if seen and writers[-1] in position:
+            yield min(seen), position[writers[-1]]
 
 
 _VIEWS = frozenset(

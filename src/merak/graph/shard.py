@@ -11,31 +11,22 @@ Source: Merak (IEEE TPDS), section 4.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from heapq import nlargest
+from itertools import accumulate
 
 from torch import fx
 
 from merak.core.errors import TraceError
-from merak.graph.clean import eliminate_dead_code
-from merak.graph.flow import Flow, analyse, is_embedding, is_weight_gemm, reads_parameter
+from merak.graph.flow import Flow, Span, analyse, is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.trace import Trace
+from merak.graph.writes import eliminate_dead_code
 
 _MAX_GEMMS_PER_BLOCK = 8
 """A block with more weight GEMMs is searched for values that only pass through it."""
 
-_MAX_CARRIED_PER_BLOCK = 6
-"""How many values may be set aside at once to find cuts inside one block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Main nodes start … stop − 1 between two neighbouring places where a cut may fall."""
-
-    start: int
-    stop: int
-    num_gemms: int
-    has_embedding: bool
+_MAX_CARRIED = 6
+"""How many values may be set aside at once to find cuts inside one block, and how often."""
 
 
 def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
@@ -55,7 +46,7 @@ def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
     flow = analyse(trace.graph)
     starts = _segment_starts(flow)
     segment_of = _assign(flow.main, starts)
-    builder = _Builder(flow, segment_of, kept)
+    builder = _Builder(flow, segment_of, kept, len(starts) - 1)
     bounds = zip(starts, (*starts[1:], len(flow.main)), strict=True)
     segments = tuple(builder.segment(i, flow.main[a:b]) for i, (a, b) in enumerate(bounds))
     return ModelGraph(
@@ -93,68 +84,57 @@ def _segment_starts(flow: Flow) -> list[int]:
     A segment begins with a block that does GEMMs, or with embeddings after such a block (a
     decoder's); lighter blocks (norms, dropout) go with what they follow.
     """
+    embeddings = {i for i, node in enumerate(flow.main) if is_embedding(node)}
+    gemms = (0, *accumulate(is_weight_gemm(node) for node in flow.main))
     starts = [0]
     gemms_so_far = 0
-    for block in _blocks(flow):
-        begins = block.num_gemms > 0 or (block.has_embedding and gemms_so_far > 0)
+    for block in _blocks(flow, gemms):
+        num_gemms = gemms[block.stop] - gemms[block.start]
+        has_embedding = any(i in embeddings for i in range(block.start, block.stop))
+        begins = num_gemms > 0 or (has_embedding and gemms_so_far > 0)
         if begins and block.start > 0:
             starts.append(block.start)
             gemms_so_far = 0
-        gemms_so_far += block.num_gemms
+        gemms_so_far += num_gemms
     return starts
 
 
-def _blocks(flow: Flow) -> list[Block]:
-    """Blocks between cuts; values that pass through large blocks are set aside to cut them too."""
-    carried: frozenset[int] = frozenset()
-    blocks = _blocks_between(flow, carried)
-    settled: set[tuple[int, int]] = set()
-    while True:
-        large = [
-            b
-            for b in blocks
-            if b.num_gemms > _MAX_GEMMS_PER_BLOCK and (b.start, b.stop) not in settled
-        ]
-        if not large:
-            return blocks
-        block = max(large, key=lambda b: b.num_gemms)
-        settled.add((block.start, block.stop))
-        carried = _carry_through(flow, block, carried)
-        blocks = _blocks_between(flow, carried)
+def _blocks(flow: Flow, gemms: Sequence[int]) -> list[Span]:
+    """Blocks between cuts; values that pass through large blocks are set aside to cut them too.
+
+    Args:
+        flow: the graph's values.
+        gemms: how many weight GEMMs come before each position.
+    """
+    blocks = []
+    todo = [(Span(0, len(flow.main), ()), frozenset[int](), _MAX_CARRIED + 1)]
+    while todo:
+        span, carried, tries = todo.pop()
+        parts = flow.cut(span, carried)
+        if len(parts) == 1 and tries <= _MAX_CARRIED:
+            blocks.append(span)
+            continue
+        for part in reversed(parts):
+            is_large = gemms[part.stop] - gemms[part.start] > _MAX_GEMMS_PER_BLOCK
+            aside = _set_aside(flow, part, carried, gemms) if is_large and tries else None
+            todo.append((part, carried, 0) if aside is None else (part, aside, tries - 1))
+    return blocks
 
 
-def _carry_through(flow: Flow, block: Block, carried: frozenset[int]) -> frozenset[int]:
+def _set_aside(
+    flow: Flow, block: Span, carried: frozenset[int], gemms: Sequence[int]
+) -> frozenset[int] | None:
     """The longest-lived values of a block whose setting aside splits it, added to `carried`."""
-    inside = [i for i in range(block.start, block.stop) if i not in carried]
-    if block.start > 0:
-        inside += [i for i in flow.crossing(block.start - 1) if i not in carried]
-    by_life = sorted(inside, key=lambda i: min(flow.last_use[i], block.stop) - i, reverse=True)
+    inside = (i for i in (*block.incoming, *range(block.start, block.stop)) if i not in carried)
     trial = carried
-    for value in by_life[:_MAX_CARRIED_PER_BLOCK]:
+    for value in nlargest(
+        _MAX_CARRIED, inside, key=lambda i: min(flow.last_use[i], block.stop) - max(i, block.start)
+    ):
         trial = trial | {value}
-        parts = [
-            b
-            for b in _blocks_between(flow, trial)
-            if block.start <= b.start < block.stop and b.num_gemms > 0
-        ]
-        if len(parts) > 1:
+        parts = flow.cut(block, trial)
+        if sum(gemms[part.stop] > gemms[part.start] for part in parts) > 1:
             return trial
-    return carried
-
-
-def _blocks_between(flow: Flow, carried: frozenset[int]) -> list[Block]:
-    cuts = flow.cuts(carried)
-    starts = [0, *(p + 1 for p in cuts)]
-    stops = [*starts[1:], len(flow.main)]
-    return [
-        Block(
-            a,
-            b,
-            sum(is_weight_gemm(n) for n in flow.main[a:b]),
-            any(is_embedding(n) for n in flow.main[a:b]),
-        )
-        for a, b in zip(starts, stops, strict=True)
-    ]
+    return None
 
 
 def _assign(main: Sequence[fx.Node], starts: Sequence[int]) -> dict[fx.Node, int]:
@@ -171,22 +151,26 @@ class _Builder:
     """Copies nodes of the whole graph into graphs of their own, one per segment."""
 
     def __init__(
-        self, flow: Flow, segment_of: dict[fx.Node, int], kept: dict[str, fx.Node]
+        self, flow: Flow, segment_of: dict[fx.Node, int], kept: dict[str, fx.Node], last: int
     ) -> None:
         self.flow = flow
         self.segment_of = segment_of
-        self.kept = set(kept.values())
+        self.kept = dict.fromkeys(kept.values())
+        self.last = last
         self.values: dict[str, TensorMeta] = {}
 
     def segment(self, index: int, nodes: Sequence[fx.Node]) -> Segment:
         outputs = [n for n in nodes if self._leaves(n, index)]
+        if index == self.last:
+            # Outputs that no segment makes, such as a column itself, leave with the last one.
+            outputs += [n for n in self.kept if n not in self.segment_of]
         return self._copy(index, _name(nodes), nodes, outputs)
 
     def prologue(self, segments: Sequence[Segment]) -> Segment:
-        """Derived nodes that some segment reads, or the caller."""
+        """Derived nodes that some segment reads."""
         read = {name for segment in segments for name in segment.derived}
         derived = self.flow.derived
-        outputs = [n for n in derived if n.name in read or n in self.kept]
+        outputs = [n for n in derived if n.name in read]
         return self._copy(-1, "prologue", derived, outputs)
 
     def _leaves(self, node: fx.Node, index: int) -> bool:
@@ -197,9 +181,8 @@ class _Builder:
         self, index: int, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
     ) -> Segment:
         inside = set(nodes)
-        external = list(
-            dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
-        )
+        read = (*(a for n in nodes for a in n.all_input_nodes), *outputs)
+        external = [node for node in dict.fromkeys(read) if node not in inside]
         by_kind: dict[Kind, list[fx.Node]] = {kind: [] for kind in Kind}
         for node in external:
             by_kind[self._kind(node)].append(node)
@@ -212,7 +195,8 @@ class _Builder:
             env[node] = graph.node_copy(node, lambda n: env[n])
         graph.output(tuple(env[n] for n in outputs))
         for node in (*outputs, *by_kind[Kind.VALUE], *by_kind[Kind.DERIVED]):
-            self.values[node.name] = node.meta["tensor"]
+            if isinstance(node.meta["tensor"], TensorMeta):  # else a number, never sent
+                self.values[node.name] = node.meta["tensor"]
         names = {kind: tuple(_label(n) for n in found) for kind, found in by_kind.items()}
         return Segment(
             index=index,

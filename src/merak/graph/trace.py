@@ -7,21 +7,21 @@ what comes out is the operators that one device would run, in their order.
 from __future__ import annotations
 
 import inspect
-import linecache
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 
 from merak.core.errors import TraceError
 from merak.graph.clean import clean_graph
+from merak.graph.explain import explain
+from merak.graph.fakes import eager_masks, fake_batch, fake_weights, no_draws_in_python
+from merak.graph.functions import kept_functions
 from merak.graph.ir import Kind, TensorMeta
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
@@ -79,19 +79,39 @@ def trace(
     device = torch.device((device or torch.device("cpu")).type)
     names, tied = parameter_names(model)
     call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns)
+    _refuse_trained_loss(loss_fn)
     runner = _Runner(model, call)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        stack.enter_context(_fake_weights(model, mode, device))
-        stack.enter_context(_eager_masks(columns))
-        values = _fake_batch(columns, mode, device)
+        stack.enter_context(fake_weights(model, mode, device))
+        stack.enter_context(eager_masks(columns))
+        stack.enter_context(kept_functions(model))
+        values = fake_batch(columns, mode, device)
         try:
-            program = torch.export.export(runner, values, strict=False)
+            with no_draws_in_python(model):
+                program = torch.export.export(runner, values, strict=False)
         except Exception as error:
-            raise _explain(model, error) from error
+            raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
+                None if isinstance(error, TraceError) else error
+            )
     graph, constants = _lift(program, runner, tied)
     sources = clean_graph(graph)
     return Trace(graph, runner.outputs(), names, tied, constants, dict(columns), sources)
+
+
+def _call_eagerly(
+    runner: _Runner, values: tuple[torch.Tensor, ...], mode: FakeTensorMode
+) -> None:
+    with mode:
+        runner(*values)
+
+
+def _refuse_trained_loss(loss_fn: LossFunction | None) -> None:
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise TraceError(
+            f"the loss function {type(loss_fn).__name__} has parameters of its own, which would "
+            "not be trained; make it a part of the model."
+        )
 
 
 def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, str]]:
@@ -193,73 +213,6 @@ def _named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.{inner}", tensor
 
 
-@contextmanager
-def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Put fake tensors in the place of parameters and buffers; the model's own come back after."""
-    fakes: dict[int, torch.Tensor] = {}
-    kept: list[tuple[dict[str, Any], str, Any]] = []
-
-    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            with mode:
-                fake = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-                )
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            fakes[id(tensor)] = fake
-        return fakes[id(tensor)]
-
-    try:
-        for module in model.modules():
-            for slots in (module._parameters, module._buffers):
-                for name, tensor in slots.items():
-                    if tensor is not None:
-                        kept.append((slots, name, tensor))
-                        slots[name] = fake_of(tensor)
-        yield
-    finally:
-        for slots, name, tensor in kept:
-            slots[name] = tensor
-
-
-def _fake_batch(
-    columns: Mapping[str, TensorMeta], mode: FakeTensorMode, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    with mode:
-        return tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in columns.values())
-
-
-@contextmanager
-def _eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
-    """Let transformers choose masks in the trace as it does in eager.
-
-    While a model is exported, transformers builds every causal mask in full, which rules out the
-    attention kernels that know `is_causal`. In eager it looks at the numbers: no padding mask and
-    positions that count up by one mean no mask. Positions that the model itself counted (one row,
-    or one row expanded) always do.
-    """
-    from transformers import masking_utils
-
-    find_packed = masking_utils.find_packed_sequence_indices
-
-    def find_packed_in_batch(position_ids: torch.Tensor) -> torch.Tensor | None:
-        counted = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
-        if "position_ids" not in columns and counted:
-            return None
-        return find_packed(position_ids)
-
-    with ExitStack() as stack:
-        patch = mock.patch.object
-        stack.enter_context(
-            patch(masking_utils, "find_packed_sequence_indices", find_packed_in_batch)
-        )
-        stack.enter_context(
-            patch(masking_utils, "is_torchdynamo_exporting", lambda: False, create=True)
-        )
-        yield
-
-
 def _lift(
     program: torch.export.ExportedProgram, runner: _Runner, tied: Mapping[str, str]
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
@@ -280,9 +233,45 @@ def _lift(
             node.meta |= {"kind": Kind.BUFFER, "name": target}
             if spec.kind == InputKind.CONSTANT_TENSOR:
                 constants[target] = program.constants[spec.target or ""]
+    _write_buffers(graph, signature)
     _keep_user_outputs(graph, signature)
     _merge_placeholders(graph)
     return graph, constants
+
+
+def _write_buffers(
+    graph: fx.Graph, signature: torch.export.graph_signature.ExportGraphSignature
+) -> None:
+    """Where the model assigns a new tensor to a buffer, write that into the buffer instead."""
+    assigned = {
+        spec.arg.name: spec.target
+        for spec in signature.output_specs
+        if spec.kind == OutputKind.BUFFER_MUTATION
+    }
+    if not assigned:
+        return
+    by_name = {node.name: node for node in graph.nodes}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for spec in signature.input_specs:
+        for value in (name for name, target in assigned.items() if target == spec.target):
+            buffer, new = by_name[spec.arg.name], by_name[value]
+            last = max((new, *_readers(buffer)), key=lambda node: order[node])
+            with graph.inserting_after(last):
+                graph.call_function(torch.ops.aten.copy_.default, (buffer, new)).meta = {
+                    **{k: v for k, v in new.meta.items() if k not in ("kind", "name")},
+                    "val": buffer.meta["val"],
+                }
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a tensor, or a view of it."""
+    for user in node.users:
+        if user.op == "output":
+            continue
+        yield user
+        value, own = user.meta.get("val"), node.meta["val"].untyped_storage()._cdata
+        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == own:
+            yield from _readers(user)
 
 
 def _keep_user_outputs(
@@ -303,21 +292,3 @@ def _merge_placeholders(graph: fx.Graph) -> None:
         if known is not node:
             node.replace_all_uses_with(known)
             graph.erase_node(node)
-
-
-def _explain(model: nn.Module, error: Exception) -> TraceError:
-    """A sentence that names the user's own line, not torch's."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(part in frame.filename for part in ("/torch/", "/merak/graph/", "<eval_with"))
-    ]
-    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
-    line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip() if own else ""
-    reason = str(error).strip().splitlines()
-    cause = reason[0] if reason else type(error).__name__
-    return TraceError(
-        f"{type(model).__name__} cannot be traced at {where}: `{line}` ({cause}); control flow and "
-        "shapes must not depend on the values of tensors there: use torch.where, fixed sizes, or "
-        "switch the feature off in the model's config."
-    )

@@ -1,0 +1,147 @@
+"""Why a model could not be traced, in a sentence that names the user's own line."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from merak.core.errors import TraceError
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_DEPENDS_ON_VALUES = (*_NEEDS_VALUES, GuardOnDataDependentSymNode)
+_LIBRARIES = ("/torch/", "/merak/graph/", "/transformers/utils/", "<", "/contextlib.py")
+_SHARED_CODE = ("/transformers/modeling_utils.py", "/transformers/masking_utils.py")
+
+
+def explain(
+    model: nn.Module, loss_fn: Any, error: Exception, call_eagerly: Callable[[], Any]
+) -> TraceError:
+    """What to tell the user of an error while tracing.
+
+    Args:
+        model: the user's model.
+        loss_fn: its loss function, or None.
+        error: what the trace raised.
+        call_eagerly: runs the model on the same fake tensors, without recording.
+
+    Returns:
+        An error that says whether the model fails by itself or only when traced, where, and what
+        to do.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, TraceError):
+            return cause
+    name = type(model).__name__
+    if not any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in _causes(error)):
+        own = _error_of(call_eagerly)
+        if isinstance(own, TraceError):
+            return own
+        if own is not None and not isinstance(own, (*_NEEDS_VALUES, UnsupportedOperatorException)):
+            return TraceError(
+                f"{name} fails in its own forward, traced or not, at "
+                f"{_place(model, loss_fn, own)}: {_reason(own)}; call it by hand with such a batch "
+                "and mend the model, its config, or the batch."
+            )
+    place = _place(model, loss_fn, error)
+    if any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in _causes(error)):
+        return TraceError(
+            f"{name} cannot be traced at {place}: what runs next, or a shape, depends there on the "
+            f"values of a tensor ({_reason(error)}); use torch.where, fixed sizes, or switch the "
+            "feature off in the model's config."
+        )
+    return TraceError(
+        f"{name} runs, but cannot be traced at {place}: {_reason(error)}; write that line with "
+        "plain torch operators, or switch the feature off in the model's config."
+    )
+
+
+def _error_of(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0].rstrip(".") if lines else "no message"
+    return f"{type(error).__name__}: {text}"
+
+
+def _place(model: nn.Module, loss_fn: Any, error: Exception) -> str:
+    """The innermost line of the model's own files on the way to an error: file, number, text."""
+    frames = [
+        (frame.filename, frame.lineno or 0)
+        for cause in _causes(error)
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if not any(part in frame.filename for part in _LIBRARIES)
+    ]
+    files = own_files(model, loss_fn)
+    own = [frame for frame in frames if frame[0] in files]
+    if not own and not frames:
+        return _forward_of(model)
+    file, line = (own or frames)[-1]
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}: `{text}`" if text else f"{file}:{line}"
+
+
+def own_files(model: nn.Module, loss_fn: Any) -> set[str]:
+    """Files that define the model's modules and its loss function, libraries' shared code aside."""
+    classes = {base for module in model.modules() for base in type(module).__mro__[:-1]}
+    code = getattr(loss_fn, "__code__", None)
+    files = {file for cls in classes if (file := _file(cls))}
+    files |= {code.co_filename} if code is not None else set()
+    return {f for f in files if not any(part in f for part in (*_LIBRARIES, *_SHARED_CODE))}
+
+
+def _file(cls: type) -> str | None:
+    forward = cls.__dict__.get("forward")
+    code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
+    if code is not None:
+        return str(code.co_filename)
+    return getattr(inspect.getmodule(cls), "__file__", None)
+
+
+def _forward_of(model: nn.Module) -> str:
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is None:
+        return f"{type(model).__name__}.forward"
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f"{code.co_filename}:{code.co_firstlineno}: `{text}`"
+
+
+def refuse_dynamic_shape(source: str, value: Any) -> None:
+    """Raise if a traced value has a size that only the numbers of the batch decide.
+
+    Raises:
+        TraceError: it has.
+    """
+    many = value if isinstance(value, (tuple, list)) else (value,)
+    for one in many:
+        if isinstance(one, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in one.shape):
+            file, _, line = source.rpartition(":")
+            text = linecache.getline(file, int(line or 0)).strip() if file else ""
+            raise TraceError(
+                f"the model cannot be traced at {source or 'an unknown line'}: `{text}`: the shape "
+                "of a tensor depends there on the values of another; use torch.where or a mask of "
+                "fixed size instead of picking elements."
+            )

@@ -1,0 +1,106 @@
+"""What a trace puts in the place of the real thing: weights, a batch, choices made by numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from merak.core.errors import TraceError
+from merak.graph.ir import TensorMeta
+
+
+@contextmanager
+def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    """Put fake tensors in the place of parameters and buffers; the model's own come back after."""
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                )
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = fake
+        return fakes[id(tensor)]
+
+    try:
+        for module in model.modules():
+            for slots in (module._parameters, module._buffers):
+                for name, tensor in slots.items():
+                    if tensor is not None:
+                        kept.append((slots, name, tensor))
+                        slots[name] = fake_of(tensor)
+        yield
+    finally:
+        for slots, name, tensor in kept:
+            slots[name] = tensor
+
+
+def fake_batch(
+    columns: Mapping[str, TensorMeta], mode: FakeTensorMode, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """A batch without numbers."""
+    with mode:
+        return tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in columns.values())
+
+
+@contextmanager
+def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
+    """Let transformers choose masks in the trace as it does in eager.
+
+    While a model is exported, transformers builds every causal mask in full, which rules out the
+    attention kernels that know `is_causal`. In eager it looks at the numbers: no padding mask and
+    positions that count up by one mean no mask. Positions that the model itself counted (one row,
+    or one row expanded) always do.
+    """
+    from transformers import masking_utils
+
+    find_packed = masking_utils.find_packed_sequence_indices
+
+    def find_packed_in_batch(position_ids: torch.Tensor) -> torch.Tensor | None:
+        counted = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
+        if "position_ids" not in columns and counted:
+            return None
+        return find_packed(position_ids)
+
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(
+            patch(masking_utils, "find_packed_sequence_indices", find_packed_in_batch)
+        )
+        stack.enter_context(
+            patch(masking_utils, "is_torchdynamo_exporting", lambda: False, create=True)
+        )
+        yield
+
+
+@contextmanager
+def no_draws_in_python(model: nn.Module) -> Iterator[None]:
+    """Refuse a model that draws from Python's or NumPy's generators: the trace would freeze it.
+
+    Raises:
+        TraceError: it has drawn.
+    """
+    before = (random.getstate(), _numpy_state())
+    yield
+    if (random.getstate(), _numpy_state()) != before:
+        raise TraceError(
+            f"{type(model).__name__} draws random numbers with Python's or NumPy's generator while "
+            "it runs; a trace would repeat one draw for ever: draw with torch instead."
+        )
+
+
+def _numpy_state() -> tuple[int, bytes]:
+    state = np.random.get_state(legacy=False)["state"]
+    return int(state["pos"]), state["key"].tobytes()

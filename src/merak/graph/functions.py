@@ -1,0 +1,110 @@
+"""Autograd functions with a backward of their own: kept whole in the trace, as one operator.
+
+A trace sees only what a function's forward does, so its own backward would be lost. While a model
+is traced, `Function.apply` therefore calls the operator `merak::custom_function` instead, which the
+trace records, and which applies the function when the segment runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
+
+from merak.core.errors import TraceError
+
+_LIBRARY = torch.library.Library("merak", "DEF")
+_LIBRARY.define("custom_function(Tensor[] tensors, str function, str arguments) -> Tensor[]")
+
+_APPLY: Callable[..., Any] = Function.apply.__func__
+
+
+def _run(tensors: Sequence[torch.Tensor], function: str, arguments: str) -> list[torch.Tensor]:
+    module, _, path = function.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    left = iter(tensors)
+    plain = [next(left) if a == ["tensor"] else a[0] for a in json.loads(arguments)]
+    result = _APPLY(found, *plain)
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+_LIBRARY.impl("custom_function", _run, "CompositeImplicitAutograd")
+
+
+@contextmanager
+def kept_functions(model: torch.nn.Module) -> Iterator[None]:
+    """Let a trace record functions with their own backward whole, and see through checkpoints."""
+    depth: list[type] = []
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, CheckpointFunction):
+            run, _, *own = args
+            return run(*own)
+        if depth or cls.__module__.startswith("torch.") or not torch.is_grad_enabled():
+            return _APPLY(cls, *args, **kwargs)
+        depth.append(cls)
+        try:
+            return _recorded(model, cls, args, kwargs)
+        finally:
+            depth.pop()
+
+    with mock.patch.object(Function, "apply", classmethod(apply)):
+        yield
+
+
+def _recorded(
+    model: torch.nn.Module, cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    plain = [["tensor"] if isinstance(a, torch.Tensor) else [a] for a in args]
+    problem = "is defined inside a function" if "<locals>" in name else ""
+    if kwargs or not all(_is_plain(a) for a in args):
+        problem = "takes arguments that are neither tensors nor plain numbers and strings"
+    if problem:
+        raise TraceError(
+            f"{type(model).__name__} calls the autograd function {cls.__qualname__}, which "
+            f"{problem}; define it at the top of a module and pass it tensors, numbers and strings "
+            "by position, so that every rank can call it."
+        )
+    single: list[bool] = []
+    original = _APPLY
+
+    def seen(function: type[Function], *own: Any) -> Any:
+        result = original(function, *own)
+        single.append(isinstance(result, torch.Tensor))
+        return result
+
+    with mock.patch.dict(globals(), {"_APPLY": seen}):
+        results = torch.ops.merak.custom_function(tensors, name, json.dumps(plain))
+    return results[0] if single[0] else tuple(results)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+
+
+def bodies_of_functions() -> dict[str, list[tuple[range, str]]]:
+    """Where the forwards of all autograd functions outside torch are: file → lines and name."""
+    found: dict[str, list[tuple[range, str]]] = {}
+    todo: list[type] = [Function]
+    while todo:
+        cls = todo.pop()
+        todo += cls.__subclasses__()
+        forward = cls.__dict__.get("forward")
+        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        if isinstance(code, types.CodeType) and not cls.__module__.startswith("torch."):
+            lines = [line for *_, line in code.co_lines() if line is not None]
+            where = range(code.co_firstlineno, max(lines) + 1)
+            found.setdefault(code.co_filename, []).append((where, cls.__qualname__))
+    return found

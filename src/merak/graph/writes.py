@@ -1,0 +1,179 @@
+"""Operators that write into tensors: which nodes share memory, and who writes into it when.
+
+Nodes with the same `meta["memory"]` are views of one tensor, or that tensor after a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.errors import TraceError
+from merak.graph.ir import Kind
+
+aten = torch.ops.aten
+
+_RUNNING_STATISTICS: Mapping[str, int] = {
+    "aten.batch_norm.default": 5,
+    "aten.instance_norm.default": 5,
+    "aten.native_batch_norm.default": 5,
+}
+"""Operators that update arguments 3 and 4 though no schema says so → the argument that asks so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Memory that operators write into.
+
+    Args:
+        writers: memory → the operators that write into it, in order.
+        members: memory → the nodes that are (views of) it, in order; written memory only.
+    """
+
+    writers: dict[int, list[fx.Node]]
+    members: dict[int, list[fx.Node]]
+
+    def group(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose fate a node shares: what is written, its views and its writers."""
+        memory = [node.meta.get("memory"), *(a.meta.get("memory") for a in written_by(node))]
+        return [
+            member
+            for number in dict.fromkeys(memory)
+            if number in self.writers
+            for member in (*self.members[number], *self.writers[number])
+        ]
+
+
+def find_writes(graph: fx.Graph) -> Writes:
+    """Who writes into what."""
+    writers: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for written in written_by(node):
+            writers.setdefault(_memory(written), []).append(node)
+    members: dict[int, list[fx.Node]] = {memory: [] for memory in writers}
+    for node in graph.nodes:
+        if node.meta.get("memory") in members:
+            members[node.meta["memory"]].append(node)
+    return Writes(writers, members)
+
+
+def _memory(node: fx.Node) -> int:
+    memory = node.meta.get("memory")
+    return memory if isinstance(memory, int) else -1 - id(node)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the operator writes into one of its arguments."""
+    return bool(written_by(node))
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator writes into."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return []
+    if (asked := _RUNNING_STATISTICS.get(str(target))) is not None:
+        return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if node.args[asked] else []
+    if not target._schema.is_mutable:
+        return []
+    found: list[fx.Node] = []
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [v for v in _flat(value) if isinstance(v, fx.Node)]
+    return found
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
+    """Everything that some nodes have a part in, through memory that is written too."""
+    writes = find_writes(graph)
+    found: set[fx.Node] = set()
+    todo = list(seeds)
+    while todo:
+        node = todo.pop()
+        if node in found or node.op == "output":
+            continue
+        found.add(node)
+        todo += node.users
+        todo += writes.group(node)
+    return found
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erase all that neither an output nor a buffer depends on."""
+    writes = find_writes(graph)
+    todo: list[fx.Node] = list(graph.find_nodes(op="output"))
+    for memory, writers in writes.writers.items():
+        if any(m.op == "placeholder" for m in writes.members[memory]):
+            todo += writers
+    live: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node not in live:
+            live.add(node)
+            todo += node.all_input_nodes
+            todo += writes.group(node)
+    for node in reversed(list(graph.nodes)):
+        if node not in live:
+            graph.erase_node(node)
+
+
+def settle_writes(graph: fx.Graph) -> None:
+    """Let no operator write into the batch, and nobody read a buffer long after a write into it.
+
+    A column that is written is copied first: a recomputation must find it as it was. What is read
+    of a buffer after the last write into it is read from a copy made right then: later segments
+    may be on other ranks, and the next microbatch writes again.
+
+    Raises:
+        TraceError: an operator writes into a parameter.
+    """
+    writes = find_writes(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for memory, writers in writes.writers.items():
+        sources = [m for m in writes.members[memory] if m.op == "placeholder"]
+        for source in sources:
+            if source.meta["kind"] is Kind.PARAMETER:
+                raise TraceError(
+                    f"{writers[0].meta['source']} writes into the parameter {source.meta['name']} "
+                    "while the model runs, which stages cannot do in step; write into a buffer, "
+                    "or change the parameter between steps."
+                )
+            if source.meta["kind"] is Kind.COLUMN:
+                _copy_column(graph, source, memory)
+        if any(source.meta["kind"] is Kind.BUFFER for source in sources):
+            _copy_after(graph, writes.members[memory], writers[-1], order)
+
+
+def _copy_column(graph: fx.Graph, column: fx.Node, memory: int) -> None:
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        copy = graph.call_function(aten.clone.default, (column,))
+    column.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    copy.meta = {k: column.meta[k] for k in ("tensor", "source", "module")} | {"memory": memory}
+    column.meta["memory"] = None
+
+
+def _copy_after(
+    graph: fx.Graph, members: Iterable[fx.Node], last: fx.Node, order: Mapping[fx.Node, int]
+) -> None:
+    for member in members:
+        if order[member] > order[last]:
+            continue
+        late = {user for user in member.users if order[user] > order[last]}
+        if not late:
+            continue
+        with graph.inserting_after(last):
+            copy = graph.call_function(aten.clone.default, (member,))
+        copy.meta = {**member.meta, "memory": None}
+        copy.meta = {k: copy.meta[k] for k in ("tensor", "source", "module", "memory")}
+        for user in late:
+            user.replace_input_with(member, copy)
