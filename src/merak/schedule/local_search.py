@@ -18,8 +18,11 @@ from merak.schedule.simulate import durations, transfer_delays
 from merak.schedule.table import NONE, tabulate
 
 _NEVER = float("inf")
+# Moves that may not be turned back at once.
 _TENURE = 12
+# An instance is too large to search where there is time for fewer runs than this.
 _LEAST_RUNS = 100
+# Moves without a new best before the search starts again from the best, shaken.
 _PATIENCE = 60
 _NUM_SHAKES = 6
 _TOLERANCE = 1e-9

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from merak.schedule.ir import Kind
+from merak.schedule.ir import Action, Kind, Schedule
 from merak.schedule.memory import recomputes_inside
 from merak.schedule.simulate import Simulation
 
@@ -32,7 +33,7 @@ class Timeline:
     title: str
     subtitle: str
     rows: tuple[tuple[Span, ...], ...]
-    # Reductions, which run beside the actions: a thinner row under each rank's.
+    # Reductions, which run beside the actions: a thinner row under each rank's; empty if unknown.
     reductions: tuple[tuple[Span, ...], ...]
     end_s: float
 
@@ -74,6 +75,46 @@ def simulated_timeline(simulation: Simulation) -> Timeline:
         rows=tuple(rows),
         reductions=_reduction_rows(simulation),
         end_s=simulation.makespan,
+    )
+
+
+def measured_timeline(
+    schedule: Schedule, records: Sequence[Sequence[tuple[Action, float, float]]]
+) -> Timeline:
+    """The timeline of an iteration that an engine has run, to be drawn over the simulated one.
+
+    Args:
+        schedule: what was run.
+        records: per rank, actions with their start and end, s, on one clock.
+    """
+    begin = min((start for own in records for _, start, _ in own), default=0.0)
+    end = max((end for own in records for _, _, end in own), default=0.0)
+    rows = []
+    for rank, own in enumerate(records):
+        stages = schedule.stages_of(rank)
+        several = schedule.has_several_stages_per_rank
+        rows.append(
+            tuple(
+                Span(
+                    label=str(action) if several else action.short,
+                    kind=action.kind,
+                    start_s=start - begin,
+                    end_s=stop - begin,
+                    shade=stages.index(action.stage),
+                    detail=f"stage {action.stage}, microbatch {action.microbatch}",
+                )
+                for action, start, stop in own
+            )
+        )
+    busy = sum(stop - start for own in records for _, start, stop in own)
+    total = (end - begin) * len(records)
+    bubble = 1 - busy / total if total else 0.0
+    return Timeline(
+        title=f"{schedule.name}, measured",
+        subtitle=f"makespan {end - begin:g}, bubble {100 * bubble:.1f} % of all time",
+        rows=tuple(rows),
+        reductions=(),
+        end_s=end - begin,
     )
 
 

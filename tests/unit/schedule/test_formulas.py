@@ -67,7 +67,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(chunks: int) -> None:
 
 def test_dualpipe_v_leaves_only_the_wait_of_the_last_rank() -> None:
     for p in range(1, 17):
-        for m in range(2 * p, 65):
+        for m in range(2 * p, 65, 5):
             simulation = simulated("dualpipe_v", p, m)
             assert simulation.makespan == 6 * m + p - 1
             assert max(simulation.peak_in_flight) == 2 * p + 1
@@ -75,7 +75,7 @@ def test_dualpipe_v_leaves_only_the_wait_of_the_last_rank() -> None:
 
 def test_zero_bubble_v_is_near_its_lower_bound_in_the_memory_of_1f1b() -> None:
     exact = 0
-    cases = [(p, m) for p in range(1, 13) for m in range(2 * p, 41, 3)]
+    cases = [(p, m) for p in range(1, 13) for m in range(2 * p, 41, 5)]
     for p, m in cases:
         simulation = simulated("zero_bubble_v", p, m)
         excess = simulation.makespan - (6 * m + p - 1)

@@ -19,7 +19,7 @@ from merak.schedule.render_png import render_png
 from merak.schedule.render_svg import render_html, render_svg
 from merak.schedule.render_text import render_text
 from merak.schedule.simulate import simulate
-from merak.schedule.timeline import Timeline, simulated_timeline
+from merak.schedule.timeline import Timeline, measured_timeline, simulated_timeline
 from tests.unit.schedule.grid import simulated
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -103,6 +103,30 @@ def test_reductions_and_recomputations_inside_are_shown() -> None:
     assert "gradient reduction" in drawn
     assert "recomputes inside" in render_svg([timeline("1f1b")])
     assert "recomputes inside" not in render_svg([timeline("gems")])
+
+
+def test_a_measured_timeline_is_drawn_over_the_simulated_one() -> None:
+    simulation = simulated("1f1b", 2, 2)
+    # The same iteration at a tenth of a second per unit, on a clock that started long ago.
+    records = [
+        [
+            (action, 100 + simulation.start[first + i] / 10, 100 + simulation.end[first + i] / 10)
+            for i, action in enumerate(actions)
+        ]
+        for first, actions in zip(simulation.table.starts, simulation.schedule.actions)
+    ]
+    measured = measured_timeline(simulation.schedule, records)
+    drawn = simulated_timeline(simulation)
+    assert measured.title == "1f1b, measured"
+    assert measured.end_s == pytest.approx(drawn.end_s / 10)
+    assert measured.subtitle == "makespan 1.2, bubble 33.3 % of all time"
+    assert [[s.label for s in row] for row in measured.rows] == [
+        [s.label for s in row] for row in drawn.rows
+    ]
+    assert [s.start_s for s in measured.rows[1]] == pytest.approx(
+        [s.start_s / 10 for s in drawn.rows[1]]
+    )
+    assert render_svg([measured, drawn]).count('class="title"') == 2
 
 
 def test_html_is_one_page_that_needs_nothing_else() -> None:
