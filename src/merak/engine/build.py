@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,8 @@ from torch import nn
 from merak.checkpoint.initial import materialize
 from merak.core.errors import PlanError, TraceError
 from merak.core.mesh import Mesh
+from merak.core.shards import ParameterShard
+from merak.engine.deferred import WeightGradients, defer_weights
 from merak.engine.engine import Engine
 from merak.engine.gradients import GradientReducer
 from merak.engine.parts import Parts, Plan, Signature
@@ -23,12 +26,13 @@ from merak.engine.tied import Holder, Reader, TiedGradients, find_holders
 from merak.engine.transfers import Transfers, channels_of
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.features import Features
-from merak.graph.ir import ModelGraph
+from merak.graph.ir import ModelGraph, Segment
 from merak.graph.tensor_parallel import attributes_for, check_degree, shard_segment
 from merak.plan.balance import balance
 from merak.plan.cost import segment_costs
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.profile import measure
+from merak.schedule.ir import Kind
 from merak.schedule.lower import lower
 from merak.schedule.registry import build as build_schedule
 from merak.schedule.registry import options as schedule_options
@@ -83,7 +87,8 @@ def build_engine(
     schedule = plan.schedule
     partition = _partition(graph, schedule.num_stages, options, mesh, source.cache_dir)
     stage_rank = schedule.pipes[0]
-    programs = _Programs(source, mesh, partition, stage_rank, options.features, graph)
+    splits = any(a.kind is Kind.WEIGHT_GRADIENT for own in schedule.actions for a in own)
+    programs = _Programs(source, mesh, partition, stage_rank, options.features, graph, splits)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,
@@ -107,6 +112,7 @@ class _Programs:
         stage_rank: Sequence[int],
         features: Features | None,
         graph: ModelGraph,
+        splits_backwards: bool,
     ) -> None:
         self.source = source
         self.own_stages = [s for s, rank in enumerate(stage_rank) if rank == mesh.pp_rank]
@@ -114,9 +120,22 @@ class _Programs:
         self.buffers: dict[str, torch.Tensor] = {}
         self._mesh = mesh
         self._partition = partition
-        self._rewrite = _rewriter(graph, features, mesh.tp)
+        self.waiting = {stage: WeightGradients() for stage in self.own_stages}
+        self._rewrites = self._make_rewrites(graph, features, splits_backwards)
         self.base = self._compile(graph)
         self._known = {(tuple(graph.columns.items()), True): self.base}
+
+    def _make_rewrites(
+        self, graph: ModelGraph, features: Features | None, splits_backwards: bool
+    ) -> dict[int, list[Rewrite]]:
+        parallel = _rewriter(graph, features, self._mesh.tp)
+        shared = frozenset(n for n, stages in _readers_of(graph).items() if stages > 1)
+        rewrites: dict[int, list[Rewrite]] = {}
+        for stage in self.own_stages:
+            rewrites[stage] = [parallel] if parallel else []
+            if splits_backwards:
+                rewrites[stage].append(partial(_defer, shared, self.waiting[stage]))
+        return rewrites
 
     def __call__(self, signature: Signature, training: bool) -> Program:
         key = (signature, training)
@@ -129,7 +148,7 @@ class _Programs:
         for name, tensor in graph.constants.items():
             self.buffers[name] = tensor.to(self._mesh.device)
         bounds = _bounds(graph, self.owners, self._partition)
-        return compile_program(graph, bounds, self.own_stages, self._rewrite)
+        return compile_program(graph, bounds, self._rewrites)
 
 
 def _rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite | None:
@@ -139,6 +158,17 @@ def _rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite 
     attributes = attributes_for(graph, features)
     check_degree(graph.segments, graph.parameters, attributes, tp)
     return partial(shard_segment, parameters=graph.parameters, attributes=attributes, degree=tp)
+
+
+def _defer(
+    kept: frozenset[str], waiting: WeightGradients, segment: Segment
+) -> tuple[Segment, dict[str, ParameterShard]]:
+    return defer_weights(segment, kept, waiting), {}
+
+
+def _readers_of(graph: ModelGraph) -> Counter[str]:
+    """How many segments read each parameter."""
+    return Counter(name for segment in graph.segments for name in segment.parameters)
 
 
 def _make_plan(name: str, num_ranks: int, num_microbatches: int) -> Plan:
@@ -220,7 +250,14 @@ def _assemble(
     stage_rank = plan.schedule.pipes[0]
     holders = find_holders(_readers(graph, partition, stage_rank))
     stages = {
-        stage: Stage(stage, parameters, programs.buffers, frozenset(holders), mesh.device)
+        stage: Stage(
+            stage,
+            parameters,
+            programs.buffers,
+            frozenset(holders),
+            programs.waiting[stage],
+            mesh.device,
+        )
         for stage in programs.own_stages
     }
     transfers = Transfers(mesh, max_open_sends=4 * mesh.pp)
@@ -240,7 +277,7 @@ def _assemble(
             stage_rank=stage_rank,
             parameters=parameters,
             buffers=_buffers_here(graph, partition, programs),
-            shared=frozenset(holders),
+            shared=shared,
             base=programs.base,
             program_for=programs,
             plan_for=plan_for,

@@ -15,7 +15,7 @@ from merak.engine.gradients import clip_gradients, global_norm
 from merak.engine.parts import Parts, Plan, Signature
 from merak.engine.program import Program, SegmentProgram
 from merak.engine.stage import Microbatch, Values
-from merak.schedule.ir import Action, Kind
+from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
 from merak.schedule.steps import (
     Compute,
     OptimizerStep,
@@ -105,8 +105,15 @@ class Engine:
             The microbatches' losses times `scale`, (number of microbatches,), float32, on every
             rank of the pipeline.
         """
-        with own_random_state(self.mesh.device):
-            self._run_steps(step, signatures, batches, scale)
+        try:
+            with own_random_state(self.mesh.device):
+                self._run_steps(step, signatures, batches, scale)
+            return self._finish_step()
+        except BaseException:
+            self.forget()
+            raise
+
+    def _finish_step(self) -> torch.Tensor:
         state = self._state
         assert state is not None
         parts = self._parts
@@ -118,6 +125,19 @@ class Engine:
         if group is not None:
             dist.all_reduce(state.losses, group=group)
         return state.losses
+
+    def forget(self) -> None:
+        """Drop what a step or evaluation that failed has left, so that the next one starts clean.
+
+        Peers must have failed alike: transfers that only one side has begun stay unmatched.
+        """
+        parts = self._parts
+        self._state = None
+        self._made.clear()
+        for stage in parts.stages.values():
+            stage.forget()
+        for exchange in (parts.transfers, parts.reducer, parts.tied):
+            exchange.forget()
 
     def _run_steps(
         self,
@@ -140,9 +160,9 @@ class Engine:
             self._microbatch(parts.program_for(s, True), batch, (step, m), scale)
             for m, (s, batch) in enumerate(zip(signatures, batches, strict=True))
         ]
-        last = {stage: plan.backward_order(stage)[-1] for stage in parts.stages}
+        last = {stage: plan.order(stage, FINAL_KINDS)[-1] for stage in parts.stages}
         self._state = _StepState(plan, microbatches, losses, last)
-        parts.tied.start_step(plan.backward_order)
+        parts.tied.start_step(lambda stage: plan.order(stage, GRADIENT_KINDS))
         for task in plan.steps[self.mesh.pp_rank]:
             _HANDLERS[type(task)](self, task)
 
@@ -160,18 +180,29 @@ class Engine:
         Returns:
             Per microbatch the model's outputs by name that this rank's stages make.
         """
-        parts = self._parts
-        results: list[Values] = []
-        with own_random_state(self.mesh.device):
-            for number, (signature, batch) in enumerate(zip(signatures, batches, strict=True)):
-                program = parts.program_for(signature, False)
-                microbatch = self._microbatch(program, batch, (0, number), 1.0)
-                outputs: Values = {}
-                for stage in sorted(parts.stages):
-                    outputs |= self._evaluate_stage(stage, number, microbatch)
-                results.append(outputs)
-        parts.transfers.finish()
+        try:
+            with own_random_state(self.mesh.device):
+                results = [
+                    self._evaluate_microbatch(number, signature, batch)
+                    for number, (signature, batch) in enumerate(
+                        zip(signatures, batches, strict=True)
+                    )
+                ]
+            self._parts.transfers.finish()
+        except BaseException:
+            self.forget()
+            raise
         return results
+
+    def _evaluate_microbatch(
+        self, number: int, signature: Signature, batch: Mapping[str, torch.Tensor]
+    ) -> Values:
+        program = self._parts.program_for(signature, False)
+        microbatch = self._microbatch(program, batch, (0, number), 1.0)
+        outputs: Values = {}
+        for stage in sorted(self._parts.stages):
+            outputs |= self._evaluate_stage(stage, number, microbatch)
+        return outputs
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar, the same on every rank."""
@@ -271,6 +302,37 @@ class Engine:
         self._parts.stages[action.stage].recompute(action.microbatch, microbatch)
 
     def _backward(self, action: Action) -> None:
+        stage = self._parts.stages[action.stage]
+        is_last = self._is_last(action)
+
+        def segment_done(segment: SegmentProgram) -> None:
+            self._parts.tied.collect(segment, action.microbatch)
+            stage.waiting.run(action.microbatch)
+            if is_last:
+                self._parts.reducer.ready(self._unshared(segment))
+
+        self._run_backward(action, segment_done)
+
+    def _input_gradient(self, action: Action) -> None:
+        def segment_done(segment: SegmentProgram) -> None:
+            self._parts.tied.collect(segment, action.microbatch)
+
+        self._run_backward(action, segment_done)
+
+    def _weight_gradient(self, action: Action) -> None:
+        assert self._state is not None
+        self._parts.stages[action.stage].waiting.run(action.microbatch)
+        if self._is_last(action):
+            program = self._state.microbatches[action.microbatch].program
+            for segment in reversed(program.stages[action.stage].segments):
+                self._parts.reducer.ready(self._unshared(segment))
+
+    def _is_last(self, action: Action) -> bool:
+        """Whether an action completes its stage's gradients of the step."""
+        assert self._state is not None
+        return self._state.last_backward[action.stage] == action.microbatch
+
+    def _run_backward(self, action: Action, segment_done: Callable[[SegmentProgram], None]) -> None:
         state = self._state
         assert state is not None
         stage, number = action.stage, action.microbatch
@@ -279,13 +341,6 @@ class Engine:
         if (loss := self._loss_made_by(stage, microbatch)) is not None:
             dtype = microbatch.program.values[loss].dtype
             gradients[loss] = torch.full((), microbatch.scale, dtype=dtype, device=self.mesh.device)
-        is_last = state.last_backward[stage] == number
-
-        def segment_done(segment: SegmentProgram) -> None:
-            self._parts.tied.collect(segment, number)
-            if is_last:
-                self._parts.reducer.ready(self._unshared(segment))
-
         made = self._parts.stages[stage].backward(number, microbatch, gradients, segment_done)
         if stage > 0:
             self._made[Payload.GRADIENT, stage, number] = made
@@ -358,4 +413,6 @@ _ACTIONS: dict[Kind, Callable[[Engine, Action], None]] = {
     Kind.FORWARD: Engine._forward,
     Kind.RECOMPUTE: Engine._recompute,
     Kind.BACKWARD: Engine._backward,
+    Kind.INPUT_GRADIENT: Engine._input_gradient,
+    Kind.WEIGHT_GRADIENT: Engine._weight_gradient,
 }

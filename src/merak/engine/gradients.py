@@ -63,6 +63,11 @@ class GradientReducer:
                 parameter.grad = piece.view_as(parameter)
         self._open.clear()
 
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._open.clear()
+        self._bucket, self._size = [], 0
+
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient, as autograd does."""

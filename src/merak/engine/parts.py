@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +28,13 @@ class Plan:
     schedule: Schedule
     steps: tuple[tuple[Step, ...], ...]
 
-    def backward_order(self, stage: int) -> tuple[int, ...]:
-        """The order in which the microbatches of a stage go backward."""
-        final = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+    def order(self, stage: int, kinds: Collection[Kind]) -> tuple[int, ...]:
+        """The order in which a stage's microbatches meet actions of some kinds."""
         return tuple(
             action.microbatch
             for own in self.schedule.actions
             for action in own
-            if action.stage == stage and action.kind in final
+            if action.stage == stage and action.kind in kinds
         )
 
 

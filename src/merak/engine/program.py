@@ -15,7 +15,7 @@ from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.shard import slice_outputs
 
 Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
-"""Makes a segment tensor parallel: its local form, and how its parameters are split."""
+"""Changes how a segment is run: its new form, and how it splits its parameters over tp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +82,28 @@ class Program:
 
 
 def compile_program(
-    graph: ModelGraph, bounds: Sequence[int], own_stages: Sequence[int], rewrite: Rewrite | None
+    graph: ModelGraph, bounds: Sequence[int], rewrites: Mapping[int, Sequence[Rewrite]]
 ) -> Program:
     """Turn a rank's segments into functions.
 
     Args:
         graph: the whole model, cut into segments.
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
-        own_stages: the stages this rank holds.
-        rewrite: makes a segment tensor parallel; None where tp is 1.
+        rewrites: the stages this rank holds, and what is done in turn to the segments of each.
     """
     crossing = ((), *graph.boundaries(), ())
     shards: dict[str, ParameterShard] = {}
     stages: dict[int, StageProgram] = {}
     derived: set[str] = set()
-    for stage in own_stages:
+    for stage, own_rewrites in rewrites.items():
         first, stop = bounds[stage], bounds[stage + 1]
         programs = []
         for segment in graph.segments[first:stop]:
             draws = _draws(segment)  # which its rewritten form, of operators of our own, may hide
-            local, split = rewrite(segment) if rewrite else (segment, {})
-            shards |= split
+            local = segment
+            for rewrite in own_rewrites:
+                local, split = rewrite(local)
+                shards |= split
             derived.update(local.derived)
             programs.append(compile_segment(local, graph.values, draws))
         made = {name for p in programs for name in p.segment.outputs}

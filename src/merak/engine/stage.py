@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from merak.core.random import set_random_state
+from merak.engine.deferred import WeightGradients
 from merak.engine.program import Program, SegmentProgram, StageProgram
 
 Values = dict[str, torch.Tensor]
@@ -52,6 +53,7 @@ class Stage:
         parameters: this rank's parameters by name, all that the stage's segments read.
         buffers: likewise the buffers and the trace's constants.
         shared: names whose gradient is collected apart, since several segments read them.
+        waiting: where the segments leave weight gradients, if the schedule splits backwards.
         device: where it computes.
     """
 
@@ -61,9 +63,11 @@ class Stage:
         parameters: Mapping[str, torch.nn.Parameter],
         buffers: Mapping[str, torch.Tensor],
         shared: frozenset[str],
+        waiting: WeightGradients,
         device: torch.device,
     ) -> None:
         self.index = index
+        self.waiting = waiting
         self.parameters = parameters
         self.buffers = buffers
         self.device = device
@@ -125,6 +129,8 @@ class Stage:
     ) -> Values:
         """Run all segments' backwards on one microbatch.
 
+        Where the schedule splits backwards, the gradients of GEMMs' weights are left in `waiting`.
+
         Args:
             number: the microbatch's number in the step.
             microbatch: as in the forward.
@@ -136,6 +142,7 @@ class Stage:
         """
         program = microbatch.program.stages[self.index]
         saved = self._saved.pop(number)
+        self.waiting.start(number)
         for segment in reversed(program.segments):
             record = saved.pop()
             self._materialize(segment, record, microbatch)
@@ -152,6 +159,9 @@ class Stage:
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         self._saved.clear()
+        self.waiting.forget()
+        for leaf in self.shared.values():
+            leaf.grad = None
 
     def _start(self, segment: SegmentProgram, values: Values) -> Saved:
         leaves = [

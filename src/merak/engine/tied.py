@@ -180,6 +180,13 @@ class TiedGradients:
             work.wait()
         self._sent.clear()
 
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._sums.clear()
+        self._sent.clear()
+        self._arriving.clear()
+        self._expected.clear()
+
     def _add(self, name: str, key: int, gradient: torch.Tensor) -> None:
         known = self._sums.get((name, key))
         if known is None and self._comes_first(name):

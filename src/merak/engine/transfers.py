@@ -73,6 +73,11 @@ class Transfers:
         while self._sends:
             _wait(self._sends.popleft()[0])
 
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._sends.clear()
+        self._arriving.clear()
+
 
 def channels_of(steps: Iterable[Iterable[Step]]) -> set[Channel]:
     """The channels that the steps of all ranks of a pipeline use."""

@@ -238,15 +238,24 @@ def _name(nodes: Sequence[fx.Node]) -> str:
     return ""
 
 
-def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
-    """The part of a segment that computes some of its outputs (a rank's own prologue)."""
-    wanted = set(names)
-    graph = fx.Graph()
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, tuple[fx.Node, ...]]:
+    """A copy of a segment's graph with its meta, and the nodes it returns."""
+    copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(segment.graph, env)
+    result = copy.graph_copy(graph, env)
     assert isinstance(result, tuple)
     for old, new in env.items():
         new.meta = dict(old.meta)
+    copy.output(result)
+    return copy, result
+
+
+def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
+    """The part of a segment that computes some of its outputs (a rank's own prologue)."""
+    wanted = set(names)
+    graph, result = copy_graph(segment.graph)
+    (output,) = graph.find_nodes(op="output")
+    graph.erase_node(output)
     kept = [(n, v) for n, v in zip(segment.outputs, result, strict=True) if n in wanted]
     graph.output(tuple(value for _, value in kept))
     eliminate_dead_code(graph)
