@@ -249,16 +249,10 @@ def _assemble(
     programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
     stage_rank = plan.schedule.pipes[0]
     holders = find_holders(_readers(graph, partition, stage_rank))
+    shared = frozenset(holders)
     stages = {
-        stage: Stage(
-            stage,
-            parameters,
-            programs.buffers,
-            frozenset(holders),
-            programs.waiting[stage],
-            mesh.device,
-        )
-        for stage in programs.own_stages
+        stage: Stage(stage, parameters, programs.buffers, shared, waiting, mesh.device)
+        for stage, waiting in programs.waiting.items()
     }
     transfers = Transfers(mesh, max_open_sends=4 * mesh.pp)
     transfers.connect(channels_of(plan.steps))
