@@ -147,7 +147,12 @@ def narrow_dataset(dataset: Any, reads: frozenset[str]) -> Any:
     """
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         return dataset
-    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
+    if isinstance(dataset, datasets.Dataset) and not is_stored(dataset):
         return dataset
     kept = [column for column in dataset.column_names or () if column in reads]
     return dataset.select_columns(kept) if kept else dataset
+
+
+def is_stored(dataset: object) -> bool:
+    """Whether samples come from a Hugging Face dataset's table, with no code of the user's."""
+    return type(dataset) is datasets.Dataset and dataset.format["type"] != "custom"

@@ -13,7 +13,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 
 from merak.core.errors import DataError
 from merak.core.random import seed_for
-from merak.data.columns import columns_read, narrow_dataset
+from merak.data.columns import columns_read, is_stored, narrow_dataset
 from merak.data.randomness import RandomStream
 
 
@@ -27,6 +27,7 @@ class Fetch:
         columns: the columns wanted of the batch; None for all.
         reads: the columns of a sample that `collate` is given; None for whole samples.
         seed: of every random draw in the dataset and the collator.
+        may_draw: whether the dataset or the collator may draw random numbers.
     """
 
     dataset: Any
@@ -34,6 +35,7 @@ class Fetch:
     columns: tuple[str, ...] | None
     reads: frozenset[str] | None
     seed: int
+    may_draw: bool
 
 
 def make_fetch(
@@ -49,12 +51,13 @@ def make_fetch(
     """
     collate, own_seed = _without_own_generator(collate)
     seed = seed if own_seed is None else seed_for(seed, "collator", own_seed)
+    may_draw = not (is_stored(dataset) and columns_read(collate, ()) is not None)
     if columns is None:
-        return Fetch(dataset, collate, None, None, seed)
+        return Fetch(dataset, collate, None, None, seed, may_draw)
     reads = columns_read(collate, columns)
     if reads is not None:
         dataset = narrow_dataset(dataset, reads)
-    return Fetch(dataset, collate, columns, reads, seed)
+    return Fetch(dataset, collate, columns, reads, seed, may_draw)
 
 
 def _without_own_generator(
@@ -82,6 +85,9 @@ def _without_own_generator(
 @contextmanager
 def drawing_for(fetch: Fetch, *key: int) -> Iterator[None]:
     """Random state for making one batch: the same wherever and whenever that batch is made."""
+    if not fetch.may_draw:
+        yield
+        return
     with RandomStream(seed_for(fetch.seed, "data", *key)).active():
         yield
 

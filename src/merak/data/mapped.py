@@ -15,6 +15,9 @@ from merak.core.random import seed_for
 from merak.data.fetch import Fetch, collated, drawing_for, samples_at
 from merak.data.randomness import RandomStream
 
+ROUNDS_AT_ONCE = 32
+"""Rounds for which the inner sampler is asked ahead: switching random state has its price."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchKey:
@@ -73,14 +76,15 @@ class RankBatches(Sampler[BatchKey]):
         batches = iter(self.inner)
         first = 0
         while True:
-            # A round at a time: every dp rank sees the same draws, and who is left out at the end.
             with draws.active():
-                turn = list(islice(batches, self.dp_degree))
-            if not turn:
+                taken = list(islice(batches, self.dp_degree * ROUNDS_AT_ONCE))
+            if not taken:
                 return
-            mine = turn[self.dp_rank] if self.dp_rank < len(turn) else None
-            yield BatchKey(epoch, first + self.dp_rank, mine)
-            first += self.dp_degree
+            # Whole rounds, so that a rank that is left out of the last one knows it.
+            for start in range(0, len(taken), self.dp_degree):
+                own = start + self.dp_rank
+                yield BatchKey(epoch, first + own, taken[own] if own < len(taken) else None)
+            first += len(taken)
 
     def _draws(self) -> RandomStream:
         """What samplers without a generator of their own draw from.

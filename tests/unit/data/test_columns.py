@@ -198,3 +198,13 @@ def test_emptiness():
         check_not_empty([], "evaluation")
     check_not_empty([1])
     check_not_empty(iter([]))
+
+
+def test_only_stored_samples_and_known_collators_draw_no_random_numbers():
+    rows = datasets.Dataset.from_dict({"input_ids": [[1], [2]]})
+    transformed = rows.with_transform(lambda batch: batch)
+    assert not make_fetch(rows, default_data_collator, None, 5).may_draw
+    assert not make_fetch(rows.with_format("torch"), default_collate, ("input_ids",), 5).may_draw
+    assert make_fetch(transformed, default_data_collator, None, 5).may_draw
+    assert make_fetch([{"input_ids": 1}], default_data_collator, None, 5).may_draw
+    assert make_fetch(rows, lambda samples: {}, None, 5).may_draw

@@ -94,6 +94,21 @@ def test_no_sample_is_lost_or_repeated_and_lengths_agree(length, dp_degree):
     assert sum(not batch for taken in shares for batch in taken) == -num_batches % dp_degree
 
 
+def test_an_epoch_of_many_rounds_is_shared_out_in_order(tmp_path):
+    def make():
+        return prepared_loader(
+            tmp_path,
+            Recorder(250),
+            per_device_train_batch_size=1,
+            train_sampling_strategy="group_by_length",
+        )
+
+    shares = [list(share(make(), 3, rank)) for rank in range(3)]
+    assert [len(taken) for taken in shares] == [84, 84, 84]
+    for got, expected in zip(interleave(shares), make(), strict=True):
+        assert same(got, expected)
+
+
 def test_the_ragged_last_batch_keeps_its_size():
     shares = [list(share(plain_loader(Recorder(5)), 2, rank)) for rank in range(2)]
     assert [batch["input_ids"].shape[0] for batch in interleave(shares)] == [2, 2, 1]
