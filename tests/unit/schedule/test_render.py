@@ -67,6 +67,7 @@ def test_an_svg_has_a_box_with_its_times_for_every_action(name: str) -> None:
     assert len(boxes) == simulation.table.num_actions
     critical = [box for box in boxes if "critical" in box.get("class", "").split()]
     assert len(critical) == len(simulation.critical_path)
+    assert all("on the critical path" in (box.findtext(f"{SVG}title") or "") for box in critical)
     hovers = sorted(box.findtext(f"{SVG}title") or "" for box in boxes)
     label = simulation.schedule.label(simulation.schedule.actions[0][0])
     assert any(hover.startswith(f"{label}: forward, stage 0, microbatch 0") for hover in hovers)
