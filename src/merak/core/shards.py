@@ -26,7 +26,7 @@ class ParameterShard:
     degree: int
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) intervals along `dim` of the whole that rank `index` holds, in order."""
+        """The (start, stop) intervals of the whole along `dim` that rank `index` holds."""
         starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
         shares = [size // self.degree for size in self.parts]
         return tuple(

@@ -28,6 +28,7 @@ from merak.engine.engine import Engine
 from merak.engine.local import LocalParameters
 from merak.graph.build import GraphSource
 from merak.graph.feature_file import parse_features
+from merak.graph.proxies import empty_weights
 from merak.trainer.batches import Agreement, Council
 from merak.trainer.evaluation import Evaluation, EvaluationOptions
 from merak.trainer.saving import Saving
@@ -76,6 +77,13 @@ class MerakTrainer(Saving, Trainer):
         with single_process_accelerate():
             super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The user's `model_init`, which makes a new model without weights for a new engine."""
+        self.engine = None
+        with empty_weights():
+            model: nn.Module = super().call_model_init(trial)
+        return model
 
     # ---- the engine ----
 
@@ -228,7 +236,9 @@ class MerakTrainer(Saving, Trainer):
     def _loss_scale(self, agreement: Agreement, counted: bool) -> float:
         """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""
         if not counted:
-            return 1.0 / agreement.num_microbatches
+            # transformers leaves it to a loss function to scale what it sums over microbatches.
+            is_sum = self.compute_loss_func is not None
+            return 1.0 / (self.mesh.dp if is_sum else agreement.num_microbatches)
         return 1.0 if self.args.average_tokens_across_devices else 1.0 / self.mesh.dp
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
