@@ -24,6 +24,8 @@ class Recorder:
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self.length:
+            raise IndexError(index)  # ends a loop over a dataset that has no __iter__
         self.asked.append(index)
         return {
             "input_ids": torch.full((3,), index),
