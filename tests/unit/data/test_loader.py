@@ -98,7 +98,8 @@ def test_an_epoch_of_many_rounds_is_shared_out_in_order(tmp_path):
     def make():
         return prepared_loader(
             tmp_path,
-            Recorder(250),
+            varied(250),
+            pad,
             per_device_train_batch_size=1,
             train_sampling_strategy="group_by_length",
         )
