@@ -4,7 +4,8 @@ Two ranks hold the same two stages under both: the same segments of an untied Ll
 weights, microbatches and loss. A step is forward and backward of all microbatches, gradients
 cleared before; both ranks meet before and after it, so a step takes as long as the slower rank.
 `processor ratio` compares the seconds of processor time that both ranks used, which hardly depends
-on what else the machine does. The gradients of both are compared.
+on what else the machine does. Several fresh pairs of ranks are measured, and ratios are medians
+over them of their steps' medians. The gradients of both are compared.
 """
 
 from __future__ import annotations
@@ -180,34 +181,42 @@ def gradient_difference(theirs: nn.Module, ours: nn.Module) -> float:
     return max(differences)
 
 
+def run_pair(options: Any) -> dict[str, Any]:
+    """Both pipelines in fresh ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, args=(folder, options), nprocs=NUM_STAGES)
+        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
+    return found
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20, help="steps that are measured")
+    parser.add_argument("--steps", type=int, default=10, help="steps that a round measures")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=5, help="fresh pairs of ranks")
     parser.add_argument("--port", type=int, default=29571)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, args=(folder, options), nprocs=NUM_STAGES)
-        found = json.loads(Path(folder, "found.json").read_text())
-    theirs, ours = (statistics.median(taken) for taken in found["seconds"])
-    used = [statistics.median(taken) for taken in found["processor"]]
+    rounds = [run_pair(options) for _ in range(options.rounds)]
+    wall = [[statistics.median(taken) for taken in found["seconds"]] for found in rounds]
+    used = [[statistics.median(taken) for taken in found["processor"]] for found in rounds]
+    ratios = [theirs / ours for theirs, ours in wall]
     size = SIZES[options.size]
     tokens = size.batch * options.microbatches * size.sequence
     row = {
         "model": "llama",
-        "layers": found["layers"],
+        "layers": rounds[0]["layers"],
         "microbatches": options.microbatches,
         "tokens a step": tokens,
-        "torch tokens/s": tokens / theirs,
-        "merak tokens/s": tokens / ours,
-        "ratio": theirs / ours,
-        "median of steps' ratios": statistics.median(a / b for a, b in zip(*found["seconds"])),
-        "processor ratio": used[0] / used[1],
-        "largest gradient difference": found["difference"],
+        "torch tokens/s": tokens / statistics.median(theirs for theirs, _ in wall),
+        "merak tokens/s": tokens / statistics.median(ours for _, ours in wall),
+        "ratio": statistics.median(ratios),
+        "ratios": f"{min(ratios):.3f} … {max(ratios):.3f}",
+        "processor ratio": statistics.median(theirs / ours for theirs, ours in used),
+        "largest gradient difference": max(found["difference"] for found in rounds),
     }
-    title = f"Merak at pp=2 against torch.distributed.pipelining's 1F1B, {options.steps} steps each"
+    title = "Merak at pp=2 against torch.distributed.pipelining's 1F1B"
     report.show({title: [row]}, options.json)
 
 

@@ -1,19 +1,22 @@
 """Steps of MerakTrainer on one device against those of transformers.Trainer, in turn.
 
-Both train the same model from the same weights on the same samples in one process. After every step
-one trainer waits while the other takes its step, so both meet the same machine. A step is all
-that happens from the end of the step before: loading, forwards, backwards, clipping, optimizer,
-learning rate, callbacks. `processor ratio` compares the seconds of processor time, which hardly
-depend on what else the machine does. The losses are compared too.
+Both train the same model from the same weights on the same samples, each in a process of its own.
+After every step one waits while the other takes its step, so both meet the same machine. A step is
+all that happens from the end of the step before: loading, forwards, backwards, clipping, optimizer,
+learning rate, callbacks. `processor ratio` compares the seconds of processor time, which depend
+less on what else the machine does. Two runs of one process differ by a few percent, by where its
+memory happens to lie; so several fresh pairs of processes are measured, and ratios are medians over
+pairs of a pair's median. The losses are compared too.
 """
 
 from __future__ import annotations
 
-import copy
+import multiprocessing as mp
 import statistics
 import tempfile
-import threading
 import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -24,41 +27,38 @@ from tools.models import SIZES, build_model, samples
 import merak
 
 
-class Baton(transformers.TrainerCallback):
-    """Lets two trainers take their steps in turn, and times each step."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a trainer tells after a step: seconds, and seconds of processor time."""
 
-    def __init__(self, turn: list[int], own: int, changed: threading.Condition) -> None:
-        self.turn = turn
-        self.own = own
-        self.changed = changed
-        self.seconds: list[float] = []
-        self.processor: list[float] = []
+    wall_s: float
+    processor_s: float
+
+
+class Turns(transformers.TrainerCallback):
+    """Takes a step whenever it is told to, and tells how long it took."""
+
+    def __init__(self, line: Connection) -> None:
+        self.line = line
         self.losses: list[float] = []
         self.started = (0.0, 0.0)
 
     def wait(self) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.turn[0] in (self.own, FREE))
+        self.line.recv()
         self.started = (time.perf_counter(), time.process_time())
 
-    def hand_over(self, to: int) -> None:
-        with self.changed:
-            self.turn[0] = to
-            self.changed.notify_all()
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.wait()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.started[0])
-        self.processor.append(time.process_time() - self.started[1])
-        self.hand_over(1 - self.own)
-        self.wait()
+        wall_s = time.perf_counter() - self.started[0]
+        self.line.send(Step(wall_s, time.process_time() - self.started[1]))
+        if state.global_step < args.max_steps:
+            self.wait()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
-
-
-FREE = 2
-"""Nobody's turn: a trainer has failed or finished, and the other need not wait."""
 
 
 def make_trainer(
@@ -85,69 +85,86 @@ def make_trainer(
     return trainer
 
 
-def run_in_turn(trainers: list[transformers.Trainer], batons: list[Baton]) -> None:
-    """Both trainings, each in a thread of its own, of which one runs at a time."""
-    failures: list[BaseException] = []
-
-    def train(number: int) -> None:
-        batons[number].wait()
-        try:
-            trainers[number].train()
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            batons[number].hand_over(FREE if failures else 1 - number)
-
-    threads = [threading.Thread(target=train, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
-def compare(architecture: str, options: Any) -> dict[str, Any]:
-    model = build_model(architecture, SIZES[options.size])
-    models = [copy.deepcopy(model), model]
-    changed, turn = threading.Condition(), [0]
+def train(of_merak: bool, architecture: str, options: Any, line: Connection) -> None:
+    """One process: trains, a step whenever it is its turn, and tells its losses at the end."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    if of_merak:
+        merak.init()
+    cls = merak.MerakTrainer if of_merak else transformers.Trainer
+    turns = Turns(line)
     with tempfile.TemporaryDirectory() as folder:
-        classes = (transformers.Trainer, merak.MerakTrainer)
-        trainers = [make_trainer(c, m, folder, options) for c, m in zip(classes, models)]
-        batons = [Baton(turn, number, changed) for number in (0, 1)]
-        for trainer, baton in zip(trainers, batons):
-            trainer.add_callback(baton)
-        run_in_turn(trainers, batons)
-    theirs, ours = (baton.seconds[options.warmup :] for baton in batons)
-    used = [statistics.median(baton.processor[options.warmup :]) for baton in batons]
-    differences = [abs(a - b) / abs(a) for a, b in zip(batons[0].losses, batons[1].losses)]
-    ratios = [a / b for a, b in zip(theirs, ours)]
+        model = build_model(architecture, SIZES[options.size])
+        trainer = make_trainer(cls, model, folder, options)
+        trainer.add_callback(turns)
+        trainer.train()
+    line.send(turns.losses)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both trainings, transformers' first: median seconds of a step, and the losses."""
+
+    wall_s: tuple[float, float]
+    processor_s: tuple[float, float]
+    losses: tuple[list[float], list[float]]
+
+
+def run_pair(architecture: str, options: Any) -> Pair:
+    """Both trainings in fresh processes, of which one runs at a time."""
+    context = mp.get_context("spawn")
+    lines = []
+    processes = []
+    for of_merak in (False, True):
+        line, their_end = context.Pipe()
+        arguments = (of_merak, architecture, options, their_end)
+        processes.append(context.Process(target=train, args=arguments))
+        lines.append(line)
+        processes[-1].start()
+        their_end.close()
+    steps: tuple[list[Step], list[Step]] = ([], [])
+    for _ in range(options.warmup + options.steps):
+        for line, taken in zip(lines, steps):
+            line.send("go")
+            taken.append(line.recv())
+    losses = [line.recv() for line in lines]
+    for process in processes:
+        process.join()
+    measured = [taken[options.warmup :] for taken in steps]
+    wall_s = [statistics.median(step.wall_s for step in taken) for taken in measured]
+    processor_s = [statistics.median(step.processor_s for step in taken) for taken in measured]
+    return Pair((wall_s[0], wall_s[1]), (processor_s[0], processor_s[1]), (losses[0], losses[1]))
+
+
+def row(architecture: str, options: Any) -> dict[str, Any]:
+    """A line of the table."""
+    pairs = [run_pair(architecture, options) for _ in range(options.pairs)]
+    ratios = [pair.wall_s[0] / pair.wall_s[1] for pair in pairs]
     size = SIZES[options.size]
     tokens = size.batch * size.accumulation * size.sequence
     return {
         "model": architecture,
-        "parameters": f"{sum(p.numel() for p in models[0].parameters()) / 1e6:.1f}e6",
         "tokens a step": tokens,
-        "transformers tokens/s": tokens / statistics.median(theirs),
-        "merak tokens/s": tokens / statistics.median(ours),
-        "ratio": statistics.median(theirs) / statistics.median(ours),
-        "median of steps' ratios": statistics.median(ratios),
-        "processor ratio": used[0] / used[1],
-        "largest loss difference": max(differences),
+        "transformers tokens/s": tokens / statistics.median(pair.wall_s[0] for pair in pairs),
+        "merak tokens/s": tokens / statistics.median(pair.wall_s[1] for pair in pairs),
+        "ratio": statistics.median(ratios),
+        "ratios": f"{min(ratios):.3f} … {max(ratios):.3f}",
+        "processor ratio": statistics.median(p.processor_s[0] / p.processor_s[1] for p in pairs),
+        "largest loss difference": max(
+            abs(a - b) / abs(a) for pair in pairs for a, b in zip(*pair.losses)
+        ),
     }
 
 
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
-    parser.add_argument("--steps", type=int, default=20, help="steps that are measured")
+    parser.add_argument("--steps", type=int, default=10, help="steps that a pair measures")
+    parser.add_argument("--pairs", type=int, default=5, help="fresh pairs of processes")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    merak.init()
-    rows = [compare(name, options) for name in ("gpt2", "llama")]
-    title = f"MerakTrainer against transformers.Trainer, 1 × 1 × 1, {options.steps} steps each"
+    rows = [row(name, options) for name in ("gpt2", "llama")]
+    title = "MerakTrainer against transformers.Trainer at 1 × 1 × 1"
     report.show({title: rows}, options.json)
 
 
