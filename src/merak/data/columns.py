@@ -153,6 +153,6 @@ def narrow_dataset(dataset: Any, reads: frozenset[str]) -> Any:
     return dataset.select_columns(kept) if kept else dataset
 
 
-def is_stored(dataset: object) -> bool:
+def is_stored(dataset: Any) -> bool:
     """Whether samples come from a Hugging Face dataset's table, with no code of the user's."""
     return type(dataset) is datasets.Dataset and dataset.format["type"] != "custom"
