@@ -12,8 +12,9 @@ from torch import nn
 from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
 from merak.data import signature
-from merak.engine.build import EngineOptions, build_engine
+from merak.engine.build import build_engine
 from merak.engine.engine import Engine
+from merak.engine.layout import EngineOptions
 from merak.graph.build import GraphSource
 from merak.graph.trace import LossFunction
 
@@ -121,7 +122,7 @@ def parallelize(
         optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`.
         num_microbatches: parts that every batch is cut into; the pipeline's microbatches.
         max_grad_norm: clip the global gradient norm to this.
-        **options: further fields of `merak.engine.build.EngineOptions`, such as `schedule`.
+        **options: further fields of `merak.engine.layout.EngineOptions`, such as `schedule`.
 
     Returns:
         The parallel model, with `step` and `evaluate`.

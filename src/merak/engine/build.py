@@ -4,64 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from merak.checkpoint.initial import materialize
-from merak.core.errors import PlanError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
 from merak.engine.deferred import WeightGradients, defer_weights
 from merak.engine.engine import Engine
 from merak.engine.gradients import GradientReducer
-from merak.engine.parts import Parts, Plan, Signature
+from merak.engine.layout import (
+    EngineOptions,
+    Layout,
+    partition_segments,
+    stage_bounds,
+    stages_of_parameters,
+)
+from merak.engine.parts import Parts, Signature
+from merak.engine.plans import Plans
 from merak.engine.program import Program, Rewrite, compile_program
 from merak.engine.stage import Stage
-from merak.engine.tied import Holder, Reader, TiedGradients, find_holders
+from merak.engine.tied import Holder, TiedGradients, find_holders
 from merak.engine.transfers import Transfers, channels_of
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.features import Features
 from merak.graph.ir import ModelGraph, Segment
 from merak.graph.tensor_parallel import attributes_for, check_degree, shard_segment
-from merak.plan.balance import balance
-from merak.plan.cost import segment_costs
-from merak.plan.partition import Partition, from_sizes
-from merak.plan.profile import measure
-from merak.schedule.ir import Kind
-from merak.schedule.lower import lower
-from merak.schedule.registry import build as build_schedule
-from merak.schedule.registry import options as schedule_options
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How a model is laid out and run.
-
-    Args:
-        schedule: name of the pipeline schedule.
-        num_microbatches: microbatches per step of one replica, as planned for.
-        seed: the job's seed, for initial weights and dropout.
-        features: tensor parallel attributes; None takes Merak's own for known models.
-        segments_per_stage: a partition of one's own; None balances by times.
-        segment_times: a file of measured times of the segments; None estimates them.
-        bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.
-        exact_tied_gradients: exchange gradients of tied parameters after every microbatch, which
-            sums them as one process does; else once per step.
-    """
-
-    schedule: str = "1f1b"
-    num_microbatches: int = 1
-    seed: int = 42
-    features: Features | None = None
-    segments_per_stage: tuple[int, ...] | None = None
-    segment_times: Path | None = None
-    bucket_bytes: int = 25 * 2**20
-    exact_tied_gradients: bool = True
 
 
 def build_engine(
@@ -83,12 +53,11 @@ def build_engine(
             fit the model.
     """
     graph = build_graph(source, dict(sample), training=True)
-    plan = _make_plan(options.schedule, mesh.pp, options.num_microbatches)
-    schedule = plan.schedule
-    partition = _partition(graph, schedule.num_stages, options, mesh, source.cache_dir)
-    stage_rank = schedule.pipes[0]
-    splits = any(a.kind is Kind.WEIGHT_GRADIENT for own in schedule.actions for a in own)
-    programs = _Programs(source, mesh, partition, stage_rank, options.features, graph, splits)
+    plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
+    schedule = plans.base.schedule
+    partition = partition_segments(graph, schedule.num_stages, options, mesh, source.cache_dir)
+    layout = Layout(graph, partition, plans)
+    programs = _Programs(source, mesh, layout, options.features)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,
@@ -98,7 +67,7 @@ def build_engine(
         shards=programs.base.shards,
         shard_index=mesh.tp_rank,
     )
-    return _assemble(graph, partition, plan, programs, names, mesh, options)
+    return _assemble(layout, programs, names, mesh, options)
 
 
 class _Programs:
@@ -108,20 +77,18 @@ class _Programs:
         self,
         source: GraphSource,
         mesh: Mesh,
-        partition: Partition,
-        stage_rank: Sequence[int],
+        layout: Layout,
         features: Features | None,
-        graph: ModelGraph,
-        splits_backwards: bool,
     ) -> None:
         self.source = source
-        self.own_stages = [s for s, rank in enumerate(stage_rank) if rank == mesh.pp_rank]
-        self.owners = _stage_of_parameters(graph, partition)
+        graph = layout.graph
+        self.own_stages = [s for s, rank in enumerate(layout.stage_rank) if rank == mesh.pp_rank]
+        self.owners = stages_of_parameters(graph, layout.partition)
         self.buffers: dict[str, torch.Tensor] = {}
         self._mesh = mesh
-        self._partition = partition
+        self._partition = layout.partition
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
-        self._rewrites = self._make_rewrites(graph, features, splits_backwards)
+        self._rewrites = self._make_rewrites(graph, features, layout.plans.splits_backwards)
         self.base = self._compile(graph)
         self._known = {(tuple(graph.columns.items()), True): self.base}
 
@@ -147,7 +114,7 @@ class _Programs:
     def _compile(self, graph: ModelGraph) -> Program:
         for name, tensor in graph.constants.items():
             self.buffers[name] = tensor.to(self._mesh.device)
-        bounds = _bounds(graph, self.owners, self._partition)
+        bounds = stage_bounds(graph, self.owners, self._partition)
         return compile_program(graph, bounds, self._rewrites)
 
 
@@ -171,73 +138,8 @@ def _readers_of(graph: ModelGraph) -> Counter[str]:
     return Counter(name for segment in graph.segments for name in segment.parameters)
 
 
-def _make_plan(name: str, num_ranks: int, num_microbatches: int) -> Plan:
-    chosen = {"recompute": False} if "recompute" in schedule_options(name) else {}
-    schedule = build_schedule(name, num_ranks, num_microbatches, **chosen)
-    return Plan(schedule, lower(schedule))
-
-
-def _partition(
-    graph: ModelGraph, num_stages: int, options: EngineOptions, mesh: Mesh, cache: Path | None
-) -> Partition:
-    num_segments = len(graph.segments)
-    if num_stages > num_segments:
-        raise PlanError(
-            f"{num_segments} segments cannot fill {num_stages} stages (pp={mesh.pp}); use "
-            f"pp ≤ {num_segments}."
-        )
-    if options.segments_per_stage is not None:
-        return from_sizes(options.segments_per_stage, num_segments)
-    if num_stages == 1:
-        return Partition(num_segments, ())
-    # Measured speeds differ from rank to rank, and all ranks need one partition: rank 0 decides.
-    decided: list[Partition | None] = [None]
-    if mesh.rank == 0:
-        costs = segment_costs(graph.segments, measure(mesh.device, cache))
-        decided = [balance(costs, num_stages, options.num_microbatches)]
-    if mesh.world_size > 1:
-        dist.broadcast_object_list(decided, src=0)
-    assert decided[0] is not None
-    return decided[0]
-
-
-def _stage_of_parameters(graph: ModelGraph, partition: Partition) -> dict[str, frozenset[int]]:
-    """The stages that read each parameter; one that no segment reads lives on the first."""
-    stages: dict[str, set[int]] = {}
-    for stage, own in enumerate(partition.stages):
-        for segment in graph.segments[own.start : own.stop]:
-            for name in segment.parameters:
-                stages.setdefault(name, set()).add(stage)
-    return {name: frozenset(stages.get(name, {0})) for name in graph.parameters}
-
-
-def _bounds(
-    graph: ModelGraph, owners: Mapping[str, frozenset[int]], partition: Partition
-) -> list[int]:
-    """Where each stage begins; in a graph that was cut otherwise, by who holds the parameters."""
-    if len(graph.segments) == partition.num_segments:
-        return [0, *partition.cuts, partition.num_segments]
-    num_stages = partition.num_stages
-    bounds = [0]
-    for segment in graph.segments:
-        stage = len(bounds) - 1
-        own = [owners[name] for name in segment.parameters]
-        while stage + 1 < num_stages and any(stage not in held for held in own):
-            stage += 1
-            bounds.append(segment.index)
-        if any(stage not in held for held in own):
-            raise TraceError(
-                f"segment {segment.index} ({segment.name}) reads parameters of several stages in "
-                "this mode or shape of the model; use a smaller pp, or one batch shape."
-            )
-    bounds += [len(graph.segments)] * (num_stages + 1 - len(bounds))
-    return bounds
-
-
 def _assemble(
-    graph: ModelGraph,
-    partition: Partition,
-    plan: Plan,
+    layout: Layout,
     programs: _Programs,
     names: Sequence[str],
     mesh: Mesh,
@@ -247,34 +149,26 @@ def _assemble(
     everything = dict(model.named_parameters(remove_duplicate=False))
     parameters = {name: everything[name] for name in names}
     programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
-    stage_rank = plan.schedule.pipes[0]
-    holders = find_holders(_readers(graph, partition, stage_rank))
+    holders = find_holders(layout.readers())
     shared = frozenset(holders)
     stages = {
         stage: Stage(stage, parameters, programs.buffers, shared, waiting, mesh.device)
         for stage, waiting in programs.waiting.items()
     }
     transfers = Transfers(mesh, max_open_sends=4 * mesh.pp)
-    transfers.connect(channels_of(plan.steps))
+    transfers.connect(channels_of(layout.plans.base.steps))
     reducer = GradientReducer(mesh.group("dp"), options.bucket_bytes)
-    plans = {options.num_microbatches: plan}
-
-    def plan_for(count: int) -> Plan:
-        if count not in plans:
-            plans[count] = _make_plan(options.schedule, mesh.pp, count)
-        return plans[count]
-
     return Engine(
         Parts(
             mesh=mesh,
             stages=stages,
-            stage_rank=stage_rank,
+            stage_rank=layout.stage_rank,
             parameters=parameters,
-            buffers=_buffers_here(graph, partition, programs),
+            buffers=_buffers_here(layout, programs),
             shared=shared,
             base=programs.base,
             program_for=programs,
-            plan_for=plan_for,
+            plan_for=layout.plans,
             transfers=transfers,
             reducer=reducer,
             tied=_tied(holders, stages, parameters, reducer, mesh, options),
@@ -283,23 +177,15 @@ def _assemble(
     )
 
 
-def _buffers_here(graph: ModelGraph, partition: Partition, programs: _Programs) -> frozenset[str]:
+def _buffers_here(layout: Layout, programs: _Programs) -> frozenset[str]:
     """The buffers that this rank answers for: the first stage to read one, or stage 0."""
     first: dict[str, int] = {}
-    for stage, own in enumerate(partition.stages):
-        for segment in graph.segments[own.start : own.stop]:
+    for stage, own in enumerate(layout.partition.stages):
+        for segment in layout.graph.segments[own.start : own.stop]:
             for name in segment.buffers:
                 first.setdefault(name, stage)
     names = dict(programs.source.model.named_buffers(remove_duplicate=False))
     return frozenset(n for n in names if first.get(n, 0) in programs.own_stages)
-
-
-def _readers(graph: ModelGraph, partition: Partition, stage_rank: Sequence[int]) -> list[Reader]:
-    return [
-        Reader(stage_rank[stage], stage, segment.index, segment.parameters)
-        for stage, own in enumerate(partition.stages)
-        for segment in graph.segments[own.start : own.stop]
-    ]
 
 
 def _tied(

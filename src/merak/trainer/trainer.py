@@ -23,8 +23,9 @@ from merak.arguments import MerakArguments, check_arguments, single_process_acce
 from merak.core.errors import ArgumentsError, TrainingError
 from merak.core.mesh import current_mesh
 from merak.data import check_columns, check_not_empty, example_batch, shard_loader
-from merak.engine.build import EngineOptions, build_engine
+from merak.engine.build import build_engine
 from merak.engine.engine import Engine
+from merak.engine.layout import EngineOptions
 from merak.engine.local import LocalParameters
 from merak.graph.build import GraphSource
 from merak.graph.feature_file import parse_features

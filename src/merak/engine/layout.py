@@ -1,0 +1,152 @@
+"""Which segments form which stage: decided once, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from merak.core.errors import PlanError, TraceError
+from merak.core.mesh import Mesh
+from merak.engine.plans import Plans
+from merak.engine.tied import Reader
+from merak.graph.features import Features
+from merak.graph.ir import ModelGraph
+from merak.plan.balance import Timed, balance
+from merak.plan.cost import segment_costs
+from merak.plan.partition import Partition, from_sizes
+from merak.plan.profile import measure
+from merak.plan.times import load_times
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is laid out and run.
+
+    Args:
+        schedule: name of the pipeline schedule.
+        num_microbatches: microbatches per step of one replica, as planned for.
+        seed: the job's seed, for initial weights and dropout.
+        features: tensor parallel attributes; None takes Merak's own for known models.
+        segments_per_stage: a partition of one's own; None balances by times.
+        segment_times: a file of measured times of the segments; None estimates them.
+        bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.
+        exact_tied_gradients: exchange gradients of tied parameters after every microbatch, which
+            sums them as one process does; else once per step.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    seed: int = 42
+    features: Features | None = None
+    segments_per_stage: tuple[int, ...] | None = None
+    segment_times: Path | None = None
+    bucket_bytes: int = 25 * 2**20
+    exact_tied_gradients: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which segments form which stage, and when each stage computes.
+
+    Args:
+        graph: the model at the shape it is planned with.
+        partition: its segments by stage.
+        plans: the schedule.
+    """
+
+    graph: ModelGraph
+    partition: Partition
+    plans: Plans
+
+    @property
+    def stage_rank(self) -> tuple[int, ...]:
+        """The pipeline position of each stage."""
+        return self.plans.base.schedule.pipes[0]
+
+    def readers(self) -> list[Reader]:
+        """Every segment, where it is, and the parameters it reads."""
+        return [
+            Reader(self.stage_rank[stage], stage, segment.index, segment.parameters)
+            for stage, own in enumerate(self.partition.stages)
+            for segment in self.graph.segments[own.start : own.stop]
+        ]
+
+
+def partition_segments(
+    graph: ModelGraph, num_stages: int, options: EngineOptions, mesh: Mesh, cache: Path | None
+) -> Partition:
+    """Lay segments out over stages: as the user says, or balanced by time.
+
+    Args:
+        graph: the model.
+        num_stages: stages of the schedule.
+        options: the user's partition or times.
+        mesh: the grid of ranks, which all call this together.
+        cache: where measured speeds of this machine are kept.
+
+    Raises:
+        PlanError: more stages than segments, or a partition or times of another model.
+    """
+    num_segments = len(graph.segments)
+    if num_stages > num_segments:
+        raise PlanError(
+            f"{num_segments} segments cannot fill {num_stages} stages (pp={mesh.pp}); use "
+            f"pp ≤ {num_segments}."
+        )
+    if options.segments_per_stage is not None:
+        return from_sizes(options.segments_per_stage, num_segments)
+    if num_stages == 1:
+        return Partition(num_segments, ())
+    # Measured speeds differ from rank to rank, and all ranks need one partition: rank 0 decides.
+    decided: list[Partition | None] = [None]
+    if mesh.rank == 0:
+        costs = _costs(graph, options, mesh, cache)
+        decided = [balance(costs, num_stages, options.num_microbatches)]
+    if mesh.world_size > 1:
+        dist.broadcast_object_list(decided, src=0)
+    assert decided[0] is not None
+    return decided[0]
+
+
+def _costs(
+    graph: ModelGraph, options: EngineOptions, mesh: Mesh, cache: Path | None
+) -> Sequence[Timed]:
+    if options.segment_times is not None:
+        return load_times(options.segment_times, [segment.name for segment in graph.segments])
+    return segment_costs(graph.segments, measure(mesh.device, cache))
+
+
+def stages_of_parameters(graph: ModelGraph, partition: Partition) -> dict[str, frozenset[int]]:
+    """The stages that read each parameter; one that no segment reads lives on the first."""
+    stages: dict[str, set[int]] = {}
+    for stage, own in enumerate(partition.stages):
+        for segment in graph.segments[own.start : own.stop]:
+            for name in segment.parameters:
+                stages.setdefault(name, set()).add(stage)
+    return {name: frozenset(stages.get(name, {0})) for name in graph.parameters}
+
+
+def stage_bounds(
+    graph: ModelGraph, owners: Mapping[str, frozenset[int]], partition: Partition
+) -> list[int]:
+    """Where each stage begins; in a graph that was cut otherwise, by who holds the parameters."""
+    if len(graph.segments) == partition.num_segments:
+        return [0, *partition.cuts, partition.num_segments]
+    num_stages = partition.num_stages
+    bounds = [0]
+    for segment in graph.segments:
+        stage = len(bounds) - 1
+        own = [owners[name] for name in segment.parameters]
+        while stage + 1 < num_stages and any(stage not in held for held in own):
+            stage += 1
+            bounds.append(segment.index)
+        if any(stage not in held for held in own):
+            raise TraceError(
+                f"segment {segment.index} ({segment.name}) reads parameters of several stages in "
+                "this mode or shape of the model; use a smaller pp, or one batch shape."
+            )
+    bounds += [len(graph.segments)] * (num_stages + 1 - len(bounds))
+    return bounds

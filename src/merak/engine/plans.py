@@ -1,0 +1,72 @@
+"""The schedule of a job: built by name or read from a file, and lowered to every rank's steps."""
+
+from __future__ import annotations
+
+from merak.core.errors import ScheduleError
+from merak.engine.parts import Plan
+from merak.schedule.ir import Kind, Schedule
+from merak.schedule.lower import lower
+from merak.schedule.registry import is_file, options, resolve
+from merak.schedule.restrict import first_microbatches
+
+_CHOSEN = {"recompute": False, "early_everywhere": True, "max_copies": 1}
+"""What a job asks of schedules that have the option: keep activations and one copy of weights."""
+
+
+class Plans:
+    """A job's plan for any number of microbatches: the last step of an epoch may have fewer.
+
+    Args:
+        name: of a schedule, or the path of a schedule file.
+        num_ranks: pipeline degree.
+        num_microbatches: of an ordinary step.
+
+    Raises:
+        ScheduleError: an unknown name, a schedule that is not defined for these counts, or one
+            that the engine does not run.
+    """
+
+    def __init__(self, name: str, num_ranks: int, num_microbatches: int) -> None:
+        known = () if is_file(name) else options(name)
+        chosen = {option: value for option, value in _CHOSEN.items() if option in known}
+        self._whole = resolve(name, num_ranks, num_microbatches, **chosen)
+        _refuse(self._whole)
+        self._chosen = chosen
+        self._name = name
+        self._plans = {num_microbatches: Plan(self._whole, lower(self._whole))}
+
+    @property
+    def base(self) -> Plan:
+        """The plan of an ordinary step."""
+        return self._plans[self._whole.num_microbatches]
+
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether weight gradients have actions of their own."""
+        return any(a.kind is Kind.WEIGHT_GRADIENT for own in self._whole.actions for a in own)
+
+    def __call__(self, num_microbatches: int) -> Plan:
+        """The plan for a number of microbatches; with fewer than usual, the usual one's part."""
+        if num_microbatches not in self._plans:
+            schedule = self._of(num_microbatches)
+            self._plans[num_microbatches] = Plan(schedule, lower(schedule))
+        return self._plans[num_microbatches]
+
+    def _of(self, num_microbatches: int) -> Schedule:
+        if num_microbatches < self._whole.num_microbatches:
+            return first_microbatches(self._whole, num_microbatches)
+        num_ranks = self._whole.num_ranks
+        return resolve(self._name, num_ranks, num_microbatches, **self._chosen)
+
+
+def _refuse(schedule: Schedule) -> None:
+    if not schedule.is_synchronous:
+        raise ScheduleError(
+            f"schedule={schedule.name!r} trains with delayed weights, which the engine does not "
+            "run; use a synchronous schedule such as '1f1b' or 'zero_bubble_h1'."
+        )
+    if len(schedule.pipes) > 1:
+        raise ScheduleError(
+            f"schedule={schedule.name!r} keeps every stage on {len(schedule.pipes)} ranks, which "
+            "the engine does not run; use '1f1b', 'interleaved_1f1b' or 'zero_bubble_v'."
+        )

@@ -1,0 +1,38 @@
+"""A part of a schedule: what remains when an iteration has fewer microbatches than usual."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from merak.core.errors import ScheduleError
+from merak.schedule.ir import Schedule
+
+
+def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The same schedule without its later microbatches; all else keeps its order.
+
+    What remains depends on nothing that is left out, and every pair of ranks keeps the order of
+    its transfers, so the part of a valid schedule is valid.
+
+    Args:
+        schedule: any synchronous schedule.
+        num_microbatches: how many remain, from microbatch 0.
+
+    Raises:
+        ScheduleError: a count below 1, or above that of the schedule.
+    """
+    if not 1 <= num_microbatches <= schedule.num_microbatches:
+        raise ScheduleError(
+            f"{num_microbatches} microbatches cannot be taken of a schedule of "
+            f"{schedule.num_microbatches}; use 1 to {schedule.num_microbatches}."
+        )
+    actions = tuple(
+        tuple(action for action in own if action.microbatch < num_microbatches)
+        for own in schedule.actions
+    )
+    return replace(
+        schedule,
+        microbatch_pipes=schedule.microbatch_pipes[:num_microbatches],
+        actions=actions,
+        microbatches_per_update=min(schedule.microbatches_per_update, num_microbatches),
+    )
