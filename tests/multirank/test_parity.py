@@ -1,4 +1,4 @@
-"""Training on many ranks against transformers.Trainer in one process: losses, gradients, weights."""
+"""Training on many ranks against transformers.Trainer alone: losses, gradients and weights."""
 
 from __future__ import annotations
 

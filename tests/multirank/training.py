@@ -219,8 +219,9 @@ def make_merak(setup: Setup, dp: int, cache: str, **kwargs: Any) -> Any:
 
     if setup.family == "plain":
         kwargs |= {"compute_loss_func": loss_of_logits}
-    with merak.empty_weights() if setup.empty else _as_it_is():
-        model = model_of(setup)
+    if "model_init" not in kwargs:
+        with merak.empty_weights() if setup.empty else _as_it_is():
+            kwargs["model"] = model_of(setup)
     args = merak.MerakArguments(
         gradient_accumulation_steps=setup.num_microbatches // dp,
         trace_cache=cache,
@@ -228,7 +229,7 @@ def make_merak(setup: Setup, dp: int, cache: str, **kwargs: Any) -> Any:
         **arguments_of(setup, tempfile.mkdtemp()),
     )
     kwargs.setdefault("train_dataset", Texts(setup.num_samples, padded=_padded(setup)))
-    trainer = merak.MerakTrainer(model=model, args=args, **kwargs)
+    trainer = merak.MerakTrainer(args=args, **kwargs)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 

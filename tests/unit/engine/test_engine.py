@@ -1,0 +1,152 @@
+"""The engine of a single rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from merak.core import mesh
+from merak.core.errors import PlanError, TraceError
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.engine import Engine
+from merak.engine.layout import EngineOptions
+from merak.engine.local import LocalParameters
+from merak.graph.build import GraphSource
+from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    mesh.reset()
+    mesh.init(device="cpu")
+    yield
+    mesh.reset()
+
+
+def engine_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], **options: object) -> Engine:
+    source = GraphSource(model=model)
+    chosen = EngineOptions(**options)  # type: ignore[arg-type]
+    return build_engine(source, signature(batch).columns, mesh.current_mesh(), chosen)
+
+
+def train(engine: Engine, batches: list[dict[str, torch.Tensor]], step: int = 0) -> torch.Tensor:
+    columns = [signature(batch).columns for batch in batches]
+    return engine.train_step(step, columns, batches, 1.0 / len(batches))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_microbatches_sum_as_autograd_does(schedule: str) -> None:
+    model = gpt2()
+    expected = copy.deepcopy(model)
+    batches = [text_batch(seed=i) for i in range(3)]
+    engine = engine_of(model, batches[0], num_microbatches=3, schedule=schedule)
+    losses = train(engine, batches)
+    for number, batch in enumerate(batches):
+        loss = expected(**batch).loss / 3
+        assert losses[number].item() == pytest.approx(loss.item(), rel=1e-6)
+        loss.backward()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(engine.parameters[name].grad, parameter.grad), name
+
+
+def test_a_step_leaves_the_users_random_state() -> None:
+    engine = engine_of(gpt2(dropout=0.3), text_batch())
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    train(engine, [text_batch()])
+    engine.evaluate([signature(text_batch()).columns], [text_batch()])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_depends_on_the_step_and_the_microbatch_alone() -> None:
+    engine = engine_of(gpt2(dropout=0.3), text_batch(), num_microbatches=2)
+    batches = [text_batch(), text_batch()]
+    first = train(engine, batches, step=3)
+    assert first[0] != first[1]
+    assert torch.equal(train(engine, batches, step=3), first)
+    assert not torch.equal(train(engine, batches, step=4), first)
+
+
+def test_shapes_not_met_before_are_traced() -> None:
+    model = Skips()
+    expected = copy.deepcopy(model)
+    engine = engine_of(model, number_batch(5))
+    batch = number_batch(3)
+    (loss,) = train(engine, [batch])
+    assert loss.item() == pytest.approx(expected(**batch)["loss"].item(), rel=1e-6)
+
+
+def test_evaluation_gives_all_outputs() -> None:
+    model = Skips()
+    expected = copy.deepcopy(model).eval()
+    engine = engine_of(model, number_batch())
+    columns = signature(number_batch()).columns
+    (outputs,) = engine.evaluate([columns], [number_batch()])
+    assert engine.outputs(columns) == ("loss", "logits")
+    assert torch.equal(outputs["logits"], expected(**number_batch())["logits"])
+
+
+def test_a_step_without_microbatches_changes_nothing() -> None:
+    engine = engine_of(Skips(), number_batch())
+    assert engine.train_step(0, [], []).shape == (0,)
+    assert all(parameter.grad is None for parameter in engine.parameters.values())
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "evaluation"])
+def test_a_failed_step_does_not_poison_the_next(moment: str) -> None:
+    model = gpt2()
+    engine = engine_of(model, text_batch(), num_microbatches=2)
+    batches = [text_batch(seed=1), text_batch(seed=2)]
+    expected = train(engine, batches)
+    model.zero_grad()
+    _fail(engine, batches, moment)
+    model.zero_grad()
+    assert torch.equal(train(engine, batches), expected)
+    assert engine._parts.stages[0].num_in_flight == 0
+
+
+def _fail(engine: Engine, batches: list[dict[str, torch.Tensor]], moment: str) -> None:
+    if moment == "forward":
+        columns = [signature(batch).columns for batch in batches]
+        with pytest.raises(KeyError):
+            engine.train_step(0, columns, [batches[0], {"input_ids": batches[1]["input_ids"]}])
+        bad = {**batches[1], "labels": batches[1]["labels"][:, :3]}
+        with pytest.raises(RuntimeError):
+            engine.train_step(0, columns, [batches[0], bad])
+    elif moment == "backward":
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        handle = engine.parameters["transformer.h.0.ln_1.weight"].register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            train(engine, batches)
+        handle.remove()
+    else:
+        with pytest.raises(IndexError):
+            bad = {**batches[0], "input_ids": batches[0]["input_ids"] + 1000}
+            engine.evaluate([signature(batches[0]).columns], [bad])
+
+
+def test_more_stages_than_segments_says_the_most() -> None:
+    sizes = len(engine_of(Skips(), number_batch())._parts.base.stages[0].segments)
+    with pytest.raises(PlanError, match=rf"99.*{sizes}"):
+        engine_of(Skips(), number_batch(), segments_per_stage=(99,))
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    batch = text_batch()
+    del batch["labels"]
+    with pytest.raises(TraceError, match="loss"):
+        engine_of(gpt2(), batch)
+
+
+def test_local_parameters_are_a_model_for_optimizers() -> None:
+    parameters = {"a.b": torch.nn.Parameter(torch.ones(2)), "c": torch.nn.Parameter(torch.ones(1))}
+    local = LocalParameters(parameters)
+    assert dict(local.named_parameters()) == parameters
+    assert list(local.parameters()) == list(parameters.values())
