@@ -28,6 +28,8 @@ class Plans:
 
     def __init__(self, name: str, num_ranks: int, num_microbatches: int) -> None:
         known = () if is_file(name) else options(name)
+        if "costs" in known:  # a synthesised schedule decides by itself what to recompute
+            known = tuple(option for option in known if option != "recompute")
         chosen = {option: value for option, value in _CHOSEN.items() if option in known}
         self._whole = resolve(name, num_ranks, num_microbatches, **chosen)
         _refuse(self._whole)
