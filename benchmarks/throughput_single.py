@@ -118,7 +118,7 @@ def run_pair(architecture: str, options: Any) -> Pair:
     for of_merak in (False, True):
         line, their_end = context.Pipe()
         arguments = (of_merak, architecture, options, their_end)
-        processes.append(context.Process(target=train, args=arguments))
+        processes.append(context.Process(target=train, args=arguments, daemon=True))
         lines.append(line)
         processes[-1].start()
         their_end.close()
