@@ -9,7 +9,6 @@ from merak.schedule.registry import build, names
 from merak.schedule.restrict import first_microbatches
 from merak.schedule.validate import validate
 
-
 SYNCHRONOUS = [name for name in names() if build(name, 4, 8).is_synchronous]
 
 
