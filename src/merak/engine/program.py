@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -13,6 +12,7 @@ from merak.core.shards import ParameterShard
 from merak.graph.clean import is_random
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.shard import slice_outputs
+from merak.graph.writes import depending_on
 
 Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
 """Changes how a segment is run: its new form, and how it splits its parameters over tp."""
@@ -152,12 +152,8 @@ def _prologues(
 
 
 def _depends_on_columns(graph: fx.Graph) -> set[str]:
-    found: set[Any] = set()
-    for node in graph.nodes:
-        is_column = node.op == "placeholder" and node.meta["kind"] is Kind.COLUMN
-        if is_column or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return {node.name for node in found}
+    columns = [n for n in graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.COLUMN]
+    return {node.name for node in depending_on(graph, columns)}
 
 
 def _columns(

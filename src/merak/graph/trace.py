@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
 from merak.graph.clean import clean_graph
@@ -99,9 +99,7 @@ def trace(
     return Trace(graph, runner.outputs(), names, tied, constants, dict(columns), sources)
 
 
-def _call_eagerly(
-    runner: _Runner, values: tuple[torch.Tensor, ...], mode: FakeTensorMode
-) -> None:
+def _call_eagerly(runner: _Runner, values: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
     with mode:
         runner(*values)
 
@@ -160,9 +158,24 @@ class _Runner(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = dict(zip(self.call.columns, values, strict=True))
-        outputs = call_model(self.model, batch, self.call)
+        with _written_buffers(self.model):
+            outputs = call_model(self.model, batch, self.call)
         self.set_outputs(outputs)
         return tuple(outputs.values())
+
+
+@contextmanager
+def _written_buffers(model: nn.Module) -> Iterator[None]:
+    """Where the model assigns a new tensor to a buffer, write that into the buffer instead."""
+    before = [(module, dict(module._buffers)) for module in model.modules()]
+    yield
+    for module, buffers in before:
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if old is None or new is None or new is old:
+                continue
+            old.copy_(new.detach())
+            module._buffers[name] = old
 
 
 def call_model(
@@ -233,45 +246,9 @@ def _lift(
             node.meta |= {"kind": Kind.BUFFER, "name": target}
             if spec.kind == InputKind.CONSTANT_TENSOR:
                 constants[target] = program.constants[spec.target or ""]
-    _write_buffers(graph, signature)
     _keep_user_outputs(graph, signature)
     _merge_placeholders(graph)
     return graph, constants
-
-
-def _write_buffers(
-    graph: fx.Graph, signature: torch.export.graph_signature.ExportGraphSignature
-) -> None:
-    """Where the model assigns a new tensor to a buffer, write that into the buffer instead."""
-    assigned = {
-        spec.arg.name: spec.target
-        for spec in signature.output_specs
-        if spec.kind == OutputKind.BUFFER_MUTATION
-    }
-    if not assigned:
-        return
-    by_name = {node.name: node for node in graph.nodes}
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for spec in signature.input_specs:
-        for value in (name for name, target in assigned.items() if target == spec.target):
-            buffer, new = by_name[spec.arg.name], by_name[value]
-            last = max((new, *_readers(buffer)), key=lambda node: order[node])
-            with graph.inserting_after(last):
-                graph.call_function(torch.ops.aten.copy_.default, (buffer, new)).meta = {
-                    **{k: v for k, v in new.meta.items() if k not in ("kind", "name")},
-                    "val": buffer.meta["val"],
-                }
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a tensor, or a view of it."""
-    for user in node.users:
-        if user.op == "output":
-            continue
-        yield user
-        value, own = user.meta.get("val"), node.meta["val"].untyped_storage()._cdata
-        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == own:
-            yield from _readers(user)
 
 
 def _keep_user_outputs(

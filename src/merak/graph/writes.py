@@ -150,6 +150,7 @@ def settle_writes(graph: fx.Graph) -> None:
             if source.meta["kind"] is Kind.COLUMN:
                 _copy_column(graph, source, memory)
         if any(source.meta["kind"] is Kind.BUFFER for source in sources):
+            _move_up(writes, memory, order)
             _copy_after(graph, writes.members[memory], writers[-1], order)
 
 
@@ -160,6 +161,28 @@ def _copy_column(graph: fx.Graph, column: fx.Node, memory: int) -> None:
     column.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
     copy.meta = {k: column.meta[k] for k in ("tensor", "source", "module")} | {"memory": memory}
     column.meta["memory"] = None
+
+
+def _move_up(writes: Writes, memory: int, order: dict[fx.Node, int]) -> None:
+    """Write a buffer's new value as soon as nobody reads the old one.
+
+    What the model assigns to a buffer is written at the end of the trace, far from its readers.
+    """
+    last = writes.writers[memory][-1]
+    if last.target is not aten.copy_.default or last.users or not isinstance(last.args[1], fx.Node):
+        return
+    moved = [last]
+    if last.args[1].target is aten.detach.default and len(last.args[1].users) == 1:
+        moved.insert(0, last.args[1])
+    members = writes.members[memory]
+    readers = {n for m in members for n in (m, *m.users)} - {last}
+    after = max((*readers, *moved[0].all_input_nodes), key=lambda node: order.get(node, -1))
+    source = moved[0].all_input_nodes[-1].meta.get("memory")
+    if source in writes.writers or after.op == "output":
+        return
+    for node in reversed(moved):
+        after.append(node)
+        order[node] = order[after]
 
 
 def _copy_after(

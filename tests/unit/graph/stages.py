@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import fx
 
-from merak.engine.program import Program, compile_program
-from merak.engine.stage import Microbatch, Stage
-from merak.graph.ir import ModelGraph, TensorMeta
+from merak.graph.build import GraphSource, build_graph
+from merak.graph.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.trace import LossFunction
 
 Tensors = dict[str, torch.Tensor]
 
@@ -17,6 +18,25 @@ Tensors = dict[str, torch.Tensor]
 def metas(batch: Mapping[str, torch.Tensor]) -> dict[str, TensorMeta]:
     """The signature of a batch."""
     return {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in batch.items()}
+
+
+def built(
+    model: torch.nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+) -> ModelGraph:
+    """A model's segments."""
+    return build_graph(GraphSource(model, loss_fn=loss_fn), metas(batch), training=training)
+
+
+@dataclass
+class Record:
+    """One segment's forward: the leaves it started from, and its results by name."""
+
+    leaves: Tensors
+    results: Tensors
 
 
 class Pipeline:
@@ -28,78 +48,89 @@ class Pipeline:
     """
 
     def __init__(self, graph: ModelGraph, model: torch.nn.Module) -> None:
-        count = len(graph.segments)
         self.graph = graph
-        self.model = model
-        self.program: Program = compile_program(graph, range(count + 1), range(count), None)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        buffers = {**dict(model.named_buffers(remove_duplicate=False)), **graph.constants}
-        readers = [name for s in graph.segments for name in s.parameters]
-        shared = frozenset(name for name in readers if readers.count(name) > 1)
-        self.stages = [
-            Stage(i, self.parameters, buffers, shared, torch.device("cpu")) for i in range(count)
-        ]
+        self.buffers = {**dict(model.named_buffers(remove_duplicate=False)), **graph.constants}
+        self.functions = [_function(segment) for segment in graph.segments]
+        self.received = ((), *graph.boundaries())
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Tensors:
         """The model's outputs by name."""
-        microbatch = self._microbatch(batch)
-        outputs: Tensors = {}
-        values: Tensors = {}
-        for stage in self.stages:
-            values = stage.evaluate(microbatch, self._received(stage, values))
-            outputs |= self._results(stage, values)
-        return {name: outputs[name] for name in self.program.outputs}
+        with torch.no_grad():
+            records = self._forward(batch)
+        made: Tensors = {}
+        for record in records:
+            made |= record.results
+        return {name: made[value] for name, value in self.graph.outputs.items()}
 
-    def train(self, batch: Mapping[str, torch.Tensor], *, recompute: bool = False) -> torch.Tensor:
+    def train(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one microbatch; its gradients are then in the parameters' `grad`."""
-        microbatch = self._microbatch(batch)
+        records = self._forward(batch)
+        loss = next(
+            r.results[str(self.graph.loss)] for r in records if self.graph.loss in r.results
+        )
+        gradients: Tensors = {str(self.graph.loss): torch.ones_like(loss)}
+        for record in reversed(records):
+            _backward(record, gradients)
+        return loss.detach()
+
+    def _forward(self, batch: Mapping[str, torch.Tensor]) -> list[Record]:
+        columns = {name: tensor.clone() for name, tensor in batch.items()}
         values: Tensors = {}
-        loss = torch.zeros(())
-        for stage in self.stages:
-            received = self._received(stage, values)
-            values = stage.forward(0, microbatch, received, keep=not recompute)
-            loss = self._results(stage, values).get("loss", loss)
-        gradients = {str(self.graph.loss): torch.ones((), dtype=loss.dtype)}
-        for stage in reversed(self.stages):
-            made = stage.backward(0, microbatch, gradients, lambda segment: self._collect())
-            gradients = {name: gradient.clone() for name, gradient in made.items()}
-            if self.graph.loss not in self.program.stages[stage.index].results.values():
-                continue
-        return loss
+        with torch.no_grad():
+            prologue = self.graph.prologue
+            made = _run(_function(prologue), self._arguments(prologue, columns, {}, {}))
+        derived = dict(zip(prologue.outputs, made, strict=True))
+        records = []
+        for segment, function, received in zip(
+            self.graph.segments, self.functions, self.received, strict=True
+        ):
+            # Nothing but the boundary reaches a stage.
+            arrived = {name: values[name].detach().clone() for name in received}
+            leaves = {
+                name: arrived[name].requires_grad_(self.graph.values[name].requires_grad)
+                for name in segment.inputs
+            }
+            made = _run(function, self._arguments(segment, columns, leaves, derived))
+            results = dict(zip(segment.outputs, made, strict=True))
+            values = {**arrived, **results}
+            records.append(Record(leaves, results))
+        return records
 
-    def _collect(self) -> None:
-        """Add what the leaves of shared parameters got to the parameters, as it comes."""
-        for stage in self.stages:
-            for name, leaf in stage.shared.items():
-                if leaf.grad is not None:
-                    known = self.parameters[name].grad
-                    self.parameters[name].grad = leaf.grad if known is None else known + leaf.grad
-                    leaf.grad = None
-
-    def _microbatch(self, batch: Mapping[str, torch.Tensor]) -> Microbatch:
-        columns = {name: batch[name].clone() for name in self.program.columns}
-        microbatch = Microbatch(self.program, columns, {}, (0,))
-        for part in (self.program.fixed, self.program.derived):
-            segment = part.segment
-            assert not segment.parameters
-            buffers = self.stages[0].buffers
-            with torch.no_grad():
-                made = part.function(
-                    *(buffers[name] for name in segment.buffers),
-                    *(columns[name] for name in segment.columns),
-                )
-            microbatch.derived |= dict(zip(segment.outputs, made, strict=True))
-        return microbatch
-
-    def _received(self, stage: Stage, values: Tensors) -> Tensors:
-        names = self.program.stages[stage.index].received
-        return {name: values[name].clone() for name in names}
-
-    def _results(self, stage: Stage, values: Tensors) -> Tensors:
-        results = self.program.stages[stage.index].results
-        return {name: values[value] for name, value in results.items()}
+    def _arguments(
+        self, segment: Segment, columns: Tensors, inputs: Tensors, derived: Tensors
+    ) -> list[torch.Tensor]:
+        return [
+            *(self.parameters[name] for name in segment.parameters),
+            *(self.buffers[name] for name in segment.buffers),
+            *(columns[name] for name in segment.columns),
+            *(inputs[name] for name in segment.inputs),
+            *(derived[name] for name in segment.derived),
+        ]
 
 
-def gradients(model: torch.nn.Module) -> dict[str, Any]:
+def _function(segment: Segment) -> fx.GraphModule:
+    return fx.GraphModule(torch.nn.Module(), segment.graph)
+
+
+def _run(function: fx.GraphModule, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    results = function(*arguments)
+    assert isinstance(results, tuple)
+    return results
+
+
+def _backward(record: Record, gradients: Tensors) -> None:
+    pairs = [
+        (made, gradients.pop(name)) for name, made in record.results.items() if name in gradients
+    ]
+    pairs = [(made, gradient) for made, gradient in pairs if made.requires_grad]
+    if pairs:
+        torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+    for name, leaf in record.leaves.items():
+        if leaf.grad is not None:
+            gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Every parameter's gradient by name; None where it has none."""
     return {name: p.grad for name, p in model.named_parameters()}
