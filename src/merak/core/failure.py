@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
 
 from merak.core.errors import MerakError, TrainingError
 
@@ -112,13 +113,13 @@ def _is_first() -> bool:
         return True  # nobody to ask: rather say it twice than never
 
 
-def _store() -> dist.Store:
+def _store() -> Store:
     """The job's store; torchrun keeps one that outlives every rank."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
-        return dist.PrefixStore(f"attempt {attempt}", store)
+        agent = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        return PrefixStore(f"attempt {attempt}", agent)
     store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=5))
     return store
