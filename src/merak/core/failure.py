@@ -26,7 +26,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from merak.core.errors import MerakError, TrainingError
 
