@@ -26,7 +26,7 @@ class _Conversions(TorchDispatchMode):
     """Notes which of some tensors are converted, and to what."""
 
     def __init__(self, tensors: Mapping[int, fx.Node]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = tensors
         self.found: dict[fx.Node, torch.dtype] = {}
 
@@ -64,14 +64,17 @@ def _wanted(
 ) -> dict[fx.Node, torch.dtype]:
     """The arguments to convert before an operator, so that it does as under autocast."""
     sources = {id(n.meta["val"]): n for n in node.all_input_nodes}
-    if node.target._schema.is_mutable or not any(_is_float(n) for n in sources.values()):
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if target._schema.is_mutable or not any(_is_float(n) for n in sources.values()):
         return {}
     with torch.no_grad():
         with torch.autocast(device_type, dtype, cache_enabled=False), _Conversions(sources) as seen:
             made = _call(node, {})
         expected = _types(made)
-        if _types(_call(node, seen.found)) == expected:
-            return seen.found
+        found: dict[fx.Node, torch.dtype] = seen.found
+        if _types(_call(node, found)) == expected:
+            return found
         floats = {n: _first_float(expected) for n in sources.values() if _is_float(n)}
         converted = {n: t for n, t in floats.items() if t is not None}
         if _types(_call(node, converted)) == expected:

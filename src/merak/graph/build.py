@@ -75,9 +75,7 @@ def build_graph(
     return build_timed(source, columns, training=training).graph
 
 
-def build_timed(
-    source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
-) -> Built:
+def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool) -> Built:
     """Trace a model at some shapes and cut it into segments.
 
     Args:
@@ -98,6 +96,8 @@ def build_timed(
         traced = _trace(source, columns)
         traced_at = time.perf_counter()
         graph = shard(traced, outputs=("loss",) if training else None)
+        if training:
+            _check_loss(source.model, graph)
         seconds[0] = time.perf_counter() - traced_at
         return graph, traced.sources
 
@@ -125,6 +125,20 @@ def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
             f"{', '.join(columns)}; return a loss, or a dict, tuple or dataclass of tensors."
         )
     return traced
+
+
+def _check_loss(model: nn.Module, graph: ModelGraph) -> None:
+    loss = graph.values[str(graph.loss)]
+    if loss.shape != ():
+        raise TraceError(
+            f"the loss of {type(model).__name__} has the shape {loss.shape}; return a single "
+            "number, such as its mean."
+        )
+    if not loss.requires_grad:
+        raise TraceError(
+            f"the loss of {type(model).__name__} depends on no parameter that is trained; leave "
+            "requires_grad on for some of them, and do not detach the loss."
+        )
 
 
 def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:

@@ -176,7 +176,9 @@ def _inline(
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise AssertionError(f"{user} reads the tuple of {call} as a whole")
-        user.replace_all_uses_with(results[user.args[1]])
+        place = user.args[1]
+        assert isinstance(place, int)
+        user.replace_all_uses_with(results[place])
         graph.erase_node(user)
     graph.erase_node(call)
 
@@ -200,11 +202,15 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
     if node.op != "output":
         refuse_dynamic_shape(where, value)
     carries = _carries_gradient(node)
-    kept = {k: node.meta[k] for k in ("kind", "name") if k in node.meta}
+    kept: dict[str, Any] = {k: node.meta[k] for k in ("kind", "name") if k in node.meta}
     number = memory.number(node, value)
     tensor = tensor_meta(value, carries or memory.carries(number))
-    meta = {"tensor": tensor, "source": where, "module": path.rstrip("."), "memory": number}
-    node.meta = {**meta, **kept}
+    node.meta = kept | {
+        "tensor": tensor,
+        "source": where,
+        "module": path.rstrip("."),
+        "memory": number,
+    }
     if carries and node.op == "call_function":
         for written in written_by(node):
             memory.write(written.meta["memory"])

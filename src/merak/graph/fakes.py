@@ -36,7 +36,8 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -
 
     try:
         for module in model.modules():
-            for slots in (module._parameters, module._buffers):
+            dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for slots in dicts:
                 for name, tensor in slots.items():
                     if tensor is not None:
                         kept.append((slots, name, tensor))

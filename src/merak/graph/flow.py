@@ -145,9 +145,7 @@ def _is_seed(placeholder: fx.Node, writes: Writes) -> bool:
     return kind is Kind.PARAMETER or placeholder.meta.get("memory") in writes.writers
 
 
-def _unsendable(
-    main: Sequence[fx.Node], last_use: Sequence[int]
-) -> Iterator[tuple[int, int]]:
+def _unsendable(main: Sequence[fx.Node], last_use: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Where tuples and plain numbers live: they never leave their segment."""
     for i, node in enumerate(main):
         if not isinstance(node.meta["tensor"], TensorMeta):

@@ -8,6 +8,7 @@ trace records, and which applies the function when the segment runs.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +17,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from merak.core.errors import TraceError
+from merak.graph.clean import requires_grad
 
 _LIBRARY = torch.library.Library("merak", "DEF")
 _LIBRARY.define("custom_function(Tensor[] tensors, str function, str arguments) -> Tensor[]")
 
-_APPLY: Callable[..., Any] = Function.apply.__func__
+_APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
 
 def _run(tensors: Sequence[torch.Tensor], function: str, arguments: str) -> list[torch.Tensor]:
@@ -94,7 +97,24 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
 
 
-def bodies_of_functions() -> dict[str, list[tuple[range, str]]]:
+def refuse_seen_through(graph: fx.Graph) -> None:
+    """Find functions that were called past `Function.apply`, whose own backward the trace lost.
+
+    Raises:
+        TraceError: there is one.
+    """
+    bodies = _bodies()
+    for node in graph.nodes:
+        file, _, line = str(node.meta.get("source", "")).rpartition(":")
+        for lines, name in bodies.get(file, ()):
+            if int(line) in lines and requires_grad(node.meta["tensor"]):
+                raise TraceError(
+                    f"the autograd function {name} is called by another name, so the trace misses "
+                    f"its own backward ({file}:{line}); call it as {name}.apply(…) in the model."
+                )
+
+
+def _bodies() -> dict[str, list[tuple[range, str]]]:
     """Where the forwards of all autograd functions outside torch are: file → lines and name."""
     found: dict[str, list[tuple[range, str]]] = {}
     todo: list[type] = [Function]

@@ -103,5 +103,5 @@ def _target(name: str) -> Callable[..., Any]:
     found: Any = torch.ops if module == "torch.ops" else importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
-    assert callable(found)
-    return found
+    function: Callable[..., Any] = found
+    return function

@@ -7,7 +7,7 @@ what comes out is the operators that one device would run, in their order.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from merak.core.errors import TraceError
 from merak.graph.clean import clean_graph
 from merak.graph.explain import explain
 from merak.graph.fakes import eager_masks, fake_batch, fake_weights, no_draws_in_python
-from merak.graph.functions import kept_functions
+from merak.graph.functions import kept_functions, refuse_seen_through
 from merak.graph.ir import Kind, TensorMeta
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
@@ -96,6 +96,7 @@ def trace(
             )
     graph, constants = _lift(program, runner, tied)
     sources = clean_graph(graph)
+    refuse_seen_through(graph)
     return Trace(graph, runner.outputs(), names, tied, constants, dict(columns), sources)
 
 
@@ -153,8 +154,11 @@ class _Runner(nn.Module):
         self.call = call
         self.training = model.training
         names: list[str] = []
-        self.outputs = lambda: tuple(names)  # export undoes what forward sets on a module itself
-        self.set_outputs = lambda found: names.__setitem__(slice(None), found)
+        # Export undoes what forward sets on a module itself.
+        self.outputs: Callable[[], tuple[str, ...]] = lambda: tuple(names)
+        self.set_outputs: Callable[[Iterable[str]], None] = lambda found: names.__setitem__(
+            slice(None), found
+        )
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = dict(zip(self.call.columns, values, strict=True))
@@ -245,10 +249,19 @@ def _lift(
         else:
             node.meta |= {"kind": Kind.BUFFER, "name": target}
             if spec.kind == InputKind.CONSTANT_TENSOR:
-                constants[target] = program.constants[spec.target or ""]
+                constants[target] = _with_numbers(target, program.constants[spec.target or ""])
     _keep_user_outputs(graph, signature)
     _merge_placeholders(graph)
     return graph, constants
+
+
+def _with_numbers(name: str, constant: Any) -> torch.Tensor:
+    if not isinstance(constant, torch.Tensor) or constant.is_meta:
+        raise TraceError(
+            f"the model reads the tensor {name}, which is no parameter or buffer and has no "
+            "numbers; register it with register_buffer."
+        )
+    return constant.detach()
 
 
 def _keep_user_outputs(
