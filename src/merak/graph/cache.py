@@ -50,22 +50,27 @@ def cached(folder: Path, key: str, make: Callable[[], Made]) -> tuple[ModelGraph
 
 
 def _read(path: Path) -> ModelGraph | None:
-    """An entry, unless a source file it came from has changed since."""
+    """An entry, unless it is broken or a source file it came from has changed since."""
     try:
         entry = pickle.loads(path.read_bytes())
+        if entry["sources"] != file_hashes(entry["sources"]):
+            return None
+        return unpack_model(entry["graph"])
     except FileNotFoundError:
         return None
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-        logger.warning("The cached trace %s cannot be read (%s); it is made anew.", path, error)
+    except Exception as error:  # whatever a damaged file may lead to
+        logger.warning("The cached trace %s cannot be read (%r); it is made anew.", path, error)
         return None
-    if entry["sources"] != file_hashes(entry["sources"]):
-        return None
-    return unpack_model(entry["graph"])
 
 
 def _write(path: Path, graph: ModelGraph, sources: frozenset[str]) -> None:
     entry = {"sources": file_hashes(sources), "graph": pack_model(graph)}
+    content = pickle.dumps(entry, protocol=pickle.HIGHEST_PROTOCOL)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(descriptor, "wb") as file:
-        pickle.dump(entry, file, protocol=pickle.HIGHEST_PROTOCOL)
-    os.replace(name, path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

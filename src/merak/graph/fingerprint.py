@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import platform
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -19,11 +19,13 @@ from torch import nn
 from merak.graph.ir import TensorMeta
 
 _SCALARS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+_HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 _OWN_STATE = frozenset(nn.Module().__dict__) - {"training"}
-"""What torch keeps in every module; parameters, buffers and children are described apart."""
+"""What torch keeps in every module; parameters, buffers, children, hooks are described apart."""
 
-_HASH_OF_A_PROCESS = "_original_object_hash"
-"""An attribute of transformers' generation configs, which another process has another value of."""
+_SKIPPED = frozenset({"_original_object_hash", "_flat_weights"})
+"""A hash that transformers' generation configs hold and another process has another value of; and
+a second list of their parameters that recurrent modules keep."""
 
 
 def fingerprint(model: nn.Module, *others: Any) -> str:
@@ -37,9 +39,9 @@ def fingerprint(model: nn.Module, *others: Any) -> str:
     Returns:
         A hexadecimal string; equal for equal models, on every rank.
     """
-    describer = _Describer()
+    describer = _Describer(model)
     describer.add(("merak", _own_sources(), torch.__version__, transformers.__version__))
-    describer.add(platform.python_version())
+    describer.add((platform.python_version(), torch.get_default_dtype()))
     describer.module_tree(model)
     for other in others:
         describer.add(other)
@@ -66,12 +68,18 @@ def _own_sources() -> str:
 
 
 class _Describer:
-    """Feeds values into a hash; an object met again is named by the place of its first mention."""
+    """Feeds values into a hash; an object met again is named by the place of its first mention.
 
-    def __init__(self) -> None:
+    Args:
+        model: its parameters and buffers count without their numbers, wherever they are met.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self._hash = hashlib.blake2b(digest_size=20)
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []
+        self._without_numbers = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._modules = {id(m): name for name, m in model.named_modules()}
 
     def digest(self) -> str:
         return self._hash.hexdigest()
@@ -85,9 +93,12 @@ class _Describer:
             for parts in (module._parameters, module._buffers):
                 for key, tensor in parts.items():
                     self._write(key)
-                    self._tensor(tensor)
+                    self.add(tensor)
             for key, value in module.__dict__.items():
-                if key not in _OWN_STATE:
+                if key in _HOOKS and value:
+                    self._write(key)  # hooks are kept by numbers that count a process's hooks
+                    self.add(list(value.values()) if isinstance(value, Mapping) else value)
+                elif key not in _OWN_STATE and key not in _SKIPPED:
                     self._write(key)
                     self.add(value)
 
@@ -101,14 +112,22 @@ class _Describer:
             self._write("meta", repr(value))
         elif isinstance(value, type):
             self._class(value)
+        elif id(value) in self._modules and id(value) not in self._seen:
+            self._write("part", self._modules[id(value)])
         elif self._is_known(value):
             pass
-        elif isinstance(value, torch.Tensor):
-            self._numbers(value)
+        else:
+            self._new(value)
+
+    def _new(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, nn.Module):
+            self.module_tree_of_another(value)
         elif isinstance(value, Mapping):
-            self._write("mapping", str(len(value)))
+            self._write("mapping", type(value).__name__, str(len(value)))
             for key, item in value.items():
-                if key != _HASH_OF_A_PROCESS:
+                if key not in _SKIPPED:
                     self.add(key)
                     self.add(item)
         elif isinstance(value, (tuple, list)):
@@ -117,47 +136,92 @@ class _Describer:
                 self.add(item)
         elif isinstance(value, (set, frozenset)):
             self._write("set", *sorted(map(repr, value)))
-        elif isinstance(value, nn.Module):
-            self.module_tree(value)
+        elif isinstance(value, types.CodeType):
+            self._code(value)
         else:
             self._object(value)
 
+    def module_tree_of_another(self, module: nn.Module) -> None:
+        """A module that is no part of the model, such as a loss: the graph holds its numbers."""
+        del self._seen[id(module)]
+        self.module_tree(module)
+
     def _object(self, value: Any) -> None:
-        function = inspect.unwrap(value) if callable(value) else value
-        if isinstance(function, types.MethodType):
-            self.add(function.__self__)
-            function = function.__func__
-        if isinstance(function, types.FunctionType):
-            self._write("function", function.__qualname__, file_hash(function.__code__.co_filename))
-            code = function.__code__
-            self._write(code.co_code.hex())
-            self.add([const for const in code.co_consts if isinstance(const, _SCALARS)])
-            self.add([cell.cell_contents for cell in function.__closure__ or ()])
-            self.add(function.__defaults__)
-            return
-        self._class(type(value))
-        state = getattr(value, "__dict__", None)
-        slots = {k: getattr(value, k) for k in getattr(value, "__slots__", ()) if hasattr(value, k)}
-        if state is None and not slots:
-            self._write(repr(value))  # an address in it makes the trace one of its own
-        self.add({**(state or {}), **slots})
+        if isinstance(value, types.MethodType):
+            self.add(value.__self__)
+            self.add(value.__func__)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
+            self._write("named", str(getattr(value, "__module__", "")), value.__name__)
+        elif _reduces_itself(type(value)):
+            self._class(type(value))
+            self.add(_reduced(value))
+        else:
+            self._class(type(value))
+            slots = {
+                key: getattr(value, key)
+                for cls in type(value).__mro__
+                for key in _names(cls.__dict__.get("__slots__", ()))
+                if hasattr(value, key)
+            }
+            state = getattr(value, "__dict__", None)
+            if state is None and not slots:
+                self._write(repr(value))  # an address in it makes the trace one of its own
+            self.add({**(state or {}), **slots})
+
+    def _function(self, function: types.FunctionType) -> None:
+        self._write("function", function.__qualname__, file_hash(function.__code__.co_filename))
+        self._code(function.__code__)
+        self.add([_content(cell) for cell in function.__closure__ or ()])
+        self.add(function.__defaults__)
+        self.add(function.__kwdefaults__)
+        if not _is_library(function.__module__):
+            self._globals(function)
+
+    def _globals(self, function: types.FunctionType) -> None:
+        """What a function reads of its module: no file tells what a notebook or a script set."""
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            is_own = getattr(value, "__module__", None) == function.__module__
+            if isinstance(value, (*_SCALARS, torch.Tensor, tuple, list, dict)) or is_own:
+                self._write(name)
+                self.add(value)
+
+    def _code(self, code: types.CodeType) -> None:
+        self._write("code", code.co_code.hex(), *code.co_names, *code.co_varnames)
+        for constant in code.co_consts:
+            self.add(constant)
 
     def _class(self, cls: type) -> None:
+        self._write(cls.__module__, cls.__qualname__)
+        if self._is_known(cls):
+            return
         for base in cls.__mro__[:-1]:
             module = inspect.getmodule(base)
             self._write(base.__qualname__, file_hash(getattr(module, "__file__", None) or ""))
+            self._methods(base)
 
-    def _tensor(self, tensor: torch.Tensor | None) -> None:
-        if tensor is None:
-            self._write("none")
-        elif not self._is_known(tensor):
-            kind = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-            self._write("tensor", repr(kind))
+    def _methods(self, cls: type) -> None:
+        """What no version of a library tells: the user's own code, and what it patched in."""
+        is_library = _is_library(cls.__module__)
+        for name, value in cls.__dict__.items():
+            function = getattr(value, "__func__", value)
+            is_plain = isinstance(value, (*_SCALARS, torch.Tensor)) and not name.startswith("__")
+            if isinstance(function, types.FunctionType):
+                if is_library and _is_library(function.__module__):
+                    continue
+                self._write(name)
+                self.add(function)
+            elif is_plain and not is_library:
+                self._write(name)
+                self.add(value)
 
-    def _numbers(self, tensor: torch.Tensor) -> None:
-        """A tensor that is no parameter or buffer: the graph may hold its numbers."""
-        self._tensor(tensor)
-        if not tensor.is_meta:
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        """What a tensor is; its numbers too where the graph may hold them."""
+        kind = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        self._write("tensor", repr(kind), repr(tensor.stride()))
+        if id(tensor) not in self._without_numbers and not tensor.is_meta:
             data = tensor.detach().cpu().contiguous().view(-1)
             self._hash.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
 
@@ -172,3 +236,38 @@ class _Describer:
     def _write(self, *words: str) -> None:
         for word in words:
             self._hash.update(f"{len(word)}:{word}".encode())
+
+
+def _reduced(value: Any) -> Any:
+    """What pickle would keep of an object, or its text."""
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:
+        return repr(value)
+    return parts if isinstance(parts, str) else [_listed(part) for part in parts]
+
+
+def _reduces_itself(cls: type) -> bool:
+    """Whether a class says itself what makes its objects, as `functools.partial` does."""
+    own = ("__reduce__", "__reduce_ex__")
+    return any(name in base.__dict__ for base in cls.__mro__[:-1] for name in own)
+
+
+def _listed(part: Any) -> Any:
+    return list(part) if isinstance(part, Iterator) else part
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _is_library(module: str | None) -> bool:
+    """Whether code is told apart by a version that the fingerprint holds."""
+    return (module or "").partition(".")[0] in ("torch", "transformers", "builtins")
