@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from merak.core.mesh import current_mesh, init
     from merak.graph.features import Column, Replicate, Row
     from merak.graph.proxies import empty_weights
-    from merak.parallelize import ParallelModel, parallelize
+    from merak.parallel import ParallelModel, parallelize
     from merak.trainer import MerakTrainer
 
 _HOMES = {
@@ -17,13 +17,13 @@ _HOMES = {
     "MerakArguments": "merak.arguments",
     "MerakError": "merak.core.errors",
     "MerakTrainer": "merak.trainer",
-    "ParallelModel": "merak.parallelize",
+    "ParallelModel": "merak.parallel",
     "Replicate": "merak.graph.features",
     "Row": "merak.graph.features",
     "current_mesh": "merak.core.mesh",
     "empty_weights": "merak.graph.proxies",
     "init": "merak.core.mesh",
-    "parallelize": "merak.parallelize",
+    "parallelize": "merak.parallel",
 }
 
 __all__ = [

@@ -218,7 +218,7 @@ def make_merak(setup: Setup, dp: int, cache: str, **kwargs: Any) -> Any:
     import merak
 
     if setup.family == "plain":
-        kwargs |= {"compute_loss_func": loss_of_logits}
+        kwargs.setdefault("compute_loss_func", loss_of_logits)
     if "model_init" not in kwargs:
         with merak.empty_weights() if setup.empty else _as_it_is():
             kwargs["model"] = model_of(setup)
@@ -237,7 +237,7 @@ def make_merak(setup: Setup, dp: int, cache: str, **kwargs: Any) -> Any:
 def make_reference(setup: Setup, **kwargs: Any) -> Trainer:
     """The trainer of one process; under `alone`."""
     if setup.family == "plain":
-        kwargs |= {"compute_loss_func": loss_of_logits}
+        kwargs.setdefault("compute_loss_func", loss_of_logits)
     args = TrainingArguments(
         gradient_accumulation_steps=setup.num_microbatches,
         **arguments_of(setup, tempfile.mkdtemp()),

@@ -20,7 +20,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
-from merak.core.errors import ArgumentsError, TrainingError
+from merak.core.errors import ArgumentsError, DataError, TrainingError
 from merak.core.mesh import current_mesh
 from merak.data import check_columns, check_not_empty, example_batch, shard_loader
 from merak.engine.build import build_engine
@@ -88,18 +88,25 @@ class MerakTrainer(Saving, Trainer):
 
     # ---- the engine ----
 
-    def build_engine(self, loader: DataLoader[Any]) -> Engine:
+    def build_engine(self, loader: DataLoader[Any], dataset: object = None) -> Engine:
         """Trace, lay out and load the model, at the shape of the loader's first samples.
 
         Args:
             loader: a loader of a single process, as transformers makes it.
+            dataset: the user's own, of which the loader's may have only some columns.
         """
         if self.engine is not None:
             return self.engine
         check_arguments(self.args)
         batch = example_batch(loader, seed=self.args.seed)
         labels = ("labels",) if self.compute_loss_func is not None else ()
-        check_columns(batch, model=self.model, dataset=loader.dataset, also_taken=labels)
+        check_columns(
+            batch,
+            model=self.model,
+            needed=_main_inputs(self.model, batch),
+            dataset=dataset if dataset is not None else loader.dataset,
+            also_taken=labels,
+        )
         self._counter = self._make_counter()
         self._flops_per_token = self._estimate_flops()
         self._council = Council(self.mesh)
@@ -164,10 +171,11 @@ class MerakTrainer(Saving, Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's microbatches, of which it reads the columns that its segments use."""
-        if self.train_dataset is not None:
-            check_not_empty(self.train_dataset)
+        if self.train_dataset is None:
+            raise DataError("there is nothing to train on; pass train_dataset=… to MerakTrainer.")
+        check_not_empty(self.train_dataset)
         loader = super().get_train_dataloader()
-        engine = self.build_engine(loader)
+        engine = self.build_engine(loader, self.train_dataset)
         assert self._counter is not None
         batch = example_batch(loader, seed=self.args.seed)
         columns = engine.columns(self._counter.signature(batch).columns)
@@ -342,6 +350,12 @@ class MerakTrainer(Saving, Trainer):
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         return self._evaluation.result(prediction_loss_only, ignore_keys)
+
+
+def _main_inputs(model: nn.Module | None, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """The column that a model of transformers needs, though its `forward` has a default for it."""
+    name = getattr(model, "main_input_name", None)
+    return (name,) if name is not None and "inputs_embeds" not in batch else ()
 
 
 def _refuse_what_ranks_cannot_share(

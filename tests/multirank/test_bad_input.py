@@ -1,0 +1,261 @@
+"""What every rank says of bad input, and that none of them waits for another."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+from merak.core.errors import MerakError
+from tests.multirank.ranks import RankPool
+from tests.multirank.training import Setup, Texts, loss_of_logits, make_merak
+
+
+def sentence_of(case: str, degrees: Mapping[str, int]) -> str:
+    """The sentence of the `MerakError` that a case raises on this rank."""
+    import merak
+
+    merak.init(**degrees, device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(MerakError) as caught:
+        CASES[case]()
+    return str(caught.value)
+
+
+def _parallelize(model: nn.Module, batch: Mapping[str, torch.Tensor], **options: Any) -> None:
+    import merak
+
+    merak.parallelize(model, batch, **options)
+
+
+def _tokens(size: int = 2) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(size, 8, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _gpt2(**config: Any) -> nn.Module:
+    sizes = {"n_layer": 1, "n_embd": 24, "n_head": 4, "vocab_size": 32, "n_positions": 8}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **tokens, **config}))
+
+
+def _llama(**config: Any) -> nn.Module:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 32}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 48}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
+
+
+def _bert(**config: Any) -> nn.Module:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 32}
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**{**sizes, "intermediate_size": 48, **config})
+    )
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # the line that cannot be traced
+            y = -y
+        return y.sum()
+
+
+class NoLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.linear(x)}
+
+
+class Columns(Dataset[dict[str, torch.Tensor]]):
+    """Samples with some columns."""
+
+    def __init__(self, *names: str, size: int = 8) -> None:
+        self.names = names
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: torch.ones(8, dtype=torch.long) for name in self.names}
+
+
+class Nothing(IterableDataset[dict[str, torch.Tensor]]):
+    """A stream that ends before it begins."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(())
+
+
+def _train(**kwargs: Any) -> None:
+    make_merak(Setup("bert", arguments={"max_steps": 2}), 1, "", **kwargs).train()
+
+
+def _table(*names: str) -> Any:
+    import datasets  # type: ignore[import-untyped]
+
+    return datasets.Dataset.from_dict({name: [[1] * 8] * 8 for name in names})
+
+
+def _step_with_ragged_batch() -> None:
+    import merak
+
+    model = merak.parallelize(_gpt2(), _tokens(4), num_microbatches=2)
+    model.step(_tokens(3))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "stages": lambda: _parallelize(NoLoss(), {"x": torch.ones(2, 2)}, loss_fn=_sum_of_logits),
+    "gpt2 heads": lambda: _parallelize(_gpt2(n_head=3), _tokens()),
+    "gpt2 feed-forward": lambda: _parallelize(_gpt2(n_inner=33), _tokens()),
+    "llama heads": lambda: _parallelize(
+        _llama(num_attention_heads=3, num_key_value_heads=3), _tokens()
+    ),
+    "llama kv-heads": lambda: _parallelize(
+        _llama(num_attention_heads=6, num_key_value_heads=3), _tokens()
+    ),
+    "llama feed-forward": lambda: _parallelize(_llama(intermediate_size=33), _tokens()),
+    "bert heads": lambda: _parallelize(_bert(num_attention_heads=3), _tokens()),
+    "batch": lambda: _parallelize(_gpt2(), _tokens(4), num_microbatches=3),
+    "ragged step": _step_with_ragged_batch,
+    "does not trace": lambda: _parallelize(Branches(), {"x": torch.ones(2, 2)}),
+    "no loss": lambda: _parallelize(NoLoss(), {"x": torch.ones(2, 2)}),
+    "no labels": lambda: _train(train_dataset=Columns("input_ids")),
+    "no inputs": lambda: _train(train_dataset=Columns("labels")),
+    "no inputs in a table": lambda: _train(train_dataset=_table("labels", "text")),
+    "empty": lambda: _train(train_dataset=Columns("input_ids", size=0)),
+    "empty stream": lambda: _train(train_dataset=Nothing()),
+    "empty evaluation": lambda: make_merak(Setup("bert"), 1, "").evaluate(
+        Columns("labels", size=0)
+    ),
+    "no dataset": lambda: _train(train_dataset=None),
+    "not a number": lambda: make_merak(
+        Setup("bert", arguments={"learning_rate": 1e30}), 1, ""
+    ).train(),
+}
+
+
+def _sum_of_logits(outputs: Any, batch: Any) -> torch.Tensor:
+    total: torch.Tensor = outputs["logits"].sum()
+    return total
+
+
+PP, TP = {"pp": 2}, {"tp": 2}
+EXPECTED: list[tuple[str, dict[str, int], str]] = [
+    ("stages", PP, r"\d+ segments? cannot fill 2 stages \(pp=2\); use pp ≤ \d"),
+    (
+        "gpt2 heads",
+        TP,
+        r"tp=2 does not divide the 3 heads of transformer\.h\.0\.attn\.c_attn; the deg",
+    ),
+    (
+        "gpt2 feed-forward",
+        TP,
+        r"the 33 feed-forward units of transformer\.h\.0\.mlp\.c_fc; the degrees",
+    ),
+    ("llama heads", TP, r"tp=2 does not divide the 3 heads of model\.layers\.0\.self_attn\.q_proj"),
+    (
+        "llama kv-heads",
+        TP,
+        r"tp=2 does not divide the 3 kv-heads of model\.layers\.0\.self_attn\.k_proj",
+    ),
+    ("llama feed-forward", TP, r"the 33 feed-forward units of model\.layers\.0\.mlp\.gate_proj"),
+    (
+        "bert heads",
+        TP,
+        r"the 3 heads of bert\.encoder\.layer\.0\.attention\.self\.query; the degrees",
+    ),
+    ("batch", PP, r"'input_ids' has 4 samples, which do not divide into 3 microbatches; use"),
+    ("ragged step", PP, r"'input_ids' has 3 samples, which do not divide into 2 microbatches"),
+    ("does not trace", PP, r"test_bad_input\.py:\d+: `if y\.sum\(\) > 0:.*torch\.where"),
+    ("no loss", PP, r"returns no loss for the columns x; it returns logits\. Give it"),
+    ("no labels", PP, r"returns no loss for the columns input_ids; it returns logits\. Give it"),
+    (
+        "no inputs",
+        PP,
+        r"needs column 'input_ids', but the batch has labels; BertForMaskedLM\.forward takes",
+    ),
+    (
+        "no inputs in a table",
+        PP,
+        r"column 'input_ids'.*dataset has labels, text\); BertForMaskedLM\.forward takes input_ids",
+    ),
+    ("empty", PP, r"the training dataset is empty; give one with at least one sample"),
+    ("empty stream", PP, r"the training dataset yields no samples; give one"),
+    ("empty evaluation", PP, r"the evaluation dataset is empty; give one"),
+    ("no dataset", PP, r"nothing to train on; pass train_dataset=…"),
+    ("not a number", PP, r"step \d+ has loss nan and gradient norm nan; .*nan_policy='skip'"),
+]
+
+
+@pytest.mark.parametrize("case,degrees,pattern", EXPECTED, ids=[e[0] for e in EXPECTED])
+def test_every_rank_raises_the_sentence(
+    pool: RankPool, case: str, degrees: dict[str, int], pattern: str
+) -> None:
+    sentences = pool.run(sentence_of, 2, case, degrees, timeout_s=60.0)
+    for sentence in sentences:
+        assert re.search(pattern, sentence), sentence
+        assert "\n" not in sentence
+    assert sentences[0] == sentences[1]
+
+
+def skip_steps(degrees: Mapping[str, int]) -> list[Any]:
+    """Parameters around steps of which the third has no finite loss, on this rank."""
+    import merak
+
+    mesh = merak.init(**degrees, device="cpu")  # type: ignore[arg-type]
+    seen: list[Any] = []
+
+    class Parameters(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append({n: p.detach().clone() for n, p in trainer.engine.parameters.items()})
+
+    # A step takes 16 samples in the dataset's order; sample 36 is on one replica of step 3.
+    arguments = {"max_steps": 5, "nan_policy": "skip", "train_sampling_strategy": "sequential"}
+    setup = Setup("plain", arguments=arguments)
+    trainer = make_merak(
+        setup,
+        mesh.dp,
+        "",
+        compute_loss_func=loss_or_nothing,
+        train_dataset=Texts(80, padded=False),
+        callbacks=[Parameters()],
+    )
+    trainer.train_dataset.ids[36] = 63
+    trainer.train()
+    rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
+    return [seen, rates]
+
+
+def loss_or_nothing(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    """Infinite for a sample whose labels are all 63."""
+    loss = loss_of_logits(outputs, labels, num_items_in_batch)
+    is_bad = ((labels == 63) | (labels == -100)).all(dim=1).any()
+    return loss / (~is_bad).to(loss.dtype)
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}, {"tp": 2}])
+def test_a_step_is_skipped_everywhere(pool: RankPool, degrees: dict[str, int]) -> None:
+    for seen, rates in pool.run(skip_steps, 2, degrees):
+        assert len(seen) == 5
+        moved = [
+            any(not torch.equal(before[name], after[name]) for name in before)
+            for before, after in itertools.pairwise(seen)
+        ]
+        assert moved == [True, False, True, True]
+        assert all(torch.isfinite(value).all() for value in seen[-1].values())
+        assert rates[1] != rates[2]  # the rate of a step that was skipped is used again
+        assert rates[2] == rates[3]
