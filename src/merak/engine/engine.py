@@ -34,6 +34,8 @@ class _StepState:
     microbatches: list[Microbatch]
     losses: torch.Tensor
     last_backward: dict[int, int]
+    # Per microbatch, this rank's stages that have not yet completed its gradients.
+    stages_left: list[int]
 
 
 class Engine:
@@ -153,7 +155,7 @@ class Engine:
             # A replica without a microbatch still takes part in every reduction.
             parts.tied.start_step(lambda stage: ())
             self._reduce_nothing()
-            self._state = _StepState(parts.plan_for(1), [], losses, {})
+            self._state = _StepState(parts.plan_for(1), [], losses, {}, [])
             return
         plan = parts.plan_for(count)
         microbatches = [
@@ -161,7 +163,7 @@ class Engine:
             for m, (s, batch) in enumerate(zip(signatures, batches, strict=True))
         ]
         last = {stage: plan.order(stage, FINAL_KINDS)[-1] for stage in parts.stages}
-        self._state = _StepState(plan, microbatches, losses, last)
+        self._state = _StepState(plan, microbatches, losses, last, [len(parts.stages)] * count)
         parts.tied.start_step(lambda stage: plan.order(stage, GRADIENT_KINDS))
         for task in plan.steps[self.mesh.pp_rank]:
             _HANDLERS[type(task)](self, task)
@@ -199,6 +201,7 @@ class Engine:
     ) -> Values:
         program = self._parts.program_for(signature, False)
         microbatch = self._microbatch(program, batch, (0, number), 1.0)
+        microbatch.derived = self._derive(microbatch)
         outputs: Values = {}
         for stage in sorted(self._parts.stages):
             outputs |= self._evaluate_stage(stage, number, microbatch)
@@ -235,11 +238,13 @@ class Engine:
         step, number = key
         # The microbatch's place in the step over all replicas, as one process would count it.
         place = number * self.mesh.dp + self.mesh.dp_rank
-        microbatch = Microbatch(
-            program, columns, {}, (self._parts.seed, "microbatch", step, place), scale
-        )
-        microbatch.derived = self._fixed_values(program) | self._run(program.derived, columns)
-        return microbatch
+        key_of_draws = (self._parts.seed, "microbatch", step, place)
+        return Microbatch(program, columns, {}, key_of_draws, scale)
+
+    def _derive(self, microbatch: Microbatch) -> Values:
+        """Masks, position ids and the like, as far as this rank's stages read them."""
+        program = microbatch.program
+        return self._fixed_values(program) | self._run(program.derived, microbatch.columns)
 
     def _fixed_values(self, program: Program) -> Values:
         if id(program) not in self._fixed:
@@ -286,6 +291,8 @@ class Engine:
         assert state is not None
         stage, number = action.stage, action.microbatch
         microbatch = state.microbatches[number]
+        if not microbatch.derived:
+            microbatch.derived = self._derive(microbatch)
         received = self._arrived(microbatch.program, Payload.ACTIVATION, stage - 1, number)
         keep = not state.plan.schedule.recompute[stage]
         made = self._parts.stages[stage].forward(number, microbatch, received, keep)
@@ -312,6 +319,7 @@ class Engine:
                 self._parts.reducer.ready(self._unshared(segment))
 
         self._run_backward(action, segment_done)
+        self._complete(action.microbatch)
 
     def _input_gradient(self, action: Action) -> None:
         def segment_done(segment: SegmentProgram) -> None:
@@ -326,6 +334,14 @@ class Engine:
             program = self._state.microbatches[action.microbatch].program
             for segment in reversed(program.stages[action.stage].segments):
                 self._parts.reducer.ready(self._unshared(segment))
+        self._complete(action.microbatch)
+
+    def _complete(self, number: int) -> None:
+        """A stage has a microbatch's gradients; after the last one its derived values go."""
+        assert self._state is not None
+        self._state.stages_left[number] -= 1
+        if self._state.stages_left[number] == 0:
+            self._state.microbatches[number].derived = {}
 
     def _is_last(self, action: Action) -> bool:
         """Whether an action completes its stage's gradients of the step."""
