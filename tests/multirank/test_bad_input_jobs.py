@@ -46,7 +46,7 @@ def run(case: str, folder: Path, num_ranks: int = 2) -> Ended:
     launched = r"^[WEI]\d{4} [\d:.]+ \d+ .*torch/distributed"
     lines = [line for line in done.stderr.splitlines() if not re.match(launched, line)]
     told = "\n".join(lines)
-    said, _, report = told.partition("Traceback (most recent call last):\n  File \"<frozen runpy>")
+    said, _, report = told.partition('Traceback (most recent call last):\n  File "<frozen runpy>')
     return Ended(done.returncode, said, report, after_s)
 
 
