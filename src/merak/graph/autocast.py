@@ -73,11 +73,11 @@ def _wanted(
             made = _call(node, {})
         expected = _types(made)
         found: dict[fx.Node, torch.dtype] = seen.found
-        if _types(_call(node, found)) == expected:
+        if _types_with(node, found) == expected:
             return found
         floats = {n: _first_float(expected) for n in sources.values() if _is_float(n)}
         converted = {n: t for n, t in floats.items() if t is not None}
-        if _types(_call(node, converted)) == expected:
+        if _types_with(node, converted) == expected:
             return converted
     raise TraceError(
         f"{node.meta.get('stack_trace') or node.name}: {node.target} under torch.autocast converts "
@@ -93,6 +93,14 @@ def _call(node: fx.Node, types: Mapping[fx.Node, torch.dtype]) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def _types_with(node: fx.Node, types: Mapping[fx.Node, torch.dtype]) -> list[Any] | None:
+    """What an operator makes of converted arguments; None if it does not take them."""
+    try:
+        return _types(_call(node, types))
+    except RuntimeError:
+        return None
 
 
 def _types(made: Any) -> list[Any]:

@@ -48,6 +48,11 @@ def explain(
         own = _error_of(call_eagerly)
         if isinstance(own, TraceError):
             return own
+        if own is not None and "meta" in str(own) and (bare := _without_numbers(model)):
+            return TraceError(
+                f"{name} reads the tensor {bare} at {_place(model, loss_fn, own)}, which is no "
+                "parameter or buffer and has no numbers; register it with register_buffer."
+            )
         if own is not None and not isinstance(own, (*_NEEDS_VALUES, UnsupportedOperatorException)):
             return TraceError(
                 f"{name} fails in its own forward, traced or not, at "
@@ -65,6 +70,15 @@ def explain(
         f"{name} runs, but cannot be traced at {place}: {_reason(error)}; write that line with "
         "plain torch operators, or switch the feature off in the model's config."
     )
+
+
+def _without_numbers(model: nn.Module) -> str:
+    """A tensor of the model that `merak.empty_weights` left empty and nobody will fill, or ""."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                return f"{path}.{name}".removeprefix(".")
+    return ""
 
 
 def _error_of(call: Callable[[], Any]) -> Exception | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -100,6 +101,35 @@ def no_draws_in_python(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} draws random numbers with Python's or NumPy's generator while "
             "it runs; a trace would repeat one draw for ever: draw with torch instead."
         )
+
+
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[dict[int, str]]:
+    """Find tensors that forward replaces on the modules themselves, outside of buffers.
+
+    Yields:
+        Names of what was there before, by identity; filled once forward has run. If the graph reads
+        one of these, the model keeps a state there from step to step, which a trace would freeze.
+    """
+    replaced: dict[int, str] = {}
+    before = [
+        (f"{path}.{name}".removeprefix("."), module, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+    def note(*_: Any) -> None:
+        now = ((label, vars(m).get(name), old) for label, m, name, old in before)
+        replaced.update({id(old): label for label, value, old in now if value is not old})
+
+    handle = model.register_forward_hook(note)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assigned during export")
+        try:
+            yield replaced
+        finally:
+            handle.remove()
 
 
 def _numpy_state() -> tuple[int, bytes]:

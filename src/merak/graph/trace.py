@@ -20,7 +20,13 @@ from torch.export.graph_signature import InputKind
 from merak.core.errors import TraceError
 from merak.graph.clean import clean_graph
 from merak.graph.explain import explain
-from merak.graph.fakes import eager_masks, fake_batch, fake_weights, no_draws_in_python
+from merak.graph.fakes import (
+    eager_masks,
+    fake_batch,
+    fake_weights,
+    kept_attributes,
+    no_draws_in_python,
+)
 from merak.graph.functions import kept_functions, refuse_seen_through
 from merak.graph.ir import Kind, TensorMeta
 
@@ -88,13 +94,14 @@ def trace(
         stack.enter_context(kept_functions(model))
         values = fake_batch(columns, mode, device)
         try:
-            with no_draws_in_python(model):
+            with no_draws_in_python(model), kept_attributes(model) as replaced:
                 program = torch.export.export(runner, values, strict=False)
         except Exception as error:
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
                 None if isinstance(error, TraceError) else error
             )
     graph, constants = _lift(program, runner, tied)
+    _refuse_state(constants, replaced)
     sources = clean_graph(graph)
     refuse_seen_through(graph)
     return Trace(graph, runner.outputs(), names, tied, constants, dict(columns), sources)
@@ -261,7 +268,16 @@ def _with_numbers(name: str, constant: Any) -> torch.Tensor:
             f"the model reads the tensor {name}, which is no parameter or buffer and has no "
             "numbers; register it with register_buffer."
         )
-    return constant.detach()
+    return constant
+
+
+def _refuse_state(constants: Mapping[str, torch.Tensor], replaced: Mapping[int, str]) -> None:
+    for constant in constants.values():
+        if id(constant) in replaced:
+            raise TraceError(
+                f"the model keeps the tensor {replaced[id(constant)]} from one step to the next in "
+                "a plain attribute, which a trace would freeze; register it with register_buffer."
+            )
 
 
 def _keep_user_outputs(
