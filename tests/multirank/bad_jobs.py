@@ -51,6 +51,15 @@ def killed() -> None:
     train(callbacks=[at_step_2(kill)])
 
 
+def leaves() -> None:
+    def leave() -> None:
+        if int(os.environ["RANK"]) == 1:
+            mark()
+            sys.exit(0)  # for the launcher no failure
+
+    train(callbacks=[at_step_2(leave)])
+
+
 def not_a_number() -> None:
     train(learning_rate=1e30)
 

@@ -100,6 +100,14 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     assert "SIGKILL" in root_cause
 
 
+def test_a_rank_that_leaves_ends_the_others(tmp_path: Path) -> None:
+    ended = run("leaves", tmp_path)
+    assert ended.code != 0
+    assert 0.0 < ended.after_s < LIMIT_S
+    assert ended.said.count("merak: a rank of the job has ended without a word, so rank 0") == 1
+    assert "Traceback" not in ended.said
+
+
 def test_several_degrees_outside_torchrun(tmp_path: Path) -> None:
     ended = run("degrees", tmp_path, num_ranks=1)
     assert ended.code == 1

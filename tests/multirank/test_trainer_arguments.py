@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import IterableDataset
+from transformers import default_data_collator
 
 from tests.multirank.compare import assert_close, assert_same_losses_everywhere, whole
 from tests.multirank.ranks import RankPool
@@ -21,6 +22,7 @@ from tests.multirank.training import (
     Texts,
     Watch,
     alone,
+    loss_of_logits,
     make_merak,
     make_reference,
     model_of,
@@ -175,6 +177,35 @@ def test_layouts_agree_on_later_epochs_and_on_models_they_make(
         for layout in ((1, 1, 2), (2, 1, 2)):
             ranks = pool.run(run_merak, layout[0] * layout[2], layout, [setup], kind, str(tmp_path))
             assert_close([rank[0] for rank in ranks], one)
+
+
+def train_apart(layout: Layout) -> list[float]:
+    """One step in which every replica divides by its own label tokens."""
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    return _losses(make_merak(_apart(), dp, ""))
+
+
+def _apart() -> Setup:
+    own = {"average_tokens_across_devices": False, "train_sampling_strategy": "sequential"}
+    return Setup("plain", num_samples=30, arguments={**SHORT, **own, "max_steps": 1})
+
+
+def test_replicas_may_average_over_their_own_tokens(pool: RankPool) -> None:
+    texts = Texts(30, padded=False)
+    model = model_of(_apart())
+    expected = 0.0
+    for replica in range(2):
+        starts = [4 * (2 * number + replica) for number in range(2)]
+        batches = [default_data_collator([texts[i] for i in range(s, s + 4)]) for s in starts]
+        count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        for batch in batches:
+            loss = loss_of_logits(model(batch["input_ids"]), batch["labels"], count)
+            expected += loss.item() / 2
+    for found in pool.run(train_apart, 2, (2, 1, 1)):
+        assert found == pytest.approx([expected], rel=1e-5)
 
 
 def log_to_tensorboard(folder: str) -> list[str]:
