@@ -14,7 +14,7 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.graph.cache import Made, cached
-from merak.graph.fingerprint import fingerprint
+from merak.graph.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir import ModelGraph, TensorMeta
 from merak.graph.shard import shard
 from merak.graph.trace import LossFunction, Trace, parameter_names, trace
@@ -99,7 +99,7 @@ def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, train
         if training:
             _check_loss(source.model, graph)
         seconds[0] = time.perf_counter() - traced_at
-        return graph, traced.sources
+        return graph, traced.sources | loaded_sources(source.model)
 
     with _whole_parameters(source), _mode(source.model, training):
         if source.cache_dir is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import platform
+import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -19,13 +21,17 @@ from torch import nn
 from merak.graph.ir import TensorMeta
 
 _SCALARS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+_VERSIONED = ("torch", "transformers", "builtins")
+"""Packages that the fingerprint tells apart by version."""
+
+_INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 _OWN_STATE = frozenset(nn.Module().__dict__) - {"training"}
 """What torch keeps in every module; parameters, buffers, children, hooks are described apart."""
 
-_SKIPPED = frozenset({"_original_object_hash", "_flat_weights"})
+_SKIPPED = frozenset({"_original_object_hash", "_flat_weights", "_flat_weight_refs"})
 """A hash that transformers' generation configs hold and another process has another value of; and
-a second list of their parameters that recurrent modules keep."""
+second lists of their parameters that recurrent modules keep."""
 
 
 def fingerprint(model: nn.Module, *others: Any) -> str:
@@ -60,6 +66,27 @@ def file_hash(path: str) -> str:
 def file_hashes(paths: Iterable[str]) -> dict[str, str]:
     """The hash of each of some files."""
     return {path: file_hash(path) for path in paths}
+
+
+def loaded_sources(model: nn.Module) -> frozenset[str]:
+    """Files of loaded modules that the model's code may call: the user's own, and its package's.
+
+    A trace tells the files of forwards alone, not of the functions they call.
+    """
+    packages = {_package(type(module).__module__) for module in model.modules()}
+    packages -= {*_VERSIONED, "merak"}
+    files = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or not file.endswith(".py") or _package(name) == "merak":
+            continue
+        if _package(name) in packages or not any(part in file for part in _INSTALLED):
+            files.add(file)
+    return frozenset(files)
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _own_sources() -> str:
@@ -270,4 +297,4 @@ def _content(cell: types.CellType) -> Any:
 
 def _is_library(module: str | None) -> bool:
     """Whether code is told apart by a version that the fingerprint holds."""
-    return (module or "").partition(".")[0] in ("torch", "transformers", "builtins")
+    return _package(module or "") in _VERSIONED

@@ -255,11 +255,11 @@ def test_a_missing_argument_is_the_models_own_failure() -> None:
     ("result", "said"),
     [
         (lambda h: h, "returns no loss for the columns x; it returns output. Give it labels"),
-        (lambda h: {"logits": h, "hidden": h}, "returns no loss for the columns x; it returns logits, hidden"),
+        (lambda h: {"logits": h, "h": h}, "no loss for the columns x; it returns logits, h"),
         (lambda h: None, "Returns returns no tensor for the columns x; return a loss"),
-        (lambda h: {"loss": h.mean(0)}, "the loss of Returns has the shape (8,); return a single number"),
-        (lambda h: h.detach().mean(), "the loss of Returns depends on no parameter that is trained"),
-        (lambda h: h.argmax().float(), "the loss of Returns depends on no parameter that is trained"),
+        (lambda h: {"loss": h.mean(0)}, "loss of Returns has the shape (8,); return a single"),
+        (lambda h: h.detach().mean(), "loss of Returns depends on no parameter that is"),
+        (lambda h: h.argmax().float(), "loss of Returns depends on no parameter that is"),
     ],
 )  # fmt: skip
 def test_what_is_no_loss(result: Any, said: str) -> None:

@@ -1,0 +1,219 @@
+"""Traces on disk: found when equal, made anew when anything changed, whole with many processes."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from merak.graph import cache
+from merak.graph.build import GraphSource, build_timed
+from merak.graph.cache import cached
+from merak.graph.ir import ModelGraph, TensorMeta
+from merak.graph.pack import pack_model
+from tests.unit.graph import odd_models
+from tests.unit.graph.odd_models import Layers
+from tests.unit.graph.stages import Pipeline, metas
+
+ROWS = {"x": TensorMeta((4, 8), torch.float32)}
+
+
+class Scaled(Layers):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)) * self.scale)
+
+
+def loss(output: Tensor, batch: dict[str, Tensor], power: float = 2.0) -> Tensor:
+    return output.pow(power).mean()
+
+
+def other_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return output.abs().mean()
+
+
+def enclosed(power: float) -> Any:
+    return lambda output, batch: output.pow(power).mean()
+
+
+def is_known(folder: Path, *, columns: Any = ROWS, training: bool = True, **source: Any) -> bool:
+    """Whether a model's trace comes from disk; it is there afterwards."""
+    made = {"model": Scaled(), "loss_fn": loss} | source
+    return build_timed(GraphSource(**made, cache_dir=folder), columns, training=training).cached
+
+
+def test_an_equal_model_is_found(tmp_path: Path) -> None:
+    assert not is_known(tmp_path)
+    assert is_known(tmp_path)
+
+
+def test_other_weights_are_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    is_known(tmp_path)
+    torch.manual_seed(1)
+    assert is_known(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": Scaled(2.0)},
+        {"model": Scaled().double()},
+        {"columns": {"x": TensorMeta((2, 8), torch.float32)}},
+        {"columns": {"x": TensorMeta((4, 8), torch.float64)}, "model": Scaled().double()},
+        {"training": False},
+        {"loss_fn": other_loss},
+        {"loss_fn": functools.partial(loss, power=3.0)},
+        {"loss_fn": enclosed(2.0)},
+    ],
+    ids=["attribute", "dtype", "shape", "column", "mode", "loss", "partial", "closure"],
+)
+def test_a_changed_source_is_not_found(tmp_path: Path, changed: dict[str, Any]) -> None:
+    is_known(tmp_path)
+    source = {"loss_fn": loss} | changed
+    assert not is_known(tmp_path, **source)
+    assert is_known(tmp_path, **source)
+
+
+def test_a_version_of_torch_is_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_known(tmp_path)
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert not is_known(tmp_path)
+
+
+def test_what_comes_from_disk_computes_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = odd_models.PlainTensors(), odd_models.rows()
+    source = GraphSource(model, cache_dir=tmp_path)
+    made, read = (build_timed(source, metas(batch), training=True) for _ in range(2))
+    assert (made.cached, read.cached) == (False, True)
+    expected = Pipeline(made.graph, model).train(batch)
+    assert torch.equal(Pipeline(read.graph, model).train(batch), expected)
+    assert str(pack_model(made.graph)) == str(pack_model(read.graph))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no pickle", pickle.dumps(3), pickle.dumps({"sources": {}}),
+     pickle.dumps({"sources": {}, "graph": {"segments": [], "prologue": (1, 2)}})],
+    ids=["empty", "garbage", "number", "without graph", "half"],
+)  # fmt: skip
+def test_a_damaged_entry_is_made_anew(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_known(tmp_path)
+    (entry,) = tmp_path.glob("*.graph")
+    entry.write_bytes(content)
+    assert not is_known(tmp_path)
+    assert f"{entry} cannot be read" in caplog.text
+    assert is_known(tmp_path)
+
+
+def test_a_cut_off_entry_is_made_anew(tmp_path: Path) -> None:
+    is_known(tmp_path)
+    (entry,) = tmp_path.glob("*.graph")
+    entry.write_bytes(entry.read_bytes()[:-100])
+    assert not is_known(tmp_path)
+    assert is_known(tmp_path)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(cache.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        is_known(tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from helper import act
+from merak.graph.build import GraphSource, build_timed
+from merak.graph.ir import TensorMeta
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return act(self.a(x)).mean()
+
+source = GraphSource(Model(), cache_dir=Path(sys.argv[1]) / "cache")
+columns = {"x": TensorMeta((2, 4), torch.float32)}
+print(build_timed(source, columns, training=True).cached)
+"""
+
+
+def test_a_changed_file_that_the_model_only_calls(tmp_path: Path) -> None:
+    script, helper = tmp_path / "script.py", tmp_path / "helper.py"
+    script.write_text(SCRIPT)
+
+    def found() -> bool:
+        command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
+        environment = os.environ | {"PYTHONPATH": str(Path(cache.__file__).parents[2])}
+        done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+        return "True" in done.stdout
+
+    helper.write_text("import torch\ndef act(x):\n    return torch.relu(x)\n")
+    assert [found(), found()] == [False, True]
+    helper.write_text("import torch\ndef act(x):\n    return torch.tanh(x) # other\n")
+    assert not found()
+
+
+def _ask(folder: Path, start: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    start.wait()
+    made: list[int] = []
+
+    def make() -> tuple[ModelGraph, frozenset[str]]:
+        made.append(os.getpid())
+        empty = GraphSource(odd_models.Mlp())
+        return build_timed(empty, ROWS, training=True).graph, frozenset([__file__])
+
+    graph, known = cached(folder, "key", make)
+    results.put((len(made), known, len(graph.segments)))
+
+
+def test_of_many_processes_one_makes_the_entry(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")  # the imports are done
+    start, results = context.Barrier(4), context.Queue()
+    workers = [context.Process(target=_ask, args=(tmp_path, start, results)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    answers = [results.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert sorted((count, known) for count, known, _ in answers) == [(0, True)] * 3 + [(1, False)]
+    assert {segments for *_, segments in answers} == {3}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key.graph", "key.lock"]
+
+
+def test_the_model_comes_whole_from_disk(tmp_path: Path) -> None:
+    """A rank's share of the parameters in the model changes neither key nor graph."""
+    model: nn.Module = odd_models.Mlp()
+    source = GraphSource(model, cache_dir=tmp_path)
+    build_timed(source, ROWS, training=True)
+    model.a.weight = nn.Parameter(model.a.weight.detach()[:4])
+    again = build_timed(source, ROWS, training=True)
+    assert again.cached
+    assert again.graph.parameters["a.weight"].shape == (8, 8)
+    assert model.a.weight.shape == (4, 8)
