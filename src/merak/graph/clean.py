@@ -115,10 +115,8 @@ def is_random(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    values = {
-        argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        for i, argument in enumerate(target._schema.arguments)
-    }
+    values = {a.name: a.default_value for a in target._schema.arguments}
+    values |= dict(zip(values, node.args, strict=False)) | node.kwargs
     never = any(name in values and values[name] == 0 for name in ("p", "dropout", "dropout_p"))
     asleep = any(values.get(name) is False for name in ("train", "training"))
     return not never and not asleep
