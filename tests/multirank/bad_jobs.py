@@ -35,11 +35,13 @@ def dataset() -> None:
 
 
 def collator() -> None:
-    train(data_collator=lambda samples: fail_on(1, lambda: {})(samples))
+    from transformers import default_data_collator
+
+    train(data_collator=fail_on(1, default_data_collator))
 
 
 def callback() -> None:
-    train(callbacks=[at_step_2(lambda: fail_on(1, lambda: None)())])
+    train(callbacks=[at_step_2(fail_on(1, lambda: None))])
 
 
 def killed() -> None:
@@ -108,7 +110,7 @@ def fail_on(rank: int, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         if int(os.environ["RANK"]) == rank:
             mark()
             raise OSError("this rank has a reason")
-        return otherwise()
+        return otherwise(*args)
 
     return fail
 
