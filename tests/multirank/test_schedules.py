@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from merak.core.errors import ScheduleError
 from merak.core.mesh import init
+from merak.core.shards import join
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions
-from merak.engine.plans import Plans
 from merak.graph.build import GraphSource
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json
+from tests.multirank.compare import assert_gradients_close
 
-REFUSED = ("chimera", "gems", "pipedream", "pipedream_2bw")
-RUN = tuple(name for name in names() if name not in REFUSED)
+SYNCHRONOUS = tuple(name for name in names() if build(name, 4, 8).is_synchronous)
+SEVERAL_PIPES = tuple(name for name in SYNCHRONOUS if len(build(name, 4, 8).pipes) > 1)
 
 
 def tiny_gpt2() -> GPT2LMHeadModel:
@@ -44,45 +47,91 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": i, "labels": i} for i in ids]
 
 
-def gradients(schedules: list[str], pp: int, counts: list[int]) -> dict[str, list[dict]]:
-    """Losses and gradients of one step, per schedule and number of microbatches."""
-    mesh = init(pp=pp)
+def gradients(
+    schedules: list[str], degrees: tuple[int, int, int], counts: list[int], cache: Path
+) -> Any:
+    """Losses, gradients and their shards of one step, per schedule and number of microbatches.
+
+    Args:
+        schedules: names, or paths of files.
+        degrees: dp, tp and pp.
+        counts: microbatches of a replica's step.
+        cache: of the trace, which is the same for all schedules.
+    """
+    dp, tp, pp = degrees
+    mesh = init(dp=dp, tp=tp, pp=pp)
     found = {}
     for schedule in schedules:
         options = EngineOptions(schedule=schedule, num_microbatches=max(counts))
         sample = signature(batches(1)[0]).columns
-        engine = build_engine(GraphSource(tiny_gpt2()), sample, mesh, options)
+        engine = build_engine(GraphSource(tiny_gpt2(), cache_dir=cache), sample, mesh, options)
         found[schedule] = []
         for count in counts:
-            losses = engine.train_step(0, [sample] * count, batches(count), 1.0 / count)
+            own = batches(count * dp)[mesh.dp_rank :: dp]
+            losses = engine.train_step(0, [sample] * count, own, 1.0 / (count * dp))
+            norm = float(engine.gradient_norm())
             grads = {name: p.grad.clone() for name, p in engine.parameters.items()}
-            found[schedule].append({"losses": losses, "gradients": grads})
+            place = (mesh.pp_rank, mesh.tp_rank)
+            found[schedule].append((losses, norm, grads, engine.shards, place))
             for parameter in engine.parameters.values():
                 parameter.grad = None
     return found
 
 
-@pytest.mark.parametrize(("pp", "counts"), [(2, [4, 1, 3]), (3, [6, 5])])
-def test_all_schedules_give_the_gradients_of_one_process(pool, tmp_path, pp, counts):
+def whole(ranks: list[tuple[dict, dict, tuple[int, int]]]) -> dict[str, torch.Tensor]:
+    """The gradients of all ranks; copies on several ranks must be equal to the last bit."""
+    found: dict[str, torch.Tensor] = {}
+    for gradients, shards, (pp_rank, _) in ranks:
+        for name in gradients:
+            beside = [g for g, _, (pp, _) in ranks if pp == pp_rank and name in g]
+            shares = [share[name] for share in beside]
+            value = join(shares, shards[name]) if name in shards else gradients[name]
+            assert torch.equal(found.setdefault(name, value), value), name
+    return found
+
+
+@pytest.fixture(scope="module")
+def own_schedule(tmp_path_factory):
+    """A user's own file for two ranks and four microbatches."""
+    path = tmp_path_factory.mktemp("schedules") / "own.json"
+    path.write_text(to_json(build("gpipe", 2, 4)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("pp", "counts"), [(2, [4, 1, 3]), (4, [8, 3])])
+def test_all_schedules_give_the_gradients_of_one_process(pool, own_schedule, tmp_path, pp, counts):
     # The same dropout patterns come from the same engine on one rank; parity of that engine with
     # eager PyTorch is tested elsewhere.
-    (reference,) = pool.run(gradients, 1, ["1f1b"], 1, counts)
-    own = tmp_path / "own.json"
-    own.write_text(to_json(build("gpipe", pp, max(counts))))
-    by_rank = pool.run(gradients, pp, [*RUN, str(own)], pp, counts)
-    for schedule in (*RUN, str(own)):
-        for step, expected in enumerate(reference["1f1b"]):
-            held = set()
-            for rank in by_rank:
-                got = rank[schedule][step]
-                assert torch.equal(got["losses"], expected["losses"]), schedule
-                held |= got["gradients"].keys()
-                for name, gradient in got["gradients"].items():
-                    assert torch.equal(gradient, expected["gradients"][name]), (schedule, name)
-            assert held == expected["gradients"].keys()
+    schedules = [*SYNCHRONOUS, *([own_schedule] if pp == 2 else [])]
+    (reference,) = pool.run(gradients, 1, ["1f1b"], (1, 1, 1), counts, tmp_path)
+    by_rank = pool.run(gradients, pp, schedules, (1, 1, pp), counts, tmp_path)
+    for schedule in schedules:
+        for step, (losses, norm, expected, _, _) in enumerate(reference["1f1b"]):
+            ranks = [rank[schedule][step] for rank in by_rank]
+            found = whole([rank[2:] for rank in ranks])
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(rank[0], losses) for rank in ranks), schedule
+            assert [rank[1] for rank in ranks] == pytest.approx([norm] * pp, rel=1e-6), schedule
+            if schedule in SEVERAL_PIPES:  # each sums its own microbatches first
+                assert_gradients_close(found, expected)
+                continue
+            for name, gradient in expected.items():
+                assert torch.equal(found[name], gradient), (schedule, name)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_schedules_that_the_engine_does_not_run_are_refused(name):
-    with pytest.raises(ScheduleError, match="which the engine does not run; use"):
-        Plans(name, 4, 8)
+@pytest.mark.parametrize("degrees", [(2, 1, 2), (1, 2, 2)])
+def test_all_schedules_run_beside_data_and_tensor_parallelism(pool, tmp_path, degrees):
+    dp, tp, pp = degrees
+    counts = [4, 1]
+    everything = [count * dp for count in counts]
+    (reference,) = pool.run(gradients, 1, ["1f1b"], (1, 1, 1), everything, tmp_path)
+    by_rank = pool.run(gradients, dp * tp * pp, list(SYNCHRONOUS), degrees, counts, tmp_path)
+    for schedule in SYNCHRONOUS:
+        for step, (losses, norm, expected, _, _) in enumerate(reference["1f1b"]):
+            ranks = [rank[schedule][step] for rank in by_rank]
+            assert [rank[1] for rank in ranks] == pytest.approx([norm] * len(ranks), rel=1e-5)
+            total = sum(ranks[replica * tp][0].sum() for replica in range(dp))
+            assert float(total) == pytest.approx(float(losses.sum()), rel=1e-6)
+            for replica in range(dp):
+                own = [r[2:] for i, r in enumerate(ranks) if i // tp % dp == replica]
+                assert_gradients_close(whole(own), expected)

@@ -43,8 +43,9 @@ class WeightGradients:
 
     def run(self, microbatch: int) -> None:
         """Compute all that a microbatch has left so far."""
-        for share in self._waiting.pop(microbatch, ()):
-            share()
+        with torch.no_grad():
+            for share in self._waiting.pop(microbatch, ()):
+                share()
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""

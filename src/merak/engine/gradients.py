@@ -1,61 +1,104 @@
-"""Gradients across ranks: summed over data parallel replicas, and over the holders of a parameter.
+"""Gradients across ranks: summed over data parallel replicas and over the replicas of a stage.
 
 A stage's gradients are reduced in buckets, each as soon as the last microbatch's backward has
-passed the segments in it, while the earlier segments still compute.
+passed the segments in it, while the earlier segments still compute. Which buckets there are, and in
+which order a rank starts them, is the same on all ranks that share them, whatever microbatches each
+of them has had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 
-class GradientReducer:
-    """Sums gradients over a group in buckets, without waiting until told to.
+@dataclass(frozen=True, slots=True)
+class StageGradients:
+    """What is reduced of one stage, and over whom.
 
     Args:
-        group: the data parallel replicas; None for a single one.
-        bucket_bytes: a bucket is sent as soon as it holds this much.
+        group: all ranks that hold the same part of the stage; None for a single one.
+        buckets: parameters that are summed together, in the order in which they become final.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
-        self._group = group
-        self._bucket_bytes = bucket_bytes
-        self._bucket: list[torch.nn.Parameter] = []
-        self._size = 0
-        self._open: list[tuple[dist.Work, torch.Tensor, list[torch.nn.Parameter]]] = []
+    group: dist.ProcessGroup | None
+    buckets: tuple[tuple[torch.nn.Parameter, ...], ...]
 
-    def ready(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Some parameters' gradients are final on this rank."""
-        if self._group is None:
-            return
-        for parameter in parameters:
-            if not parameter.requires_grad:
-                continue
-            if self._bucket and self._bucket[0].dtype != parameter.dtype:
-                self.flush()
-            self._bucket.append(parameter)
-            self._size += parameter.numel() * parameter.element_size()
-            if self._size >= self._bucket_bytes:
-                self.flush()
 
-    def flush(self) -> None:
-        """Start the sum of what the open bucket holds."""
-        if not self._bucket:
+def fill_buckets(
+    parameters: Iterable[torch.nn.Parameter], bucket_bytes: int
+) -> tuple[tuple[torch.nn.Parameter, ...], ...]:
+    """Part parameters into buckets of one dtype each, in their order.
+
+    Args:
+        parameters: those without a gradient to come are left out.
+        bucket_bytes: a bucket is full as soon as it holds this much.
+    """
+    buckets: list[list[torch.nn.Parameter]] = []
+    size = bucket_bytes
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if size >= bucket_bytes or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return tuple(tuple(bucket) for bucket in buckets)
+
+
+class GradientReducer:
+    """Sums gradients in buckets, without waiting until told to.
+
+    Args:
+        stages: this rank's stages.
+    """
+
+    def __init__(self, stages: Mapping[int, StageGradients]) -> None:
+        self._stages = stages
+        self._queue: deque[int] = deque()
+        # Of the stage whose turn it is: buckets still to start, and what is final of every stage.
+        self._left: deque[tuple[torch.nn.Parameter, ...]] = deque()
+        self._final: dict[int, set[int]] = {}
+        self._open: list[tuple[dist.Work, torch.Tensor, Sequence[torch.nn.Parameter]]] = []
+
+    def start_step(self, order: Iterable[int]) -> None:
+        """A step begins.
+
+        Args:
+            order: the stages in the order of their reductions, the same on all ranks that share
+                several of them.
+        """
+        self._queue = deque(order)
+        self._final = {stage: set() for stage in self._stages}
+        self._open_next()
+
+    def ready(self, stage: int, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Some of a stage's gradients are final on this rank."""
+        if self._stages[stage].group is None:
             return
-        # A replica without a microbatch, or a parameter that took no part, gives zeros.
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        assert work is not None
-        self._open.append((work, flat, self._bucket))
-        self._bucket, self._size = [], 0
+        final = self._final[stage]
+        final.update(id(parameter) for parameter in parameters)
+        if not self._queue or self._queue[0] != stage:
+            return  # another stage comes first on all ranks
+        while self._left and all(id(p) in final for p in self._left[0]):
+            self._start(stage, self._left.popleft())
+
+    def complete(self, stage: int) -> None:
+        """All of a stage's gradients are final; a parameter without one gives zeros."""
+        turn = self._queue.popleft()
+        assert turn == stage, f"stage {stage} is reduced when it is the turn of {turn}"
+        for bucket in self._left:
+            self._start(stage, bucket)
+        self._final[stage].clear()
+        self._open_next()
 
     def wait(self) -> None:
         """Put the sums in the place of the gradients."""
-        self.flush()
         for work, flat, parameters in self._open:
             work.wait()
             pieces = flat.split([p.numel() for p in parameters])
@@ -66,54 +109,27 @@ class GradientReducer:
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         self._open.clear()
-        self._bucket, self._size = [], 0
+        self._queue.clear()
+        self._left.clear()
+        self._final.clear()
+
+    def _open_next(self) -> None:
+        self._left.clear()
+        if self._queue and self._stages[self._queue[0]].group is not None:
+            self._left.extend(self._stages[self._queue[0]].buckets)
+
+    def _start(self, stage: int, bucket: Sequence[torch.nn.Parameter]) -> None:
+        # A replica without a microbatch, or a parameter that took no part, gives zeros.
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        work = dist.all_reduce(flat, group=self._stages[stage].group, async_op=True)
+        assert work is not None
+        self._open.append((work, flat, bucket))
 
 
-def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient, as autograd does."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
-
-
-def global_norm(
-    parameters: Sequence[torch.nn.Parameter],
-    sharded: frozenset[int],
-    tp_degree: int,
-    groups: Sequence[dist.ProcessGroup | None],
-    device: torch.device,
-) -> torch.Tensor:
-    """The 2-norm of all gradients of the model, every parameter counted once.
-
-    Args:
-        parameters: this rank's parameters, without those another stage counts.
-        sharded: ids of those that are split over tp; every tp rank holds the others whole.
-        tp_degree: how many ranks hold the whole ones.
-        groups: the tp and pp groups of this rank.
-        device: where the result is.
-
-    Returns:
-        A scalar, float32, the same on every rank; nothing is synchronised with the host.
-    """
-    total = torch.zeros((), device=device)
-    for split in (True, False):
-        counted = [p.grad for p in parameters if (id(p) in sharded) is split]
-        gradients = [gradient for gradient in counted if gradient is not None]
-        if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients)).float()
-            total += norms.square().sum() / (1 if split else tp_degree)
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(total, group=group)
-    return total.sqrt()
-
-
-def clip_gradients(
-    parameters: Sequence[torch.nn.Parameter], norm: torch.Tensor, max_norm: float
-) -> None:
-    """Scale gradients so that their global norm is at most `max_norm`, as torch does."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, factor)

@@ -19,6 +19,7 @@ from merak.plan.cost import segment_costs
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.profile import measure
 from merak.plan.times import load_times
+from merak.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,20 @@ class Layout:
     plans: Plans
 
     @property
-    def stage_rank(self) -> tuple[int, ...]:
-        """The pipeline position of each stage."""
-        return self.plans.base.schedule.pipes[0]
+    def schedule(self) -> Schedule:
+        """The schedule of an ordinary step."""
+        return self.plans.base.schedule
 
-    def readers(self) -> list[Reader]:
-        """Every segment, where it is, and the parameters it reads."""
+    @property
+    def stage_rank(self) -> tuple[int, ...]:
+        """The pipeline position of each stage in the first pipe, whose copy of it counts."""
+        return self.schedule.pipes[0]
+
+    def readers(self, pipe: int) -> list[Reader]:
+        """Every segment, where it is in a pipe, and the parameters it reads."""
+        ranks = self.schedule.pipes[pipe]
         return [
-            Reader(self.stage_rank[stage], stage, segment.index, segment.parameters)
+            Reader(ranks[stage], stage, segment.index, segment.parameters)
             for stage, own in enumerate(self.partition.stages)
             for segment in self.graph.segments[own.start : own.stop]
         ]

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from merak.core.mesh import Mesh
 from merak.engine.gradients import GradientReducer
+from merak.engine.plans import Plans
 from merak.engine.program import Program
 from merak.engine.stage import Stage
 from merak.engine.tied import TiedGradients
 from merak.engine.transfers import Transfers
 from merak.graph.ir import TensorMeta
-from merak.schedule.ir import Kind, Schedule
-from merak.schedule.steps import Step
 
 Signature = tuple[tuple[str, TensorMeta], ...]
 """The columns of a microbatch and what each is, in a fixed order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A schedule for some number of microbatches, and every rank's steps of it."""
-
-    schedule: Schedule
-    steps: tuple[tuple[Step, ...], ...]
-
-    def order(self, stage: int, kinds: Collection[Kind]) -> tuple[int, ...]:
-        """The order in which a stage's microbatches meet actions of some kinds."""
-        return tuple(
-            action.microbatch
-            for own in self.schedule.actions
-            for action in own
-            if action.stage == stage and action.kind in kinds
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +27,12 @@ class Parts:
     Args:
         mesh: the grid of ranks.
         stages: this rank's stages by number.
-        stage_rank: the pipeline position of each stage.
+        stage_rank: the pipeline position of each stage in the first pipe, which evaluates.
         parameters: this rank's parameters by name.
-        buffers: names of the model's buffers that this rank keeps up to date.
+        owned: names of those whose copy on this rank counts, of all ranks of its pipeline.
         shared: names of those that several segments of the model read.
+        buffers: the model's buffers and the trace's constants.
+        kept_buffers: names of the model's buffers that this rank keeps up to date.
         base: the program of the shape that the job was planned with.
         program_for: what to run for a signature, in training or evaluation.
         plan_for: the schedule for a number of microbatches.
@@ -62,11 +46,13 @@ class Parts:
     stages: Mapping[int, Stage]
     stage_rank: tuple[int, ...]
     parameters: Mapping[str, torch.nn.Parameter]
-    buffers: frozenset[str]
+    owned: frozenset[str]
     shared: frozenset[str]
+    buffers: Mapping[str, torch.Tensor]
+    kept_buffers: frozenset[str]
     base: Program
     program_for: Callable[[Signature, bool], Program]
-    plan_for: Callable[[int], Plan]
+    plan_for: Plans
     transfers: Transfers
     reducer: GradientReducer
     tied: TiedGradients

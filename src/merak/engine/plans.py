@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from merak.core.errors import ScheduleError
-from merak.engine.parts import Plan
+from collections.abc import Collection
+from dataclasses import dataclass
+
 from merak.schedule.ir import Kind, Schedule
 from merak.schedule.lower import lower
 from merak.schedule.registry import is_file, options, resolve
 from merak.schedule.restrict import first_microbatches
+from merak.schedule.steps import Step
 
 _CHOSEN = {"recompute": False, "early_everywhere": True, "max_copies": 1}
 """What a job asks of schedules that have the option: keep activations and one copy of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule for some number of microbatches, and every rank's steps of it."""
+
+    schedule: Schedule
+    steps: tuple[tuple[Step, ...], ...]
+
+    def order(self, stage: int, pipe: int, kinds: Collection[Kind]) -> tuple[int, ...]:
+        """The order in which a pipe's microbatches meet actions of some kinds on a stage."""
+        schedule = self.schedule
+        return tuple(
+            action.microbatch
+            for action in schedule.actions[schedule.pipes[pipe][stage]]
+            if action.stage == stage
+            and action.kind in kinds
+            and schedule.microbatch_pipes[action.microbatch] == pipe
+        )
 
 
 class Plans:
@@ -22,8 +43,7 @@ class Plans:
         num_microbatches: of an ordinary step.
 
     Raises:
-        ScheduleError: an unknown name, a schedule that is not defined for these counts, or one
-            that the engine does not run.
+        ScheduleError: an unknown name, or a schedule that is not defined for these counts.
     """
 
     def __init__(self, name: str, num_ranks: int, num_microbatches: int) -> None:
@@ -32,7 +52,6 @@ class Plans:
             known = tuple(option for option in known if option != "recompute")
         chosen = {option: value for option, value in _CHOSEN.items() if option in known}
         self._whole = resolve(name, num_ranks, num_microbatches, **chosen)
-        _refuse(self._whole)
         self._chosen = chosen
         self._name = name
         self._plans = {num_microbatches: Plan(self._whole, lower(self._whole))}
@@ -59,16 +78,3 @@ class Plans:
             return first_microbatches(self._whole, num_microbatches)
         num_ranks = self._whole.num_ranks
         return resolve(self._name, num_ranks, num_microbatches, **self._chosen)
-
-
-def _refuse(schedule: Schedule) -> None:
-    if not schedule.is_synchronous:
-        raise ScheduleError(
-            f"schedule={schedule.name!r} trains with delayed weights, which the engine does not "
-            "run; use a synchronous schedule such as '1f1b' or 'zero_bubble_h1'."
-        )
-    if len(schedule.pipes) > 1:
-        raise ScheduleError(
-            f"schedule={schedule.name!r} keeps every stage on {len(schedule.pipes)} ranks, which "
-            "the engine does not run; use '1f1b', 'interleaved_1f1b' or 'zero_bubble_v'."
-        )

@@ -14,6 +14,7 @@ import torch
 from merak.core.random import set_random_state
 from merak.engine.deferred import WeightGradients
 from merak.engine.program import Program, SegmentProgram, StageProgram
+from merak.engine.weights import Leaves, Weights
 
 Values = dict[str, torch.Tensor]
 
@@ -50,9 +51,8 @@ class Stage:
 
     Args:
         index: the stage's number in the pipeline.
-        parameters: this rank's parameters by name, all that the stage's segments read.
-        buffers: likewise the buffers and the trace's constants.
-        shared: names whose gradient is collected apart, since several segments read them.
+        weights: what its segments compute with.
+        buffers: by name, the buffers and the trace's constants that its segments read.
         waiting: where the segments leave weight gradients, if the schedule splits backwards.
         device: where it computes.
     """
@@ -60,24 +60,16 @@ class Stage:
     def __init__(
         self,
         index: int,
-        parameters: Mapping[str, torch.nn.Parameter],
+        weights: Weights,
         buffers: Mapping[str, torch.Tensor],
-        shared: frozenset[str],
         waiting: WeightGradients,
         device: torch.device,
     ) -> None:
         self.index = index
+        self.weights = weights
         self.waiting = waiting
-        self.parameters = parameters
         self.buffers = buffers
         self.device = device
-        # A shared parameter enters each stage as a leaf of its own over the same memory.
-        self.shared = {
-            name: parameters[name].detach().requires_grad_(parameters[name].requires_grad)
-            for name in parameters
-            if name in shared
-        }
-        self._weights: Mapping[str, torch.Tensor] = {**parameters, **self.shared}
         self._saved: dict[int, list[Saved]] = {}
 
     def forward(self, number: int, microbatch: Microbatch, received: Values, keep: bool) -> Values:
@@ -95,9 +87,10 @@ class Stage:
         program = microbatch.program.stages[self.index]
         values = dict(received)
         saved = []
+        weights = self.weights.of(number)
         for segment in program.segments:
             record = self._start(segment, values)
-            outputs = self._call(segment, microbatch, record.inputs, keep)
+            outputs = self._call(segment, weights, microbatch, record.inputs, keep)
             record.outputs = outputs if keep else None
             saved.append(record)
             values.update(zip(segment.segment.outputs, outputs, strict=True))
@@ -110,15 +103,16 @@ class Stage:
         values = dict(received)
         for segment in program.segments:
             inputs = [values[name] for name in segment.segment.inputs]
-            outputs = self._call(segment, microbatch, inputs, keep=False)
+            outputs = self._call(segment, self.weights.live, microbatch, inputs, keep=False)
             values.update(zip(segment.segment.outputs, outputs, strict=True))
         return _detached(values, program)
 
     def recompute(self, number: int, microbatch: Microbatch) -> None:
         """Bring back the activations that the forward of a microbatch did not keep."""
         program = microbatch.program.stages[self.index]
+        weights = self.weights.of(number)
         for segment, record in zip(program.segments, self._saved[number], strict=True):
-            self._materialize(segment, record, microbatch)
+            self._materialize(segment, record, weights, microbatch)
 
     def backward(
         self,
@@ -142,10 +136,11 @@ class Stage:
         """
         program = microbatch.program.stages[self.index]
         saved = self._saved.pop(number)
+        weights = self.weights.of(number)
         self.waiting.start(number)
         for segment in reversed(program.segments):
             record = saved.pop()
-            self._materialize(segment, record, microbatch)
+            self._materialize(segment, record, weights, microbatch)
             _segment_backward(segment, record, gradients)
             segment_done(segment)
         wanted = microbatch.program.gradients_of(program.received)
@@ -160,8 +155,7 @@ class Stage:
         """Drop what a step that failed has left."""
         self._saved.clear()
         self.waiting.forget()
-        for leaf in self.shared.values():
-            leaf.grad = None
+        self.weights.forget()
 
     def _start(self, segment: SegmentProgram, values: Values) -> Saved:
         leaves = [
@@ -170,13 +164,16 @@ class Stage:
         ]
         return Saved(leaves, None)
 
-    def _materialize(self, segment: SegmentProgram, record: Saved, microbatch: Microbatch) -> None:
+    def _materialize(
+        self, segment: SegmentProgram, record: Saved, weights: Leaves, microbatch: Microbatch
+    ) -> None:
         if record.outputs is None:
-            record.outputs = self._call(segment, microbatch, record.inputs, keep=True)
+            record.outputs = self._call(segment, weights, microbatch, record.inputs, keep=True)
 
     def _call(
         self,
         program: SegmentProgram,
+        weights: Leaves,
         microbatch: Microbatch,
         inputs: Sequence[torch.Tensor],
         keep: bool,
@@ -186,7 +183,7 @@ class Stage:
             set_random_state(self.device, *microbatch.random_key, segment.index)
         with torch.set_grad_enabled(keep):
             return program.function(
-                *(self._weights[name] for name in segment.parameters),
+                *(weights[name] for name in segment.parameters),
                 *(self.buffers[name] for name in segment.buffers),
                 *(microbatch.columns[name] for name in segment.columns),
                 *inputs,

@@ -3,8 +3,9 @@
 Each rank sums what its own segments give. The sums of a microbatch then travel from the rank of the
 last reader to the rank of the first, each adding its own: the order in which one process's autograd
 adds them, so the result is the same to the last bit. The first reader's rank owns the parameter: it
-reduces the gradient over data parallel replicas, counts it in the norm, and sends it back to the
-others before the optimizer steps.
+reduces the gradient with its stage's others, over all replicas of the stage, and sends it back to
+the other readers before the optimizer steps. Where a schedule lays several pipes over the ranks,
+each has a chain of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,7 +70,26 @@ def _holders(readers: Sequence[Reader]) -> tuple[Holder, ...]:
 
 
 Orders = Callable[[int], Sequence[int]]
-"""Gives the order in which a stage's microbatches go backward in the step that runs."""
+"""Gives the order in which a stage's microbatches of one pipe go backward in the step that runs."""
+
+Holders = Mapping[str, tuple[Holder, ...]]
+"""The holders of each shared parameter in one pipe, last reader first; the last one owns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """This rank's part of the shared parameters.
+
+    Args:
+        parameters: this rank's parameters by name.
+        leaves: its leaves of each shared one, one per stage that reads it.
+        every_microbatch: exchange after every microbatch, as exact as one process; else once a
+            step, with less traffic and another order of summing.
+    """
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    leaves: Mapping[str, Sequence[torch.Tensor]]
+    every_microbatch: bool
 
 
 class TiedGradients:
@@ -76,34 +97,88 @@ class TiedGradients:
 
     Args:
         mesh: the grid of ranks.
-        holders: as `find_holders` gives them, the same on every rank.
-        leaves: this rank's leaves of each shared parameter, one per stage that reads it.
-        parameters: this rank's parameters.
-        every_microbatch: exchange after every microbatch, as exact as one process; else once a
-            step, with less traffic and another order of summing.
-        on_ready: told of a parameter whose gradient is final on its owner.
+        pipes: per pipe the holders as `find_holders` gives them, the same on every rank.
+        shared: this rank's part.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        holders: Mapping[str, tuple[Holder, ...]],
-        leaves: Mapping[str, Sequence[torch.Tensor]],
-        parameters: Mapping[str, torch.nn.Parameter],
-        every_microbatch: bool,
-        on_ready: Callable[[torch.nn.Parameter], None],
-    ) -> None:
+    def __init__(self, mesh: Mesh, pipes: Sequence[Holders], shared: Shared) -> None:
+        self._parameters = shared.parameters
+        self._chains = [Chain(mesh, holders, shared) for holders in pipes]
+        names = list(pipes[0]) if pipes else []
+        self._deliveries = {name: _deliveries([p[name] for p in pipes]) for name in names}
+        self._rank = mesh.pp_rank
+
+    def start_step(self, orders: Callable[[int, int], Sequence[int]]) -> None:
+        """A step begins.
+
+        Args:
+            orders: the order in which a pipe's (first) stage's (second) microbatches go backward.
+        """
+        for pipe, chain in enumerate(self._chains):
+            chain.start_step(partial(orders, pipe))
+
+    def collect(self, segment: SegmentProgram, pipe: int, microbatch: int) -> None:
+        """Take the gradients that a segment's backward has left on its leaves."""
+        if self._chains:
+            self._chains[pipe].collect(segment, microbatch)
+
+    def finish(self) -> None:
+        """Give every holder the owner's gradient. Called after the owner has reduced it."""
+        arriving = []
+        for name, deliveries in self._deliveries.items():
+            parameter = self._parameters.get(name)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            for pipe, owner, taker in deliveries:
+                if self._rank == owner:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    self._chains[pipe].send(name, parameter.grad.contiguous(), taker)
+                elif self._rank == taker:
+                    arriving.append((parameter, *self._chains[pipe].receive(name, owner)))
+        for parameter, work, gradient in arriving:
+            work.wait()
+            parameter.grad = gradient
+        for chain in self._chains:
+            chain.finish()
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        for chain in self._chains:
+            chain.forget()
+
+
+def _deliveries(pipes: Sequence[Sequence[Holder]]) -> list[tuple[int, int, int]]:
+    """Who gives a parameter's final gradient to whom: (pipe, owner, taker), each taker once."""
+    owners = {holders[-1].rank for holders in pipes}
+    found: dict[int, tuple[int, int, int]] = {}
+    for pipe, holders in enumerate(pipes):
+        for holder in holders[:-1]:
+            if holder.rank not in owners:
+                found.setdefault(holder.rank, (pipe, holders[-1].rank, holder.rank))
+    return list(found.values())
+
+
+class Chain:
+    """The shared parameters of one pipe: sums that travel from the last reader to the first.
+
+    Args:
+        mesh: the grid of ranks.
+        holders: of the pipe.
+        shared: this rank's part.
+    """
+
+    def __init__(self, mesh: Mesh, holders: Holders, shared: Shared) -> None:
         self._mesh = mesh
         self._holders = holders
-        self._leaves = leaves
-        self._parameters = parameters
-        self._every_microbatch = every_microbatch
-        self._on_ready = on_ready
+        self._leaves = shared.leaves
+        self._parameters = shared.parameters
+        self._every_microbatch = shared.every_microbatch
         self._own = {
             name: holder
             for name, found in holders.items()
             for holder in found
-            if holder.rank == mesh.pp_rank and parameters[name].requires_grad
+            if holder.rank == mesh.pp_rank and shared.parameters[name].requires_grad
         }
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -122,11 +197,6 @@ class TiedGradients:
         group: dist.ProcessGroup
         group, _ = dist.new_subgroups_by_enumeration(lines)
         return group
-
-    def is_owner(self, name: str) -> bool:
-        """Whether this rank's copy of a parameter is the one that counts."""
-        found = self._holders.get(name)
-        return found is None or found[-1].rank == self._mesh.pp_rank
 
     def start_step(self, orders: Orders) -> None:
         """A step begins."""
@@ -151,31 +221,10 @@ class TiedGradients:
                     leaf.grad = None
             is_last = microbatch == self._orders(holder.stage)[-1]
             if segment.segment.index == holder.first and (self._every_microbatch or is_last):
-                self._pass_on(name, key, is_last)
-
-    def skip(self, segment: SegmentProgram) -> None:
-        """Call a segment's own shared parameters final in a step without microbatches here."""
-        for name in segment.segment.parameters:
-            holder = self._own.get(name)
-            if holder and holder.first == segment.segment.index and self.is_owner(name):
-                self._on_ready(self._parameters[name])
+                self._pass_on(name, key)
 
     def finish(self) -> None:
-        """Give every holder the owner's gradient. Called after the owner has reduced it."""
-        for name in self._own:
-            found = self._holders[name]
-            parameter = self._parameters[name]
-            if len(found) == 1:
-                continue
-            if self.is_owner(name):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradient = parameter.grad.contiguous()
-                for other in found[:-1]:
-                    self._send(name, gradient, other)
-            else:
-                work, parameter.grad = self._receive(name, found[-1])
-                work.wait()
+        """Wait until all that was sent has left."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -193,21 +242,18 @@ class TiedGradients:
             known = self._take(name, key)
         self._sums[name, key] = gradient if known is None else known + gradient
 
-    def _pass_on(self, name: str, key: int, is_last: bool) -> None:
+    def _pass_on(self, name: str, key: int) -> None:
         parameter = self._parameters[name]
         total = self._sums.pop((name, key), None)
         if name in self._expected and (total is None or not self._comes_first(name)):
             received = self._take(name, key)
             total = received if total is None else received + total
-        if self.is_owner(name):
-            if total is not None:
-                add_gradient(parameter, total)
-            if is_last:
-                self._on_ready(parameter)
-        else:
-            found = self._holders[name]
+        found = self._holders[name]
+        if found[-1].rank != self._mesh.pp_rank:
             total = torch.zeros_like(parameter) if total is None else total
-            self._send(name, total.contiguous(), found[found.index(self._own[name]) + 1])
+            self.send(name, total.contiguous(), found[found.index(self._own[name]) + 1].rank)
+        elif total is not None:
+            add_gradient(parameter, total)
 
     def _before(self, name: str) -> Holder | None:
         """The holder whose sum comes in before this rank adds its own."""
@@ -228,22 +274,23 @@ class TiedGradients:
         assert before is not None
         arriving, expected = self._arriving[name], self._expected[name]
         while expected and (len(arriving) < 2 or all(k != key for k, _, _ in arriving)):
-            arriving.append((expected.popleft(), *self._receive(name, before)))
+            arriving.append((expected.popleft(), *self.receive(name, before.rank)))
         number = next(i for i, (k, _, _) in enumerate(arriving) if k == key)
         _, work, buffer = arriving[number]
         del arriving[number]
         work.wait()
         return buffer
 
-    def _send(self, name: str, gradient: torch.Tensor, to: Holder) -> None:
-        peer = self._mesh.rank_at(to.rank)
-        work = dist.isend(gradient, peer, self._groups[name])
+    def send(self, name: str, gradient: torch.Tensor, to_rank: int) -> None:
+        """Start to send a gradient to another pipeline position."""
+        work = dist.isend(gradient, self._mesh.rank_at(to_rank), self._groups[name])
         assert work is not None
         self._sent.append((work, gradient))
 
-    def _receive(self, name: str, holder: Holder) -> tuple[dist.Work, torch.Tensor]:
+    def receive(self, name: str, from_rank: int) -> tuple[dist.Work, torch.Tensor]:
+        """Start to receive a gradient from another pipeline position."""
         buffer = torch.empty_like(self._parameters[name], memory_format=torch.contiguous_format)
         buffer.requires_grad_(False)
-        work = dist.irecv(buffer, self._mesh.rank_at(holder.rank), self._groups[name])
+        work = dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name])
         assert work is not None
         return work, buffer

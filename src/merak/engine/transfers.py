@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,11 @@ def channels_of(steps: Iterable[Iterable[Step]]) -> set[Channel]:
         for step in own
         if isinstance(step, Send)
     }
+
+
+def channels_of_pipe(ranks: Sequence[int]) -> set[Channel]:
+    """The channels that a forward through stages on some ranks uses."""
+    return {(Payload.ACTIVATION, a < b) for a, b in pairwise(ranks) if a != b}
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -15,7 +15,7 @@ def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     its transfers, so the part of a valid schedule is valid.
 
     Args:
-        schedule: any synchronous schedule.
+        schedule: any schedule.
         num_microbatches: how many remain, from microbatch 0.
 
     Raises:
@@ -35,4 +35,5 @@ def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
         microbatch_pipes=schedule.microbatch_pipes[:num_microbatches],
         actions=actions,
         microbatches_per_update=min(schedule.microbatches_per_update, num_microbatches),
+        weight_versions=tuple(own[:num_microbatches] for own in schedule.weight_versions),
     )

@@ -11,6 +11,7 @@ from torch import nn
 from merak.engine.deferred import WeightGradients
 from merak.engine.program import Program, SegmentProgram, compile_program
 from merak.engine.stage import Microbatch, Stage, Values
+from merak.engine.weights import LiveWeights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.ir import ModelGraph, TensorMeta
 
@@ -97,7 +98,7 @@ def stages_of(model: nn.Module, graph: ModelGraph, count: int, shared: set[str])
     buffers = buffers_of(model, graph)
     device = torch.device("cpu")
     return [
-        Stage(index, parameters, buffers, frozenset(shared), WeightGradients(), device)
+        Stage(index, LiveWeights(parameters, shared), buffers, WeightGradients(), device)
         for index in range(count)
     ]
 

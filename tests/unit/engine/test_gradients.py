@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from merak.engine.gradients import GradientReducer, add_gradient, clip_gradients, global_norm
+from merak.engine.gradients import (
+    GradientReducer,
+    StageGradients,
+    add_gradient,
+    fill_buckets,
+)
+from merak.engine.norms import clip_gradients, global_norm
 
 CPU = torch.device("cpu")
 
@@ -70,8 +76,19 @@ def test_gradients_add_up() -> None:
 
 def test_a_single_replica_reduces_nothing() -> None:
     parameters = make_parameters()
-    reducer = GradientReducer(None, 1)
+    reducer = GradientReducer({0: StageGradients(None, fill_buckets(parameters, 1))})
     before = [p.grad for p in parameters]
-    reducer.ready(parameters)
+    reducer.start_step([0])
+    reducer.ready(0, parameters)
+    reducer.complete(0)
     reducer.wait()
     assert all(p.grad is gradient for p, gradient in zip(parameters, before, strict=True))
+
+
+def test_buckets_are_closed_when_full_and_hold_one_dtype() -> None:
+    four, five, eight, one = make_parameters()  # 12, 5, 8 and 1 elements
+    half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    assert fill_buckets([four, five, frozen, eight, one], 60) == ((four, five), (eight, one))
+    assert fill_buckets([four, half, five], 1000) == ((four,), (half,), (five,))
+    assert fill_buckets([], 60) == ()

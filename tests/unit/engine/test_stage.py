@@ -77,8 +77,8 @@ def test_shared_parameters_collect_their_gradient_apart() -> None:
     (stage,) = stages_of(model, graph, 1, {name})
     run_backward(graph, [stage], batch, [0, len(graph.segments)], True)
     assert model.get_parameter(name).grad is None
-    assert stage.shared[name].grad is not None
-    assert stage.shared[name].data_ptr() == model.get_parameter(name).data_ptr()
+    assert stage.weights.shared[name].grad is not None
+    assert stage.weights.shared[name].data_ptr() == model.get_parameter(name).data_ptr()
 
 
 def test_recomputation_draws_the_same_dropout() -> None:
@@ -142,7 +142,7 @@ def test_a_failed_step_is_forgotten() -> None:
     stage.forward(0, microbatch, {}, keep=True)
     stage.forget()
     assert stage.num_in_flight == 0
-    assert all(leaf.grad is None for leaf in stage.shared.values())
+    assert all(leaf.grad is None for leaf in stage.weights.shared.values())
 
 
 def test_evaluation_keeps_nothing() -> None:

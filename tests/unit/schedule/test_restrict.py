@@ -9,10 +9,8 @@ from merak.schedule.registry import build, names
 from merak.schedule.restrict import first_microbatches
 from merak.schedule.validate import validate
 
-SYNCHRONOUS = [name for name in names() if build(name, 4, 8).is_synchronous]
 
-
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("num_left", [1, 3, 7, 8])
 def test_a_part_of_a_valid_schedule_is_valid(name, num_left):
     schedule = build(name, 4, 8)

@@ -1,0 +1,66 @@
+"""Prepares microbatches: their columns on the device, and the values derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from merak.core.mesh import Mesh
+from merak.engine.program import Program, SegmentProgram
+from merak.engine.stage import Microbatch, Values
+
+
+class Microbatches:
+    """Makes the microbatches of this rank.
+
+    Args:
+        mesh: the grid of ranks.
+        buffers: the model's buffers and the trace's constants.
+        seed: the job's seed, for random draws.
+    """
+
+    def __init__(self, mesh: Mesh, buffers: Mapping[str, torch.Tensor], seed: int) -> None:
+        self._mesh = mesh
+        self._buffers = buffers
+        self._seed = seed
+        self._fixed: dict[int, Values] = {}
+
+    def make(
+        self, program: Program, batch: Mapping[str, torch.Tensor], step: int, number: int
+    ) -> Microbatch:
+        """A microbatch with the columns that this rank reads, not yet derived from.
+
+        Args:
+            program: what to run for its shape.
+            batch: at least the columns this rank reads.
+            step: the job's step.
+            number: of the microbatch in its replica's step.
+        """
+        device = self._mesh.device
+        columns = {name: batch[name].to(device, non_blocking=True) for name in program.columns}
+        # The microbatch's place in the step over all replicas, as one process would count it.
+        place = number * self._mesh.dp + self._mesh.dp_rank
+        return Microbatch(program, columns, {}, (self._seed, "microbatch", step, place))
+
+    def derive(self, microbatch: Microbatch) -> None:
+        """Give it its masks, position ids and the like, as far as this rank's stages read them."""
+        program = microbatch.program
+        varying = self._run(program.derived, microbatch.columns)
+        microbatch.derived = self._fixed_values(program) | varying
+
+    def _fixed_values(self, program: Program) -> Values:
+        if id(program) not in self._fixed:
+            self._fixed[id(program)] = self._run(program.fixed, {})
+        return self._fixed[id(program)]
+
+    def _run(self, prologue: SegmentProgram, columns: Mapping[str, torch.Tensor]) -> Values:
+        if not prologue.segment.outputs:
+            return {}
+        function: Callable[..., tuple[torch.Tensor, ...]] = prologue.function
+        with torch.no_grad():
+            values = function(
+                *(self._buffers[name] for name in prologue.segment.buffers),
+                *(columns[name] for name in prologue.segment.columns),
+            )
+        return dict(zip(prologue.segment.outputs, values, strict=True))

@@ -1,0 +1,50 @@
+"""The norm of all gradients of a model, wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def global_norm(
+    parameters: Sequence[torch.nn.Parameter],
+    sharded: frozenset[int],
+    tp_degree: int,
+    groups: Sequence[dist.ProcessGroup | None],
+    device: torch.device,
+) -> torch.Tensor:
+    """The 2-norm of all gradients of the model, every parameter counted once.
+
+    Args:
+        parameters: this rank's parameters, without those another stage counts.
+        sharded: ids of those that are split over tp; every tp rank holds the others whole.
+        tp_degree: how many ranks hold the whole ones.
+        groups: the tp and pp groups of this rank.
+        device: where the result is.
+
+    Returns:
+        A scalar, float32, the same on every rank; nothing is synchronised with the host.
+    """
+    total = torch.zeros((), device=device)
+    for split in (True, False):
+        counted = [p.grad for p in parameters if (id(p) in sharded) is split]
+        gradients = [gradient for gradient in counted if gradient is not None]
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients)).float()
+            total += norms.square().sum() / (1 if split else tp_degree)
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def clip_gradients(
+    parameters: Sequence[torch.nn.Parameter], norm: torch.Tensor, max_norm: float
+) -> None:
+    """Scale gradients so that their global norm is at most `max_norm`, as torch does."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,95 @@
+"""The programs of a rank: the model's segments as it runs them, for every shape it meets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import torch
+
+from merak.core.mesh import Mesh
+from merak.core.shards import ParameterShard
+from merak.engine.deferred import WeightGradients, defer_weights
+from merak.engine.layout import Layout, stage_bounds, stages_of_parameters
+from merak.engine.parts import Signature
+from merak.engine.program import Program, Rewrite, compile_program
+from merak.graph.build import GraphSource, build_graph
+from merak.graph.features import Features
+from merak.graph.ir import ModelGraph, Segment
+from merak.graph.tensor_parallel import attributes_for, check_degree, shard_segment
+
+
+class Programs:
+    """What this rank runs for a signature; traced when a shape is first met, then kept.
+
+    Args:
+        source: the model.
+        mesh: the grid of ranks.
+        layout: which segments form which stage.
+        features: the user's tensor parallel attributes; None takes Merak's own.
+    """
+
+    def __init__(
+        self,
+        source: GraphSource,
+        mesh: Mesh,
+        layout: Layout,
+        features: Features | None,
+    ) -> None:
+        self.source = source
+        graph = layout.graph
+        self.own_stages = layout.schedule.stages_of(mesh.pp_rank)
+        self.owners = stages_of_parameters(graph, layout.partition)
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.mesh = mesh
+        self._partition = layout.partition
+        self.waiting = {stage: WeightGradients() for stage in self.own_stages}
+        self._rewrites = self._make_rewrites(graph, features, layout.plans.splits_backwards)
+        self.base = self._compile(graph)
+        self._known = {(tuple(graph.columns.items()), True): self.base}
+
+    def _make_rewrites(
+        self, graph: ModelGraph, features: Features | None, splits_backwards: bool
+    ) -> dict[int, list[Rewrite]]:
+        parallel = _rewriter(graph, features, self.mesh.tp)
+        shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
+        rewrites: dict[int, list[Rewrite]] = {}
+        for stage in self.own_stages:
+            rewrites[stage] = [parallel] if parallel else []
+            if splits_backwards:
+                rewrites[stage].append(partial(_defer, shared, self.waiting[stage]))
+        return rewrites
+
+    def __call__(self, signature: Signature, training: bool) -> Program:
+        """What to run for a signature, in training or evaluation."""
+        key = (signature, training)
+        if key not in self._known:
+            graph = build_graph(self.source, dict(signature), training=training)
+            self._known[key] = self._compile(graph)
+        return self._known[key]
+
+    def _compile(self, graph: ModelGraph) -> Program:
+        for name, tensor in graph.constants.items():
+            self.buffers[name] = tensor.to(self.mesh.device)
+        bounds = stage_bounds(graph, self.owners, self._partition)
+        return compile_program(graph, bounds, self._rewrites)
+
+
+def _rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite | None:
+    """How this job makes segments tensor parallel; every rank checks the whole model."""
+    if tp == 1:
+        return None
+    attributes = attributes_for(graph, features)
+    check_degree(graph.segments, graph.parameters, attributes, tp)
+    return partial(shard_segment, parameters=graph.parameters, attributes=attributes, degree=tp)
+
+
+def _defer(
+    kept: frozenset[str], waiting: WeightGradients, segment: Segment
+) -> tuple[Segment, dict[str, ParameterShard]]:
+    return defer_weights(segment, kept, waiting), {}
+
+
+def num_readers(graph: ModelGraph) -> Counter[str]:
+    """How many segments read each parameter."""
+    return Counter(name for segment in graph.segments for name in segment.parameters)
