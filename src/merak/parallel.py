@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merak.core.errors import DataError
+from merak.core.errors import DataError, ScheduleError
 from merak.core.mesh import current_mesh
 from merak.data import signature
 from merak.engine.build import build_engine
@@ -46,10 +46,14 @@ class ParallelModel:
         self.max_grad_norm = max_grad_norm
         trained = [p for p in engine.parameters.values() if p.requires_grad]
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Train on one batch: forward, backward, reduction, clipping, optimizer.
+
+        An asynchronous schedule steps the optimizer several times on its way, each time for the
+        mean of some of the microbatches.
 
         Args:
             batch: this replica's columns, (num_microbatches × microbatch, …) each; the same on
@@ -66,7 +70,11 @@ class ParallelModel:
         for parameter in self.engine.parameters.values():
             parameter.grad = None
         losses = self.engine.train_step(
-            self.num_steps, [signature(b).columns for b in microbatches], microbatches, scale
+            self.num_steps,
+            [signature(b).columns for b in microbatches],
+            microbatches,
+            scale,
+            self._update,
         )
         loss = losses.sum()
         group = self.engine.mesh.group("dp")
@@ -74,10 +82,14 @@ class ParallelModel:
             dist.all_reduce(loss, group=group)
         if self.max_grad_norm is not None:
             self.engine.clip_gradients(self.max_grad_norm)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        if not self.engine.updates_inside:
+            self._step_optimizer()
         self.num_steps += 1
         return loss
+
+    def _step_optimizer(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one batch, without training.
@@ -136,6 +148,11 @@ def parallelize(
     source = GraphSource(model=model, loss_fn=loss_fn, device=mesh.device)
     chosen = EngineOptions(num_microbatches=num_microbatches, **options)
     engine = build_engine(source, sample, mesh, chosen)
+    if engine.updates_inside and max_grad_norm is not None:
+        raise ScheduleError(
+            f"schedule={chosen.schedule!r} updates stages at different times, so there is no norm "
+            f"of all gradients to clip; leave max_grad_norm={max_grad_norm} out."
+        )
     return ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm)
 
 

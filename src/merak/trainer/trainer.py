@@ -113,6 +113,8 @@ class MerakTrainer(Saving, Trainer):
         columns = self._counter.signature(batch).columns
         source = self._graph_source()
         self.engine = build_engine(source, columns, self.mesh, self._engine_options())
+        if self.engine.updates_inside:
+            _refuse_what_needs_all_gradients(self.args)
         return self.engine
 
     def _graph_source(self) -> GraphSource:
@@ -234,6 +236,7 @@ class MerakTrainer(Saving, Trainer):
             [counter.with_tokens(found).columns for _, found in own],
             [{**self._batches[number], **extra} for number, _ in own],
             self._loss_scale(agreement, num_items_in_batch is not None),
+            self._inner_optimizer().step if engine.updates_inside else None,
         )
         everything = torch.zeros(len(self._batches), device=losses.device)
         everything[[number for number, _ in own]] = losses
@@ -256,11 +259,11 @@ class MerakTrainer(Saving, Trainer):
 
     def _get_grad_norm(
         self, model: nn.Module, grad_norm: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         assert self.engine is not None
         norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
         self._mind_not_finite(norm)
-        return norm
+        return None if self.engine.updates_inside else norm
 
     def _mind_not_finite(self, norm: torch.Tensor) -> None:
         """Stop, or skip the step, on all ranks alike: each knows the same losses and norm."""
@@ -356,6 +359,20 @@ def _main_inputs(model: nn.Module | None, batch: Mapping[str, Any]) -> tuple[str
     """The column that a model of transformers needs, though its `forward` has a default for it."""
     name = getattr(model, "main_input_name", None)
     return (name,) if name is not None and "inputs_embeds" not in batch else ()
+
+
+def _refuse_what_needs_all_gradients(args: MerakArguments) -> None:
+    """An asynchronous schedule updates stages at different times."""
+    if args.max_grad_norm:
+        raise ArgumentsError(
+            f"schedule={args.schedule!r} updates stages at different times, so there is no norm of "
+            f"all gradients to clip, but max_grad_norm={args.max_grad_norm}; set max_grad_norm=0."
+        )
+    if args.nan_policy == "skip":
+        raise ArgumentsError(
+            f"schedule={args.schedule!r} updates stages before a step's last loss is known, so "
+            "nan_policy='skip' cannot leave the step out; use nan_policy='stop'."
+        )
 
 
 def _refuse_what_ranks_cannot_share(

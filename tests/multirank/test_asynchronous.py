@@ -1,0 +1,224 @@
+"""Asynchronous schedules against a single process that delays its updates by the papers' rules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from merak import MerakArguments, MerakTrainer, empty_weights, parallelize
+from merak.core.errors import ScheduleError
+from merak.core.mesh import init
+from tests.multirank.compare import assert_gradients_close
+from tests.multirank.training import Texts, Uneven, gpt2, loss_of_logits
+
+VOCABULARY, SEQUENCE, SAMPLES = 64, 12, 2
+
+
+def loss_fn(outputs: Any, batch: Any) -> torch.Tensor:
+    return loss_of_logits(outputs, batch["labels"])
+
+
+def batch_of(count: int, step: int) -> dict[str, torch.Tensor]:
+    draws = torch.Generator().manual_seed(step)
+    ids = torch.randint(1, VOCABULARY, (count * SAMPLES, SEQUENCE), generator=draws)
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(parameters), lr=1e-2, weight_decay=0.1)
+
+
+def uneven() -> Uneven:
+    torch.manual_seed(3)
+    return Uneven()
+
+
+def run_merak(schedule: str, degrees: tuple[int, int, int], counts: list[int]) -> Any:
+    """Losses per step, parameters after each, the stage of each, and the versions held at most."""
+    dp, tp, pp = degrees
+    mesh = init(dp=dp, tp=tp, pp=pp)
+    model = uneven()
+    parallel = parallelize(
+        model,
+        {name: c[: max(counts) * SAMPLES] for name, c in batch_of(max(counts), 0).items()},
+        loss_fn=loss_fn,
+        optimizer=make_optimizer,
+        num_microbatches=max(counts),
+        schedule=schedule,
+    )
+    losses, after = [], []
+    for step, count in enumerate(counts):
+        parallel.num_microbatches = count
+        batch = batch_of(count * dp, step)
+        # As one process would deal microbatches out: in turn over the replicas.
+        own = {
+            name: torch.cat(column.split(SAMPLES)[mesh.dp_rank :: dp])
+            for name, column in batch.items()
+        }
+        losses.append(float(parallel.step(own)))
+        engine = parallel.engine
+        after.append({n: p.detach().clone() for n, p in engine.parameters.items()})
+    assert all(p.grad is None for p in engine.parameters.values())
+    stages = {name: mesh.pp_rank for name in engine.parameters}
+    return losses, after, stages
+
+
+def reference(
+    versions: Any, per_update: int, stage_of: dict[str, int], counts: list[int], dp: int
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Train in one process with weights that are as old as the schedule says.
+
+    Args:
+        versions: `versions(stage, microbatch)`: the updates that a stage's weights have had.
+        per_update: microbatches of an update; those of all replicas count as one.
+        stage_of: the stage that holds each parameter.
+        counts: microbatches of each step.
+        dp: replicas.
+    """
+    model = uneven()
+    names = dict(model.named_parameters())
+    optimizers = [
+        make_optimizer(p for n, p in names.items() if stage_of[n] == stage)
+        for stage in sorted(set(stage_of.values()))
+    ]
+    losses, after = [], []
+    for step, count in enumerate(counts):
+        history = [copy.deepcopy(dict(names))]
+        microbatches = [
+            {name: column.split(SAMPLES)[m * dp + r] for name, column in batch.items()}
+            for batch in [batch_of(count * dp, step)]
+            for m in range(count)
+            for r in range(dp)
+        ]
+        step_losses = []
+        for first in range(0, count, per_update):
+            members = range(first, min(first + per_update, count))
+            gradients = {name: torch.zeros_like(p) for name, p in names.items()}
+            for m in members:
+                old = {
+                    n: history[versions(stage_of[n], m)][n].detach().requires_grad_() for n in names
+                }
+                for batch in microbatches[m * dp : (m + 1) * dp]:
+                    outputs = torch.func.functional_call(model, old, (batch["input_ids"],))
+                    loss = loss_fn(outputs, batch) / (len(members) * dp)
+                    step_losses.append(loss.item() * len(members) / count)
+                    for name, gradient in zip(
+                        old, torch.autograd.grad(loss, list(old.values())), strict=True
+                    ):
+                        gradients[name] += gradient
+            for name, parameter in names.items():
+                parameter.grad = gradients[name]
+            for optimizer in optimizers:
+                optimizer.step()
+            history.append(copy.deepcopy(dict(names)))
+        losses.append(sum(step_losses))
+        after.append({n: p.detach().clone() for n, p in names.items()})
+    return losses, after
+
+
+def delays(schedule: str, pp: int, per_update: int) -> Any:
+    """The papers' rules: PipeDream's staleness falls with the stage, 2BW's is one everywhere."""
+    if schedule == "pipedream":
+        return lambda stage, m: max(0, m - (pp - 1 - stage))
+    return lambda stage, m: max(0, m // per_update - 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "degrees", "counts", "per_update"),
+    [
+        ("pipedream", (1, 1, 3), [6, 1, 4], 1),
+        ("pipedream", (2, 1, 2), [5, 5], 1),
+        ("pipedream_2bw", (1, 1, 3), [9, 7, 2], 3),
+        ("pipedream_2bw", (2, 1, 2), [6, 4], 2),
+    ],
+)
+def test_every_update_is_that_of_one_process_with_delayed_weights(
+    pool, schedule, degrees, counts, per_update
+):
+    dp, tp, pp = degrees
+    ranks = pool.run(run_merak, dp * tp * pp, schedule, degrees, counts)
+    stage_of = {name: stage for _, _, stages in ranks for name, stage in stages.items()}
+    versions = delays(schedule, pp, per_update)
+    losses, after = reference(versions, per_update, stage_of, counts, dp)
+    for found, _, _ in ranks:
+        assert found == pytest.approx(losses, rel=1e-5)
+    for step, expected in enumerate(after):
+        found = {name: p for _, steps, _ in ranks for name, p in steps[step].items()}
+        assert_gradients_close(found, expected)  # the parameters, to the same tolerance
+    # The delay matters: without it the same updates give other parameters.
+    _, undelayed = reference(lambda stage, m: m // per_update, per_update, stage_of, counts, dp)
+    worst = max(float((undelayed[-1][n] - p).abs().max()) for n, p in after[-1].items())
+    assert worst > 1e-3
+
+
+def train(schedule: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    init(pp=2)
+    with empty_weights():
+        model = uneven()
+    args = MerakArguments(
+        output_dir=folder, schedule=schedule, gradient_accumulation_steps=4, max_steps=3,
+        per_device_train_batch_size=SAMPLES, max_grad_norm=0, learning_rate=1e-2, report_to=[],
+        logging_steps=1, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+        remove_unused_columns=False, label_names=["labels"],
+    )  # fmt: skip
+    trainer = MerakTrainer(
+        model=model,
+        args=args,
+        train_dataset=Texts(24, padded=False),
+        compute_loss_func=loss_of_logits,
+    )
+    trainer.train()
+    logs = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    has_norm = any("grad_norm" in log for log in trainer.state.log_history)
+    assert has_norm == (schedule == "1f1b")  # updates at different times have no norm in common
+    return logs, {n: p.detach() for n, p in trainer.engine.parameters.items()}
+
+
+def test_the_trainer_runs_asynchronous_schedules(pool, tmp_path):
+    delayed = pool.run(train, 2, "pipedream_2bw", str(tmp_path))
+    again = pool.run(train, 2, "pipedream_2bw", str(tmp_path))
+    plain = pool.run(train, 2, "1f1b", str(tmp_path))
+    assert delayed[0][0] == delayed[1][0] == again[0][0]
+    assert len(delayed[0][0]) == 3
+    # The first step's losses come from the same initial weights but for its last updates.
+    assert delayed[0][0][0] == pytest.approx(plain[0][0][0], rel=0.05)
+    moved = [not torch.equal(p, plain[0][1][name]) for name, p in delayed[0][1].items()]
+    assert all(moved)
+
+
+def refused(problem: str) -> str:
+    """The sentence with which a job of two ranks is refused."""
+    mesh = init(pp=2)
+    options: dict[str, Any] = {"schedule": "pipedream", "num_microbatches": 4}
+    model: nn.Module = uneven()
+    if problem == "tied":
+        model, batch, loss = gpt2(), batch_of(4, 0), None
+    else:
+        batch, loss = batch_of(4, 0), loss_fn
+    if problem == "clip":
+        options["max_grad_norm"] = 1.0
+    if problem != "no optimizer":
+        options["optimizer"] = make_optimizer
+    try:
+        parallel = parallelize(model, batch, loss_fn=loss, **options)
+        parallel.step(batch)
+    except ScheduleError as error:
+        return str(error)
+    raise AssertionError(f"rank {mesh.rank} was not refused")
+
+
+@pytest.mark.parametrize(
+    ("problem", "sentence"),
+    [
+        ("tied", "stages 0, 1 share the parameter 'transformer.wte.weight'; use a synchronous"),
+        ("clip", "there is no norm of all gradients to clip; leave max_grad_norm=1.0 out"),
+        ("no optimizer", "updates the weights inside a step; give the engine an optimizer"),
+    ],
+)
+def test_what_cannot_be_asynchronous_is_refused(pool, problem, sentence):
+    for said in pool.run(refused, 2, problem):
+        assert sentence in said
