@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
+from merak.cli.check import check
 from merak.cli.errors import RunError
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
@@ -35,6 +36,10 @@ app.command(
     epilog="Example: merak trace --model GPT2LMHeadModel --config '{\"n_layer\": 48}' --batch 4",
 )(trace)
 app.command("schedule", epilog="Example: merak schedule 1f1b --stages 4 --microbatches 8")(schedule)
+app.command(
+    "check",
+    epilog="Example: merak check --model LlamaForCausalLM --tp 2 --pp 2",
+)(check)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
 from merak.cli.errors import CommandError
@@ -56,16 +57,20 @@ class ModelSource:
             ) from cause
 
 
-def resolve_model(model: str, overrides: Mapping[str, Any] | None = None) -> ModelSource:
+def resolve_model(
+    model: str, overrides: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> ModelSource:
     """Find a model by class name, or by the folder or file of its config.
 
     Args:
         model: a transformers class name such as GPT2LMHeadModel, or a folder with a config.json
             (whose weights are used where it has them), or a config file (for random weights).
         overrides: fields of the config to change.
+        trust_remote_code: whether code that is in the folder may run, where its config says that
+            the model is made of it.
 
     Raises:
-        CommandError: there is no such class, folder, or field.
+        CommandError: there is no such class, folder, or field, or code that is not trusted.
     """
     path = Path(model).expanduser()
     changes = dict(overrides or {})
@@ -75,8 +80,7 @@ def resolve_model(model: str, overrides: Mapping[str, Any] | None = None) -> Mod
         return ModelSource(model_class, config, None)
     file = path / CONFIG_FILE if path.is_dir() else path
     stored = read_object(file)
-    config_class = _stored_config_class(file, stored)
-    model_class = class_by_name(_architecture(file, stored))
+    config_class, model_class = _stored_classes(file, stored, trust_remote_code)
     has_weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
     config = _change(_parse_config(config_class, stored), stored, changes)
     return ModelSource(model_class, config, path if has_weights else None)
@@ -153,6 +157,36 @@ def _stored_config_class(file: Path, stored: Mapping[str, Any]) -> type[PreTrain
         raise CommandError(f"{file} has model_type {kind!r}, which transformers lacks{known}")
     found: type[PreTrainedConfig] = CONFIG_MAPPING[kind]
     return found
+
+
+def _stored_classes(
+    file: Path, stored: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+    own_code = stored.get("auto_map")
+    if not own_code or stored.get("model_type") in CONFIG_MAPPING:
+        return _stored_config_class(file, stored), class_by_name(_architecture(file, stored))
+    if not trust_remote_code:
+        raise CommandError(
+            f"{file} says that the model is made of code in its own folder (auto_map), which is "
+            "not run without your word; read that code, then add --trust-remote-code."
+        )
+    name = _architecture(file, stored)
+    places = [str(p) for p in own_code.values() if str(p).rpartition(".")[2] == name]
+    if not places or "AutoConfig" not in own_code:
+        raise CommandError(f"{file} names {name}, but its auto_map does not say where that is.")
+    config, model = (
+        _class_in_folder(file.parent, str(p)) for p in (own_code["AutoConfig"], places[0])
+    )
+    return config, model
+
+
+def _class_in_folder(folder: Path, place: str) -> Any:
+    try:
+        return get_class_from_dynamic_module(place, str(folder))
+    except Exception as cause:
+        raise CommandError(
+            f"{place} in {folder} cannot be loaded: {_first_line(cause)}."
+        ) from cause
 
 
 def _architecture(file: Path, stored: Mapping[str, Any]) -> str:

@@ -39,3 +39,6 @@ Device = Annotated[
 NoCache = Annotated[
     bool, typer.Option("--no-cache", help="Trace anew, and keep nothing for the next time.")
 ]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that is in the model's folder.")
+]

@@ -69,6 +69,8 @@ def clean_graph(graph: fx.Graph) -> frozenset[str]:
         if (replaced := _without_effect(node, written)) is not None:
             node.replace_all_uses_with(replaced)
             graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        _drop_empty_parts(node)
     settle_writes(graph)
     eliminate_dead_code(graph)
     return frozenset(sources)
@@ -192,8 +194,9 @@ def _detach(graph: fx.Graph, source: Any) -> Any:
 def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [f for f in frames if "/merak/graph/" not in f[0]]
-    where = f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
     sources.update(f[0] for f in frames)
+    own = [f for f in frames if "/torch/nn/" not in f[0]] or frames
+    where = f"{own[-1][0]}:{own[-1][1]}" if own else ""
     modules = node.meta.get("nn_module_stack") or {}
     path = f"{next((p for p, _ in reversed(modules.values())), '')}.".removeprefix("model.")
     value = node.meta.get("val")
@@ -240,6 +243,15 @@ def requires_grad(meta: Any) -> bool:
     if isinstance(meta, TensorMeta):
         return meta.requires_grad
     return isinstance(meta, tuple) and any(requires_grad(m) for m in meta)
+
+
+def _drop_empty_parts(cat: fx.Node) -> None:
+    """Leave out what `cat` skips, tensors of shape (0,): a key-value cache begins with one."""
+    parts: Any = cat.args[0]
+    kept = [part for part in parts if part.meta["tensor"].shape != (0,)]
+    same_type = len({part.meta["tensor"].dtype for part in parts}) == 1
+    if kept and len(kept) < len(parts) and same_type:
+        cat.args = (kept, *cat.args[1:])
 
 
 def _without_effect(node: fx.Node, written: set[int | None]) -> fx.Node | None:

@@ -1,0 +1,70 @@
+"""What a check trains: a model made alike in every process, and its batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from merak.graph.trace import LossFunction
+
+_PROBABILITIES = ("drop", "noise", "jitter")
+"""Parts of the names of attributes that hold a probability, or the size, of random draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model to check. It travels to other processes by pickle.
+
+    Args:
+        name: what to call it, such as its class.
+        build: makes the model; seeded before, so that every process makes the same one.
+        batch: the batch of all replicas for a step and a number of samples.
+        loss_fn: `loss_fn(outputs, batch) -> loss`, where the model computes no loss itself.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], dict[str, torch.Tensor]]
+    loss_fn: LossFunction | None = None
+
+    def model(self, seed: int) -> nn.Module:
+        """The model in train mode, without randomness, the same for the same seed.
+
+        Draws cannot be the same in one process and in a pipeline, where microbatches meet segments
+        in another order; so whatever drops out or adds noise is switched off.
+        """
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        model = self.build().train()
+        switch_off_draws(model)
+        return model
+
+
+def switch_off_draws(model: nn.Module) -> None:
+    """Set every probability of dropout, layer drop and noise of a model, and of its config, to 0.
+
+    Args:
+        model: the model; its modules' attributes and their configs change in place.
+    """
+    configs: dict[int, object] = {}
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        _zero_probabilities(module)
+        for name, value in vars(module).items():
+            if name == "config" or name.endswith("_config"):
+                configs[id(value)] = value
+    for config in configs.values():
+        _zero_probabilities(config)
+
+
+def _zero_probabilities(owner: object) -> None:
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        if isinstance(value, float) and any(part in name.lower() for part in _PROBABILITIES):
+            setattr(owner, name, 0.0)

@@ -1,0 +1,215 @@
+"""Check that a model trains on dp × tp × pp ranks as it does in one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from merak.check.case import Case
+from merak.check.compare import TOLERANCE, Disagreement
+from merak.check.judge import judge
+from merak.check.reference import reference
+from merak.check.training import (
+    CheckOptions,
+    Job,
+    Layout,
+    Outcome,
+    train_on_ranks,
+)
+from merak.core.errors import MerakError, PlanError, ShardError, TraceError
+from merak.engine.plans import Plans
+from merak.graph.build import build_graph
+from merak.graph.ir import ModelGraph
+from merak.graph.tensor_parallel import attributes_for, check_degree
+
+logger = logging.getLogger(__name__)
+
+
+class Launch(Protocol):
+    """Runs a function on new ranks."""
+
+    def __call__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int
+    ) -> Any:
+        """Run `function(*arguments)` on so many ranks, with torchrun's variables set."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What a check found.
+
+    Args:
+        model: what was checked.
+        ok: whether it trains as in one process.
+        loss_max_rel_diff: the largest relative difference of a step's loss; None if none was made.
+        gradient_max_rel_diff: likewise of the first step's gradients, each by the largest
+            magnitude of its tensor.
+        parameter_max_rel_diff: likewise of the parameters after the steps.
+        tolerance: the most that is taken for rounding: 1e-5, or what float32 itself does to this
+            model where that is more.
+        tp_sharded_fraction: share of the model's parameters (numbers, not tensors) that are split.
+        segments: how many segments the model is cut into; 0 if it could not be traced.
+        seconds: how long the check took.
+        reason: why it is not ok; None if it is.
+    """
+
+    model: str
+    ok: bool
+    loss_max_rel_diff: float | None
+    gradient_max_rel_diff: float | None
+    parameter_max_rel_diff: float | None
+    tolerance: float
+    tp_sharded_fraction: float
+    segments: int
+    seconds: float
+    reason: str | None = None
+
+
+def check_model(
+    case: Case, layout: Layout, options: CheckOptions | None = None, *, launch: Launch
+) -> CheckReport:
+    """Train a model in one process and on ranks with the same data, and compare.
+
+    Args:
+        case: the model and its batches.
+        layout: the degrees.
+        options: how long and how to train.
+        launch: starts the ranks.
+
+    Returns:
+        What was found; a model that cannot be traced is a report, not an error.
+
+    Raises:
+        EagerError: the model cannot be trained in one process either.
+        MerakError: the degrees or the schedule do not fit.
+    """
+    started = time.perf_counter()
+    job = Job(case, layout, options or CheckOptions())
+    expected = reference(job)
+    with tempfile.TemporaryDirectory(prefix="merak-check-") as folder:
+        report = check_against(expected, job, Workshop(Path(folder), launch))
+    return replace(report, seconds=time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """Where a check works.
+
+    Args:
+        folder: for traces, which later checks of the same model find there, and ranks' outcomes.
+        launch: starts the ranks.
+    """
+
+    folder: Path
+    launch: Launch
+
+
+def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckReport:
+    """The second half of `check_model`, for a reference that is known already."""
+    started = time.perf_counter()
+    report = CheckReport(job.case.name, False, None, None, None, TOLERANCE, 0.0, 0, 0.0)
+    try:
+        graph = trace_job(job, workshop.folder)
+        report = replace(report, segments=len(graph.segments))
+        _refuse_misfit(job, graph)
+        ranks = _train(job, workshop)
+        report = replace(report, tp_sharded_fraction=_sharded_fraction(graph, ranks))
+        verdict = judge(job, graph, ranks, expected)
+    except (TraceError, Disagreement, _RankFailed) as error:
+        return replace(report, reason=str(error), seconds=time.perf_counter() - started)
+    return replace(
+        report,
+        ok=verdict.reason is None,
+        loss_max_rel_diff=verdict.loss,
+        gradient_max_rel_diff=verdict.gradient,
+        parameter_max_rel_diff=verdict.parameter,
+        tolerance=verdict.tolerance,
+        reason=verdict.reason,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def trace_job(job: Job, folder: Path) -> ModelGraph:
+    """The job's graph, as all ranks will find it in a folder.
+
+    Raises:
+        TraceError: it cannot be traced.
+    """
+    device = job.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return build_graph(job.source(torch.device(device), folder), job.sample(), training=True)
+
+
+def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
+    """Say before ranks start that the degrees or the schedule do not fit.
+
+    Raises:
+        ScheduleError, PlanError, ShardError: they do not.
+    """
+    layout, options = job.layout, job.options
+    plans = Plans(options.schedule, layout.pp, options.num_microbatches)
+    num_stages = plans.base.schedule.num_stages
+    if num_stages > len(graph.segments):
+        raise PlanError(
+            f"{len(graph.segments)} segments of {job.case.name} cannot fill {num_stages} stages "
+            f"(pp={layout.pp}); use pp ≤ {len(graph.segments)}."
+        )
+    if layout.tp > 1:
+        try:
+            attributes = attributes_for(graph)
+        except ShardError:
+            return  # nobody knows how to split it: it is checked with whole weights
+        check_degree(graph.segments, graph.parameters, attributes, layout.tp)
+
+
+class _RankFailed(Exception):
+    """A rank did not come to the end of its steps; the message says why."""
+
+
+def _train(job: Job, workshop: Workshop) -> list[Outcome]:
+    files = [workshop.folder / f"outcome-{rank}.pt" for rank in range(job.layout.num_ranks)]
+    for file in files:
+        file.unlink(missing_ok=True)
+    try:
+        workshop.launch(run_rank, (job, workshop.folder), job.layout.num_ranks)
+    except MerakError:
+        raise
+    except Exception as error:
+        logger.error("%s", error)
+        raise _RankFailed(_last_line(error)) from error
+    found = [torch.load(file, weights_only=False) for file in files]
+    for outcome in found:
+        if isinstance(outcome, str):
+            raise _RankFailed(outcome)
+    return found
+
+
+def run_rank(job: Job, folder: Path) -> None:
+    """One rank's part: it leaves its outcome, or the sentence of a model that does not fit."""
+    outcome: Outcome | str
+    try:
+        outcome = train_on_ranks(job, folder)
+    except TraceError as error:
+        outcome = str(error)
+    rank = os.environ.get("RANK", "0")
+    torch.save(outcome, folder / f"outcome-{rank}.pt")
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"a rank failed: {lines[-1] if lines else type(error).__name__}"
+
+
+def _sharded_fraction(graph: ModelGraph, ranks: list[Outcome]) -> float:
+    sizes = {name: meta.num_bytes for name, meta in graph.parameters.items()}
+    split = {name for rank in ranks for name in rank.shards}
+    total = sum(sizes.values())
+    return sum(sizes[name] for name in split) / total if total else 0.0

@@ -1,0 +1,99 @@
+"""Compare what many ranks saw of a training run with what one process saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from merak.check.training import Outcome, Tensors
+from merak.core.shards import join
+
+TOLERANCE = 1e-5
+"""The most that fp32 may differ, relative to the largest magnitude of a tensor."""
+
+SMALLEST = 1e-3
+"""Tensors this much smaller than the largest one of the model are held to its scale instead.
+
+Some gradients are zero but for rounding (a key's bias shifts all scores of a query alike), and
+what is left of them is the rounding of much larger summands.
+"""
+
+
+Distances = dict[str, float]
+"""By name of a tensor, how far it is off relative to its largest magnitude."""
+
+
+class Disagreement(Exception):
+    """Ranks that must hold the same do not; the message says what."""
+
+
+def whole(ranks: Sequence[Outcome], kind: str) -> Tensors:
+    """The whole model's tensors, out of those of all ranks.
+
+    Args:
+        ranks: what every rank saw.
+        kind: the field of `Outcome`.
+
+    Raises:
+        Disagreement: copies of a tensor on two ranks are not equal to the last bit.
+    """
+    found: Tensors = {}
+    groups: dict[tuple[int, int], list[Outcome]] = {}
+    for rank in sorted(ranks, key=lambda r: r.place[1]):
+        groups.setdefault((rank.place[0], rank.place[2]), []).append(rank)
+    for own in groups.values():
+        for name in getattr(own[0], kind):
+            value = _joined([getattr(rank, kind)[name] for rank in own], own[0], name)
+            known = found.setdefault(name, value)
+            if not _same(known, value):
+                raise Disagreement(f"ranks hold different copies of {name}.")
+    return found
+
+
+def _joined(shares: list[torch.Tensor], first: Outcome, name: str) -> torch.Tensor:
+    shard = first.shards.get(name)
+    if shard is not None:
+        return join(shares, shard)
+    if any(not _same(shares[0], other) for other in shares[1:]):
+        raise Disagreement(f"ranks hold different copies of {name}.")
+    return shares[0]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def distances(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Distances:
+    """How far tensors are from what they should be; one that is missing counts as zero."""
+    largest = max((_size(t) for t in expected.values()), default=0.0)
+    off: Distances = {}
+    for name in dict.fromkeys((*expected, *found)):
+        mine, right = found.get(name), expected.get(name)
+        scale = max(0.0 if right is None else _size(right), SMALLEST * largest)
+        off[name] = _distance(mine, right, scale)
+    return off
+
+
+def _distance(mine: torch.Tensor | None, right: torch.Tensor | None, scale: float) -> float:
+    if mine is None and right is None:
+        return 0.0
+    if mine is None or right is None:
+        apart = _size(right if mine is None else mine)  # type: ignore[arg-type]
+    else:
+        apart = _size(mine.double() - right.double())
+    if apart == 0.0:
+        return 0.0
+    return apart / scale if scale else float("inf")
+
+
+def _size(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference between two rows of losses."""
+    return max(
+        (abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True)),
+        default=0.0,
+    )

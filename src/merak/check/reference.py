@@ -1,0 +1,88 @@
+"""What one process makes of a case: the yardstick, or the reason why there is none."""
+
+from __future__ import annotations
+
+import math
+import traceback
+
+import torch
+
+from merak.check.case import Case
+from merak.check.training import CheckOptions, Job, Outcome, loss_of, train_alone
+from merak.core.errors import MerakError
+
+
+class EagerError(MerakError):
+    """A model that plain PyTorch cannot train in one process either."""
+
+
+class FinalError(EagerError):
+    """A reason that holds for every size of the model."""
+
+
+def reference(job: Job) -> Outcome:
+    """Train in this process, in plain PyTorch.
+
+    Args:
+        job: what to train.
+
+    Raises:
+        EagerError: it fails, makes losses that are not numbers, or draws at random.
+    """
+    case = job.case
+    try:
+        outcome = train_alone(job)
+        draws = _draws(case, job.options)
+    except MerakError:
+        raise
+    except Exception as error:
+        holds = isinstance(error, ImportError) or _is_without_loss(error)
+        kind = FinalError if holds else EagerError
+        raise kind(why_not(case, error)) from error
+    if not all(math.isfinite(loss) for loss in outcome.losses):
+        raise EagerError(
+            f"{case.name} does not train in one process: its losses are "
+            f"{', '.join(f'{loss:.4g}' for loss in outcome.losses)}; give it other sizes."
+        )
+    if not outcome.gradients:
+        raise EagerError(
+            f"{case.name} does not train in one process: no parameter gets a gradient."
+        )
+    if draws:
+        raise FinalError(
+            f"{case.name} draws random numbers while it runs even with every dropout at 0, so two "
+            "runs of one process differ already; switch what draws off in its config."
+        )
+    return outcome
+
+
+def why_not(case: Case, error: Exception) -> str:
+    """Why a model cannot be built or trained by plain PyTorch, in a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2]).rstrip(".") or type(error).__name__
+    if isinstance(error, ImportError):
+        return f"{case.name} needs a package that is not installed: {said}."
+    if _is_without_loss(error):
+        return f"{case.name} returns no loss for these columns; pass a loss function."
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return (
+        f"{case.name} does not train in one process without Merak either: "
+        f"{type(error).__name__}{where}: {said}."
+    )
+
+
+def _is_without_loss(error: Exception) -> bool:
+    return isinstance(error, KeyError) and error.args == ("loss",)
+
+
+def _draws(case: Case, options: CheckOptions) -> bool:
+    """Whether the loss depends on the state of the random number generator."""
+    model = case.model(options.seed)
+    batch = case.batch(0, options.microbatch)
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            losses.append(float(loss_of(case, model, batch)))
+    return losses[0] != losses[1]

@@ -1,0 +1,237 @@
+"""The same few training steps twice: in one process as it is, and on ranks through Merak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from merak.check.case import Case
+from merak.core.errors import ShardError
+from merak.core.mesh import Mesh, init
+from merak.core.shards import ParameterShard
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.layout import EngineOptions
+from merak.graph.build import GraphSource
+from merak.graph.ir import TensorMeta
+from merak.graph.trace import Call, call_model
+from merak.parallel import ParallelModel, split_batch
+
+Tensors = dict[str, torch.Tensor]
+
+LEARNING_RATE = 0.05
+MOMENTUM = 0.9
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees of a check.
+
+    Args:
+        dp: data parallel degree.
+        tp: tensor parallel degree.
+        pp: pipeline parallel degree.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """How long and how a check trains.
+
+    Args:
+        schedule: name of the pipeline schedule.
+        num_microbatches: microbatches of a step of one replica.
+        microbatch: samples of a microbatch.
+        steps: optimizer steps.
+        seed: of the weights and batches.
+        device: where ranks compute; None takes what the machine has.
+        backend: what carries tensors between ranks; None takes what fits the device.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 4
+    microbatch: int = 2
+    steps: int = 3
+    seed: int = 42
+    device: str | None = None
+    backend: str | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a step's batch of one replica."""
+        return self.num_microbatches * self.microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A check.
+
+    Args:
+        case: what to train.
+        layout: on which ranks.
+        options: how.
+    """
+
+    case: Case
+    layout: Layout = field(default_factory=Layout)
+    options: CheckOptions = field(default_factory=CheckOptions)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a step's batch, over all replicas."""
+        return self.options.num_samples * self.layout.dp
+
+    def sample(self) -> dict[str, TensorMeta]:
+        """The columns of a microbatch."""
+        return dict(signature(self.case.batch(0, self.options.microbatch)).columns)
+
+    def source(self, device: torch.device, cache: Path) -> GraphSource:
+        """The model, to be traced for a device; the trace is kept in a folder ranks share."""
+        model = self.case.model(self.options.seed)
+        return GraphSource(model, self.case.loss_fn, device=device, cache_dir=cache)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one process saw of a training run.
+
+    Args:
+        losses: of every step.
+        gradients: of the first step, after clipping; parameters that got none are left out.
+        parameters: after the last step.
+        buffers: floating point ones, after the last step, as far as this process answers for them.
+        shards: how parameters lie over tp.
+        place: the rank's dp, tp and pp coordinates.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: Tensors = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    shards: Mapping[str, ParameterShard] = field(default_factory=dict)
+    place: tuple[int, int, int] = (0, 0, 0)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of both sides.
+
+    Linear in the gradients: one that divides by their size, as Adam does, makes of a gradient that
+    is zero but for rounding a whole step in a random direction.
+    """
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def train_alone(job: Job, dtype: torch.dtype = torch.float32) -> Outcome:
+    """Train in this process, in plain PyTorch.
+
+    Args:
+        job: what to train; replicas' batches are further microbatches.
+        dtype: floating point type of weights and inputs.
+    """
+    options = job.options
+    model = job.case.model(options.seed).to(dtype)
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(p for p in parameters.values() if p.requires_grad)
+    outcome = Outcome()
+    for step in range(options.steps):
+        optimizer.zero_grad(set_to_none=True)
+        batch = _cast(job.case.batch(step, job.num_samples), dtype)
+        microbatches = split_batch(batch, options.num_microbatches * job.layout.dp)
+        total = 0.0
+        for microbatch in microbatches:
+            loss = loss_of(job.case, model, microbatch) / len(microbatches)
+            loss.backward()
+            total += float(loss.detach())
+        nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM)
+        if step == 0:
+            outcome.gradients = _gradients(parameters)
+        optimizer.step()
+        outcome.losses.append(total)
+    outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}
+    outcome.buffers = _buffers(model)
+    return outcome
+
+
+def loss_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a microbatch, as the user's own loop would take it.
+
+    Raises:
+        KeyError: the model returns no loss.
+    """
+    call = Call(tuple(microbatch), {}, case.loss_fn, ())
+    return call_model(model, dict(microbatch), call)["loss"]
+
+
+def train_on_ranks(job: Job, cache: Path) -> Outcome:
+    """Train through Merak; called alike on every rank.
+
+    Args:
+        job: what to train.
+        cache: folder in which ranks share the trace.
+
+    Raises:
+        MerakError: the model cannot be traced, or does not fit the degrees.
+    """
+    layout, options = job.layout, job.options
+    mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
+    parallel = _parallelize(job, mesh, cache)
+    outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
+    for step in range(options.steps):
+        first = mesh.dp_rank * options.num_samples
+        batch = job.case.batch(step, job.num_samples)
+        own = {n: t[first:][: options.num_samples] if t.ndim else t for n, t in batch.items()}
+        outcome.losses.append(float(parallel.step(own)))
+        if step == 0:
+            outcome.gradients = _gradients(parallel.engine.parameters)
+    engine = parallel.engine
+    outcome.parameters = {n: p.detach().cpu() for n, p in engine.parameters.items()}
+    held = engine.held()
+    outcome.buffers = {n: b for n, b in _buffers(parallel.model).items() if n in held}
+    outcome.shards = dict(engine.shards)
+    return outcome
+
+
+def _parallelize(job: Job, mesh: Mesh, cache: Path) -> ParallelModel:
+    """As `merak.parallelize`, with a trace that all ranks share."""
+    source = job.source(mesh.device, cache)
+    sample = tuple(job.sample().items())
+    chosen = EngineOptions(
+        schedule=job.options.schedule,
+        num_microbatches=job.options.num_microbatches,
+        seed=job.options.seed,
+    )
+    try:
+        engine = build_engine(source, sample, mesh, chosen)
+    except ShardError:
+        # Nobody knows how to split this model: every rank of tp then has all of it.
+        engine = build_engine(source, sample, mesh, replace(chosen, features={}))
+    return ParallelModel(
+        source.model, engine, chosen.num_microbatches, make_optimizer, MAX_GRAD_NORM
+    )
+
+
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
+    found = {name: p.grad for name, p in parameters.items()}
+    return {name: g.detach().to("cpu", copy=True) for name, g in found.items() if g is not None}
+
+
+def _buffers(model: nn.Module) -> Tensors:
+    return {n: b.detach().cpu() for n, b in model.named_buffers() if b.is_floating_point()}
+
+
+def _cast(batch: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Tensors:
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}

@@ -1,0 +1,144 @@
+"""`merak.check` with real ranks: models that train alike pass, and one that does not is found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from merak.check import Case, CheckOptions, CheckReport, Layout, check_model
+from merak.cli.main import main
+from merak.core.errors import PlanError, ScheduleError
+from tests.multirank.ranks import RankPool
+
+
+class Net(nn.Module):
+    """Blocks of a width; on ranks, those of a pipeline `other` than one process may compute."""
+
+    def __init__(self, other: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+        self.slope = 2.0 if other and "RANK" in os.environ else 1.0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x) * (self.slope if index == 2 else 1.0))
+        return {"loss": self.norm(x).square().mean() + x.sum() / 100}
+
+
+def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(samples, 8, generator=generator)}
+
+
+def run(pool: RankPool, layout: Layout, schedule: str = "1f1b", other: bool = False) -> CheckReport:
+    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
+        return pool.run(function, num_ranks, *arguments)
+
+    case = Case("Net", partial(Net, other), draw)
+    return check_model(case, layout, CheckOptions(schedule, steps=2), launch=launch)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2), Layout(tp=2)])
+def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
+    report = run(pool, layout)
+    assert (report.ok, report.reason, report.tp_sharded_fraction) == (True, None, 0.0)
+    assert report.loss_max_rel_diff is not None and report.loss_max_rel_diff < 1e-6
+    assert report.segments == 4
+
+
+def test_a_model_that_parts_from_one_process(pool: RankPool) -> None:
+    report = run(pool, Layout(pp=2), other=True)
+    assert not report.ok
+    said = str(report.reason)
+    assert "the gradient of" in said and f"{__file__}:" in said and "losses are off" in said
+
+
+def test_degrees_and_schedules_that_do_not_fit(pool: RankPool) -> None:
+    with pytest.raises(PlanError, match="4 segments of Net cannot fill 5 stages"):
+        run(pool, Layout(pp=5))
+    with pytest.raises(ScheduleError, match="There is no schedule '1f2b'"):
+        run(pool, Layout(pp=2), "1f2b")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--model", "LlamaForCausalLM", "--tp", "2", "--pp", "2", "--json"]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert captured.out.count("\n") == 1
+    assert (report["model"], report["ok"], report["reason"]) == ("LlamaForCausalLM", True, None)
+    assert 0 < report["parameter_max_rel_diff"] < 1e-5
+    assert 0.5 < report["tp_sharded_fraction"] < 1
+    assert report["segments"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "GPT2LMHeadModel", "--tp", "5"], "tp=5 does not divide the 4 heads"),
+        (["--model", "GPT2LMHeadModel", "--pp", "0"], "--pp 0 is too few"),
+        (["--model", "GPT2LMHeadModel", "--schedule", "1f2b"], "There is no schedule '1f2b'"),
+        (["--model", "GPT2LMHeadMode"], "did you mean GPT2LMHeadModel"),
+        (["--model", "GPT2Model"], "GPT2Model returns no loss"),
+        (["--model", "GPT2LMHeadModel", "--config", '{"n_embd": 30}'], "n_embd|embed_dim"),
+    ],
+)
+def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert any(part in captured.err.splitlines()[-1] for part in said.split("|"))
+
+
+REMOTE = {
+    "model_type": "odd",
+    "architectures": ["OddModel"],
+    "auto_map": {"AutoConfig": "odd.OddConfig", "AutoModel": "odd.OddModel"},
+}
+CODE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class OddConfig(PreTrainedConfig):
+    model_type = "odd"
+    vocab_size: int = 50000
+    hidden_size: int = 512
+
+
+class OddModel(PreTrainedModel):
+    config_class = OddConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = torch.nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+"""
+
+
+def test_code_of_a_folder_runs_only_if_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "config.json").write_text(json.dumps(REMOTE), encoding="utf-8")
+    (tmp_path / "odd.py").write_text(CODE, encoding="utf-8")
+    words = ["check", "--model", str(tmp_path), "--steps", "1", "--json"]
+    assert main(words) == 2
+    assert "add --trust-remote-code" in capsys.readouterr().err
+    assert main([*words, "--trust-remote-code"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True

@@ -1,0 +1,139 @@
+"""What a check makes of outcomes: rounding passes, anything else is named with its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from merak.check import Case, CheckOptions, EagerError, Job
+from merak.check.check import trace_job
+from merak.check.compare import Disagreement, distances, whole
+from merak.check.judge import Verdict, judge
+from merak.check.reference import reference
+from merak.check.small import first_that_trains
+from merak.check.training import Outcome, train_alone
+from merak.core.shards import ParameterShard
+
+OPTIONS = CheckOptions(num_microbatches=2, steps=2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.last(self.drop(self.norm(self.first(x)).relu())).square().mean()
+        return loss
+
+
+class Broken(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ImportError("the package einops was not found")
+
+
+class Endless(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 0
+
+
+class Noisy(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.rand_like(x))
+
+
+def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(samples, 4, generator=generator)}
+
+
+def job_of(model: type[nn.Module]) -> Job:
+    return Job(Case(model.__name__, model, draw), options=OPTIONS)
+
+
+def judged(tmp_path: Path, outcome: Outcome) -> Verdict:
+    job = job_of(Net)
+    return judge(job, trace_job(job, tmp_path), [outcome], reference(job))
+
+
+def test_the_same_run_is_right(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, train_alone(job_of(Net)))
+    assert verdict == Verdict(0.0, 0.0, 0.0, 1e-5, None)
+
+
+def test_a_wrong_gradient_is_named_with_its_place(tmp_path: Path) -> None:
+    outcome = train_alone(job_of(Net))
+    outcome.gradients["first.weight"] *= 2
+    outcome.gradients["last.bias"] = outcome.gradients["last.bias"] + 1e-3
+    verdict = judged(tmp_path, outcome)
+    assert verdict.gradient == pytest.approx(1.0)
+    said = str(verdict.reason)
+    assert "the gradient of last.bias is off by" in said and "2 of 6 gradients differ" in said
+    assert f"{__file__}:" in said and "in segment" in said
+
+
+def test_a_missing_gradient_is_wrong(tmp_path: Path) -> None:
+    outcome = train_alone(job_of(Net))
+    del outcome.gradients["first.weight"]
+    assert "the gradient of first.weight is off by 1.0e+00" in str(judged(tmp_path, outcome).reason)
+
+
+def test_a_wrong_buffer_is_named(tmp_path: Path) -> None:
+    outcome = train_alone(job_of(Net))
+    outcome.buffers["norm.running_mean"] *= 1.1
+    said = str(judged(tmp_path, outcome).reason)
+    assert "the buffer of norm.running_mean" in said
+
+
+def test_a_number_that_is_none_is_wrong(tmp_path: Path) -> None:
+    outcome = train_alone(job_of(Net))
+    outcome.gradients["last.weight"][0, 0] = float("nan")
+    assert "the gradient of last.weight" in str(judged(tmp_path, outcome).reason)
+
+
+def test_copies_that_differ_are_a_disagreement() -> None:
+    one = Outcome(gradients={"a": torch.ones(2)}, place=(0, 0, 0))
+    with pytest.raises(Disagreement, match="different copies of a"):
+        whole([one, replace(one, gradients={"a": torch.zeros(2)}, place=(1, 0, 0))], "gradients")
+
+
+def test_shares_are_joined() -> None:
+    shards = {"a": ParameterShard(0, (4,), 2)}
+    shares = [torch.arange(2.0), torch.arange(2.0, 4.0)]
+    ranks = [
+        Outcome(gradients={"a": s}, shards=shards, place=(0, i, 0)) for i, s in enumerate(shares)
+    ]
+    assert whole(ranks, "gradients")["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_tensors_of_mere_rounding_are_held_to_the_scale_of_the_model() -> None:
+    expected = {"large": torch.tensor([1.0]), "tiny": torch.tensor([1e-9])}
+    off = distances({"large": torch.tensor([1.0]), "tiny": torch.tensor([2e-9])}, expected)
+    assert off["tiny"] == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Broken, "Broken needs a package that is not installed: the package einops was not found"),
+        (Endless, "Endless does not train in one process: its losses are inf"),
+        (Noisy, "Noisy draws random numbers while it runs"),
+    ],
+)
+def test_what_one_process_cannot_train(model: type[nn.Module], said: str) -> None:
+    with pytest.raises(EagerError, match=said):
+        reference(job_of(model))
+
+
+def test_the_first_version_that_trains_is_taken() -> None:
+    trained = first_that_trains([lambda: job_of(Endless), lambda: job_of(Net)])
+    assert trained.job.case.name == "Net"
+    with pytest.raises(EagerError, match="package einops"):  # holds for every size
+        first_that_trains([lambda: job_of(Broken), lambda: job_of(Net)])
