@@ -79,7 +79,9 @@ class ParallelModel:
         loss = losses.sum()
         group = self.engine.mesh.group("dp")
         if group is not None:
-            dist.all_reduce(loss, group=group)
+            peers = self.engine.mesh.peers("dp")
+            with self.engine.progress.waiting("the sum of losses over dp with", peers):
+                dist.all_reduce(loss, group=group)
         if self.max_grad_norm is not None:
             self.engine.clip_gradients(self.max_grad_norm)
         if not self.engine.updates_inside:
@@ -109,7 +111,9 @@ class ParallelModel:
         for axis in ("pp", "dp"):
             group = engine.mesh.group(axis)
             if group is not None:
-                dist.all_reduce(total, group=group)
+                peers = engine.mesh.peers(axis)
+                with engine.progress.waiting(f"the sum of losses over {axis} with", peers):
+                    dist.all_reduce(total, group=group)
         return total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,10 @@ def leaves() -> None:
     train(callbacks=[at_step_2(leave)])
 
 
+def stalled() -> None:
+    train(samples=Samples(0, slow=True), hang_limit_s=3.0)  # rank 0 reads the inputs
+
+
 def not_a_number() -> None:
     train(learning_rate=1e30)
 
@@ -84,10 +89,11 @@ class Tiny(torch.nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples, of which one raises on some rank."""
+    """Samples, of which one raises on some rank, or takes for ever."""
 
-    def __init__(self, bad_rank: int | None = None) -> None:
+    def __init__(self, bad_rank: int | None = None, slow: bool = False) -> None:
         self.bad_rank = bad_rank
+        self.slow = slow
 
     def __len__(self) -> int:
         return 64
@@ -95,6 +101,8 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index == 40 and self.bad_rank == int(os.environ["RANK"]):
             mark()
+            if self.slow:
+                time.sleep(300)
             raise OSError("sample 40 cannot be read")
         ids = torch.full((8,), index % 32)
         return {"input_ids": ids, "labels": ids}
@@ -126,7 +134,12 @@ def at_step_2(action: Callable[[], object]) -> Any:
     return AtStep2()
 
 
-def train(samples: Samples | None = None, learning_rate: float = 1e-3, **kwargs: Any) -> None:
+def train(
+    samples: Samples | None = None,
+    learning_rate: float = 1e-3,
+    hang_limit_s: float = 600.0,
+    **kwargs: Any,
+) -> None:
     import transformers
 
     merak.init(pp=2, device="cpu")
@@ -143,6 +156,7 @@ def train(samples: Samples | None = None, learning_rate: float = 1e-3, **kwargs:
         report_to=[],
         disable_tqdm=True,
         trace_cache="",
+        hang_limit_s=hang_limit_s,
     )
     model = transformers.GPT2LMHeadModel(config)
     dataset = samples if samples is not None else Samples()

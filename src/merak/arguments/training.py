@@ -57,6 +57,8 @@ class MerakArguments(TrainingArguments):
         nan_policy: "stop" or "skip", for a step whose loss or gradient is not finite.
         bucket_bytes: bytes of gradients reduced together over the replicas.
         tied_gradients: "microbatch" or "step": when gradients of tied parameters are summed.
+        hang_limit_s: seconds that a rank may wait before every rank says where it stands and the
+            job ends.
 
     Raises:
         MeshError: `merak.init` has not been called.
@@ -124,6 +126,13 @@ class MerakArguments(TrainingArguments):
             "'microbatch', which is bit-identical to one process, or once a 'step', which sends "
             "less.",
             "choices": ["microbatch", "step"],
+        },
+    )
+    hang_limit_s: float = field(
+        default=600.0,
+        metadata={
+            "help": "Seconds that a rank may wait for others, or be in one action of the pipeline; "
+            "after them every rank prints where it stands, and the job ends."
         },
     )
 
@@ -264,6 +273,11 @@ def _own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
         yield (
             f"bucket_bytes={bucket_bytes} and ddp_bucket_cap_mb={cap_mb} contradict each other; "
             "set one of them."
+        )
+    if not arguments.hang_limit_s > 0:
+        yield (
+            f"hang_limit_s={arguments.hang_limit_s} is not a time to wait; use a number of seconds "
+            "above 0."
         )
     partition = arguments.partition
     if partition is not None and (not partition or min(partition) < 1):

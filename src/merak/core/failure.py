@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -64,7 +64,7 @@ def install() -> None:
 
 def sentence_of(error: BaseException) -> str:
     """An error as one sentence, with the line of the user's script that led to it."""
-    place = _users_line(error.__traceback__)
+    place = users_line(traceback.extract_tb(error.__traceback__))
     return f"merak: {error}" + (f" [{place}]" if place else "")
 
 
@@ -90,9 +90,9 @@ def _say(
         time.sleep(LAUNCHER_S)
         sentence = LOST.format(rank=os.environ["RANK"], reason=_first_line(error))
         error = TrainingError(sentence).with_traceback(trace)
-    if _is_first():
+    if is_first():
         _show(before, error)
-        _tell_launcher(error)
+        tell_launcher(error)
     else:
         time.sleep(LAUNCHER_S)
     _end_soon()
@@ -105,28 +105,28 @@ def _show(before: Hook, error: BaseException) -> None:
         before(type(error), error, error.__traceback__)
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
     """Whether no other rank has failed before; so that of many sentences one is shown."""
     rank = os.environ["RANK"]
     try:
-        return bool(_store().compare_set(KEY, "", rank) == rank.encode())
+        return bool(connect().compare_set(KEY, "", rank) == rank.encode())
     except Exception:
         return True  # nobody to ask: rather say it twice than never
 
 
-def _store() -> Store:
-    """The job's store; torchrun keeps one that outlives every rank."""
+def connect() -> Store:
+    """A connection of one's own to the job's store; torchrun keeps one that outlives every rank."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         agent = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
         return PrefixStore(f"attempt {attempt}", agent)
-    store = dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=5))
     return store
 
 
-def _tell_launcher(error: BaseException) -> None:
+def tell_launcher(error: BaseException) -> None:
     """Write the file that torchrun quotes in its report of the failure."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -145,11 +145,11 @@ def _end_soon() -> None:
         signal.setitimer(signal.ITIMER_REAL, EXIT_S)
 
 
-def _users_line(trace: TracebackType | None) -> str:
-    """The deepest line that is neither Merak's nor of an installed library."""
+def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """The deepest line that is neither Merak's nor of an installed library; empty if none is."""
     own = [
         frame
-        for frame in traceback.extract_tb(trace)
+        for frame in frames
         if not any(p in frame.filename for p in _FOREIGN) and os.path.isfile(frame.filename)
     ]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -62,6 +62,13 @@ class Mesh:
         """The global rank at another pipeline position of this rank's own dp and tp coordinates."""
         return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
+    def peers(self, axis: str) -> tuple[int, ...]:
+        """The other global ranks along one axis."""
+        stride = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
+        own = {"pp": self.pp_rank, "dp": self.dp_rank, "tp": self.tp_rank}[axis]
+        others = range(getattr(self, axis))
+        return tuple(self.rank + (place - own) * stride for place in others if place != own)
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of this rank along one axis; None where the axis has degree 1."""
         if self.device_mesh is None or getattr(self, axis) == 1:
@@ -89,7 +96,9 @@ def init(
         pp: pipeline parallel degree.
         backend: "nccl" or "gloo"; nccl where the device is a GPU.
         device: "cpu" or "cuda"; what the machine has by default.
-        timeout_s: seconds after which a collective that does not complete ends the job.
+        timeout_s: seconds after which a collective that does not complete ends the job, while the
+            engine is built; then `hang_limit_s` of the engine counts, and torch's own timeouts are
+            raised to come after it.
 
     Returns:
         The mesh, which `current_mesh()` also gives.

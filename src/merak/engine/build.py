@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -15,10 +16,13 @@ from merak.engine.layout import EngineOptions, Layout, partition_segments
 from merak.engine.parts import Parts, Signature
 from merak.engine.plans import Plans
 from merak.engine.programs import Programs, num_readers
+from merak.engine.progress import Progress
+from merak.engine.records import clock_of
 from merak.engine.replicas import reduced_of
 from merak.engine.stage import Stage
 from merak.engine.tied import Shared, TiedGradients, find_holders
 from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
+from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
 
@@ -40,7 +44,9 @@ def build_engine(
     Raises:
         TraceError, PlanError, ShardError, ScheduleError, WeightsError: what was asked for does not
             fit the model.
+        ArgumentsError: a limit that is none.
     """
+    check_limit(options.hang_limit_s)
     graph = build_graph(source, dict(sample), training=True)
     plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
     num_stages = plans.base.schedule.num_stages
@@ -94,11 +100,12 @@ def _assemble(
         )
         for stage, waiting in programs.waiting.items()
     }
-    transfers = Transfers(mesh, max_open_sends=4 * mesh.pp)
+    progress = Progress(clock_of(mesh.device), options.recorded_steps)
+    transfers = Transfers(mesh, progress, max_open_sends=4 * mesh.pp)
     evaluated = channels_of_pipe(layout.stage_rank)
     transfers.connect(channels_of(layout.plans.base.steps) | evaluated)
     reduced = reduced_of(programs, layout.schedule, parameters, shared, options.bucket_bytes)
-    return Engine(
+    engine = Engine(
         Parts(
             mesh=mesh,
             stages=stages,
@@ -112,11 +119,17 @@ def _assemble(
             program_for=programs,
             plan_for=layout.plans,
             transfers=transfers,
-            reducer=GradientReducer(reduced),
-            tied=_tied(layout, stages, parameters, mesh, options),
+            reducer=GradientReducer(reduced, progress),
+            tied=_tied(layout, stages, parameters, mesh, options, progress),
             seed=options.seed,
+            progress=progress,
         )
     )
+    if mesh.world_size > 1:
+        watch = Watch(progress, mesh, options.hang_limit_s)
+        watch.start()
+        weakref.finalize(engine, watch.stop)
+    return engine
 
 
 def _shared(layout: Layout) -> frozenset[str]:
@@ -162,12 +175,13 @@ def _tied(
     parameters: Mapping[str, nn.Parameter],
     mesh: Mesh,
     options: EngineOptions,
+    progress: Progress,
 ) -> TiedGradients:
     weights = [stage.weights for stage in stages.values()]
     live = [own for own in weights if isinstance(own, LiveWeights)]
     names = _shared(layout)
     leaves = {name: [own.shared[name] for own in live if name in own.shared] for name in names}
-    shared = Shared(parameters, leaves, options.exact_tied_gradients)
+    shared = Shared(parameters, leaves, options.exact_tied_gradients, progress)
     num_pipes = len(layout.schedule.pipes) if layout.schedule.is_synchronous else 0
     pipes = [find_holders(layout.readers(pipe)) for pipe in range(num_pipes)]
     return TiedGradients(mesh, pipes, shared)

@@ -15,6 +15,7 @@ from merak.engine.exchange import Exchange
 from merak.engine.microbatches import Microbatches
 from merak.engine.norms import clip_gradients, global_norm
 from merak.engine.parts import Parts, Signature
+from merak.engine.records import StepRecord, gather_records
 from merak.engine.stage import Microbatch, Values
 from merak.engine.training import TrainingStep, Update
 
@@ -29,6 +30,7 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.mesh = parts.mesh
         self.parameters = parts.parameters
+        self.progress = parts.progress
         self._parts = parts
         self._exchange = Exchange(parts.transfers, parts.mesh)
         self._microbatches = Microbatches(parts.mesh, parts.buffers, parts.seed)
@@ -103,7 +105,7 @@ class Engine:
             self._check_asynchronous(len(signatures), update)
         plan = self._parts.plan_for(max(len(signatures), 1))
         try:
-            with own_random_state(self.mesh.device):
+            with self.progress.step(step), own_random_state(self.mesh.device):
                 microbatches = [
                     self._microbatch(signature, batch, step, number, scale)
                     for number, (signature, batch) in enumerate(
@@ -117,13 +119,17 @@ class Engine:
                     run.run(update)
                 else:
                     run.run_empty()
+                self._sum(run.losses)
         except BaseException:
             self.forget()
             raise
+        return run.losses
+
+    def _sum(self, losses: torch.Tensor) -> None:
         group = self.mesh.group("pp")
         if group is not None:
-            dist.all_reduce(run.losses, group=group)
-        return run.losses
+            with self.progress.waiting("the sum of losses over pp with", self.mesh.peers("pp")):
+                dist.all_reduce(losses, group=group)
 
     def _microbatch(
         self,
@@ -149,7 +155,8 @@ class Engine:
         if group is None:
             return
         counts = torch.tensor([num_microbatches, -num_microbatches], device=self.mesh.device)
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+        with self.progress.waiting("the number of microbatches on", self.mesh.peers("dp")):
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
         most, least = int(counts[0]), -int(counts[1])
         if most != least:
             raise ScheduleError(
@@ -187,29 +194,44 @@ class Engine:
         results = []
         try:
             with own_random_state(self.mesh.device):
-                for number, signature in enumerate(signatures):
-                    program = self._parts.program_for(signature, False)
-                    microbatch = self._microbatches.make(program, batches[number], 0, number)
-                    self._microbatches.derive(microbatch)
-                    results.append(
-                        evaluate_microbatch(self._parts, self._exchange, number, microbatch)
-                    )
+                for number, (signature, batch) in enumerate(zip(signatures, batches, strict=True)):
+                    with self.progress.evaluation(number):
+                        results.append(self._evaluate(number, signature, batch))
             self._exchange.finish()
         except BaseException:
             self.forget()
             raise
         return results
 
+    def _evaluate(
+        self, number: int, signature: Signature, batch: Mapping[str, torch.Tensor]
+    ) -> Values:
+        program = self._parts.program_for(signature, False)
+        microbatch = self._microbatches.make(program, batch, 0, number)
+        self._microbatches.derive(microbatch)
+        return evaluate_microbatch(self._parts, self._exchange, number, microbatch)
+
+    def recorded_steps(self) -> tuple[StepRecord, ...]:
+        """The last training steps as they ran; called alike on all ranks of a pipeline.
+
+        Returns:
+            Steps, oldest first, with every rank's actions on the clock of the pipeline's first
+            rank; `merak.schedule.timeline.measured_timeline` draws them.
+        """
+        return gather_records(self.progress.records, self.mesh)
+
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar, the same on every rank."""
         counted = {n: p for n, p in self.parameters.items() if self.is_owner(n)}
-        return global_norm(
-            list(counted.values()),
-            frozenset(id(p) for n, p in counted.items() if n in self.shards),
-            self.mesh.tp,
-            (self.mesh.group("tp"), self.mesh.group("pp")),
-            self.mesh.device,
-        )
+        peers = (*self.mesh.peers("tp"), *self.mesh.peers("pp"))
+        with self.progress.waiting("the gradient norm over tp and pp with", peers):
+            return global_norm(
+                list(counted.values()),
+                frozenset(id(p) for n, p in counted.items() if n in self.shards),
+                self.mesh.tp,
+                (self.mesh.group("tp"), self.mesh.group("pp")),
+                self.mesh.device,
+            )
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from merak.engine.progress import Progress
+
 
 @dataclass(frozen=True, slots=True)
 class StageGradients:
@@ -56,15 +58,17 @@ class GradientReducer:
 
     Args:
         stages: this rank's stages.
+        progress: told of every wait.
     """
 
-    def __init__(self, stages: Mapping[int, StageGradients]) -> None:
+    def __init__(self, stages: Mapping[int, StageGradients], progress: Progress) -> None:
         self._stages = stages
+        self._progress = progress
         self._queue: deque[int] = deque()
         # Of the stage whose turn it is: buckets still to start, and what is final of every stage.
         self._left: deque[tuple[torch.nn.Parameter, ...]] = deque()
         self._final: dict[int, set[int]] = {}
-        self._open: list[tuple[dist.Work, torch.Tensor, Sequence[torch.nn.Parameter]]] = []
+        self._open: list[tuple[int, dist.Work, torch.Tensor, Sequence[torch.nn.Parameter]]] = []
 
     def start_step(self, order: Iterable[int]) -> None:
         """A step begins.
@@ -99,8 +103,10 @@ class GradientReducer:
 
     def wait(self) -> None:
         """Put the sums in the place of the gradients."""
-        for work, flat, parameters in self._open:
-            work.wait()
+        for stage, work, flat, parameters in self._open:
+            peers = others_of(self._stages[stage].group)
+            with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
+                work.wait()
             pieces = flat.split([p.numel() for p in parameters])
             for parameter, piece in zip(parameters, pieces, strict=True):
                 parameter.grad = piece.view_as(parameter)
@@ -124,7 +130,13 @@ class GradientReducer:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         work = dist.all_reduce(flat, group=self._stages[stage].group, async_op=True)
         assert work is not None
-        self._open.append((work, flat, bucket))
+        self._open.append((stage, work, flat, bucket))
+
+
+def others_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The global ranks of a group without this one."""
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(rank for rank in ranks if rank != dist.get_rank())
 
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

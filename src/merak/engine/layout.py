@@ -36,6 +36,9 @@ class EngineOptions:
         bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.
         exact_tied_gradients: exchange gradients of tied parameters after every microbatch, which
             sums them as one process does; else once per step.
+        hang_limit_s: seconds that a rank may wait, or be in one action; after them every rank says
+            where it stands, and the job ends.
+        recorded_steps: so many past steps are recorded, for `Engine.recorded_steps`.
     """
 
     schedule: str = "1f1b"
@@ -46,6 +49,8 @@ class EngineOptions:
     segment_times: Path | None = None
     bucket_bytes: int = 25 * 2**20
     exact_tied_gradients: bool = True
+    hang_limit_s: float = 600.0
+    recorded_steps: int = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from merak.core.mesh import Mesh
 from merak.engine.gradients import GradientReducer
 from merak.engine.plans import Plans
 from merak.engine.program import Program
+from merak.engine.progress import Progress
 from merak.engine.stage import Stage
 from merak.engine.tied import TiedGradients
 from merak.engine.transfers import Transfers
@@ -40,6 +41,7 @@ class Parts:
         reducer: the sums over data parallel replicas.
         tied: the exchange of shared parameters' gradients.
         seed: the job's seed.
+        progress: told of what the engine does.
     """
 
     mesh: Mesh
@@ -57,3 +59,4 @@ class Parts:
     reducer: GradientReducer
     tied: TiedGradients
     seed: int
+    progress: Progress

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from merak.core.mesh import Mesh
 from merak.engine.gradients import add_gradient
 from merak.engine.program import SegmentProgram
+from merak.engine.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,13 @@ class Shared:
         leaves: its leaves of each shared one, one per stage that reads it.
         every_microbatch: exchange after every microbatch, as exact as one process; else once a
             step, with less traffic and another order of summing.
+        progress: told of every wait.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
     leaves: Mapping[str, Sequence[torch.Tensor]]
     every_microbatch: bool
+    progress: Progress
 
 
 class TiedGradients:
@@ -135,10 +138,11 @@ class TiedGradients:
                         parameter.grad = torch.zeros_like(parameter)
                     self._chains[pipe].send(name, parameter.grad.contiguous(), taker)
                 elif self._rank == taker:
-                    arriving.append((parameter, *self._chains[pipe].receive(name, owner)))
-        for parameter, work, gradient in arriving:
-            work.wait()
-            parameter.grad = gradient
+                    chain = self._chains[pipe]
+                    arriving.append((chain, name, owner, *chain.receive(name, owner)))
+        for chain, name, owner, work, gradient in arriving:
+            chain.wait(work, f"the gradient of tied {name} from", owner)
+            self._parameters[name].grad = gradient
         for chain in self._chains:
             chain.finish()
 
@@ -174,6 +178,7 @@ class Chain:
         self._leaves = shared.leaves
         self._parameters = shared.parameters
         self._every_microbatch = shared.every_microbatch
+        self._progress = shared.progress
         self._own = {
             name: holder
             for name, found in holders.items()
@@ -181,7 +186,7 @@ class Chain:
             if holder.rank == mesh.pp_rank and shared.parameters[name].requires_grad
         }
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent: list[tuple[str, int, dist.Work, torch.Tensor]] = []
         self._arriving: dict[str, deque[tuple[int, dist.Work, torch.Tensor]]] = {}
         self._expected: dict[str, deque[int]] = {}
         self._orders: Orders = lambda stage: ()
@@ -225,9 +230,14 @@ class Chain:
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        for work, _ in self._sent:
-            work.wait()
+        for name, to_rank, work, _ in self._sent:
+            self.wait(work, f"the gradient of tied {name} to be taken by", to_rank)
         self._sent.clear()
+
+    def wait(self, work: dist.Work, what: str, pp_rank: int) -> None:
+        """Wait for a transfer; `what` it is ends in a preposition that "rank 3" can follow."""
+        with self._progress.waiting(what, (self._mesh.rank_at(pp_rank),)):
+            work.wait()
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -278,14 +288,14 @@ class Chain:
         number = next(i for i, (k, _, _) in enumerate(arriving) if k == key)
         _, work, buffer = arriving[number]
         del arriving[number]
-        work.wait()
+        self.wait(work, f"the gradient of tied {name} of microbatch {key} from", before.rank)
         return buffer
 
     def send(self, name: str, gradient: torch.Tensor, to_rank: int) -> None:
         """Start to send a gradient to another pipeline position."""
         work = dist.isend(gradient, self._mesh.rank_at(to_rank), self._groups[name])
         assert work is not None
-        self._sent.append((work, gradient))
+        self._sent.append((name, to_rank, work, gradient))
 
     def receive(self, name: str, from_rank: int) -> tuple[dist.Work, torch.Tensor]:
         """Start to receive a gradient from another pipeline position."""

@@ -72,6 +72,7 @@ class TrainingStep:
                 a synchronous one.
         """
         self._update = update
+        self._parts.progress.planned(self._schedule)
         self._start()
         for task in self._plan.steps[self._rank]:
             _HANDLERS[type(task)](self, task)
@@ -103,7 +104,8 @@ class TrainingStep:
     # ---- handlers of steps ----
 
     def _compute(self, task: Compute) -> None:
-        _ACTIONS[task.action.kind](self, task.action)
+        with self._parts.progress.action(task.action):
+            _ACTIONS[task.action.kind](self, task.action)
         if task.action.kind in FINAL_KINDS:
             self._complete(task.action)
 
@@ -203,7 +205,9 @@ class TrainingStep:
         if not 0 <= producer < self._schedule.num_stages:
             return {}
         source = Receive(payload, producer, number, self._schedule.rank_of(producer, number))
-        return self._exchange.take(source, self._microbatches[number].program)
+        values = self._exchange.take(source, self._microbatches[number].program)
+        self._parts.progress.started()
+        return values
 
     def _collect(self, segment: SegmentProgram, action: Action) -> None:
         pipe = self._schedule.microbatch_pipes[action.microbatch]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import Mesh
+from merak.engine.progress import Progress
 from merak.graph.ir import TensorMeta
 from merak.schedule.steps import Payload, Receive, Send, Step
 
@@ -25,14 +26,16 @@ class Transfers:
 
     Args:
         mesh: the grid of ranks.
+        progress: told of every wait.
         max_open_sends: sends whose buffers may be held at a time.
     """
 
-    def __init__(self, mesh: Mesh, max_open_sends: int = 64) -> None:
+    def __init__(self, mesh: Mesh, progress: Progress, max_open_sends: int = 64) -> None:
         self.mesh = mesh
+        self._progress = progress
         self._max_open_sends = max_open_sends
         self._groups: dict[Channel, dist.ProcessGroup] = {}
-        self._sends: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
+        self._sends: deque[tuple[Send, list[dist.Work], list[torch.Tensor]]] = deque()
         self._arriving: dict[Receive, tuple[list[dist.Work], list[torch.Tensor]]] = {}
 
     def connect(self, channels: Iterable[Channel]) -> None:
@@ -51,9 +54,9 @@ class Transfers:
         peer = self.mesh.rank_at(step.peer)
         buffers = [tensor.contiguous() for tensor in tensors]
         works = [_started(dist.isend(buffer, peer, group)) for buffer in buffers]
-        self._sends.append((works, buffers))
+        self._sends.append((step, works, buffers))
         if len(self._sends) > self._max_open_sends:
-            _wait(self._sends.popleft()[0])
+            self._wait_for_oldest_send()
 
     def post(self, step: Receive, metas: Sequence[TensorMeta], device: torch.device) -> None:
         """Start to receive some values, in order, into new tensors."""
@@ -66,13 +69,20 @@ class Transfers:
     def take(self, step: Receive) -> list[torch.Tensor]:
         """The values of a receive posted before, as soon as they are there."""
         works, buffers = self._arriving.pop(step)
-        _wait(works)
+        with self._progress.waiting(f"{_named(step)} from", (self.mesh.rank_at(step.peer),)):
+            _wait(works)
         return buffers
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
         while self._sends:
-            _wait(self._sends.popleft()[0])
+            self._wait_for_oldest_send()
+
+    def _wait_for_oldest_send(self) -> None:
+        step, works, _ = self._sends.popleft()
+        peer = self.mesh.rank_at(step.peer)
+        with self._progress.waiting(f"{_named(step)} to be taken by", (peer,)):
+            _wait(works)
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -93,6 +103,11 @@ def channels_of(steps: Iterable[Iterable[Step]]) -> set[Channel]:
 def channels_of_pipe(ranks: Sequence[int]) -> set[Channel]:
     """The channels that a forward through stages on some ranks uses."""
     return {(Payload.ACTIVATION, a < b) for a, b in pairwise(ranks) if a != b}
+
+
+def _named(step: Send | Receive) -> str:
+    """What a transfer carries, in words."""
+    return f"the {step.payload.value} of microbatch {step.microbatch} of stage {step.stage}"
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from merak.core.errors import DataError
 from merak.core.mesh import Mesh
 from merak.data import BatchSignature, signature, union
+from merak.engine.gradients import others_of
+from merak.engine.progress import Progress
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -48,10 +50,12 @@ class Council:
 
     Args:
         mesh: the grid of ranks.
+        progress: told of every wait.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, progress: Progress) -> None:
         self.mesh = mesh
+        self._progress = progress
         self._group: dist.ProcessGroup | None = None
         if mesh.pp * mesh.dp > 1:
             lines = [
@@ -97,7 +101,8 @@ class Council:
         if self._group is None:
             return [value]
         everyone: list[Any] = [None] * (self.mesh.pp * self.mesh.dp)
-        dist.all_gather_object(everyone, value, group=self._group)
+        with self._progress.waiting("what batches there are on", others_of(self._group)):
+            dist.all_gather_object(everyone, value, group=self._group)
         return everyone
 
     def _merge(

@@ -109,10 +109,10 @@ class MerakTrainer(Saving, Trainer):
         )
         self._counter = self._make_counter()
         self._flops_per_token = self._estimate_flops()
-        self._council = Council(self.mesh)
         columns = self._counter.signature(batch).columns
         source = self._graph_source()
         self.engine = build_engine(source, columns, self.mesh, self._engine_options())
+        self._council = Council(self.mesh, self.engine.progress)
         if self.engine.updates_inside:
             _refuse_what_needs_all_gradients(self.args)
         return self.engine
@@ -147,6 +147,7 @@ class MerakTrainer(Saving, Trainer):
             segment_times=Path(args.segment_times) if args.segment_times else None,
             bucket_bytes=args.bucket_bytes,
             exact_tied_gradients=args.tied_gradients == "microbatch",
+            hang_limit_s=args.hang_limit_s,
         )
 
     def _make_counter(self) -> TokenCounter:
@@ -242,7 +243,8 @@ class MerakTrainer(Saving, Trainer):
         everything[[number for number, _ in own]] = losses
         group = self.mesh.group("dp")
         if group is not None:
-            dist.all_reduce(everything, group=group)
+            with engine.progress.waiting("the losses of all replicas with", self.mesh.peers("dp")):
+                dist.all_reduce(everything, group=group)
         return everything
 
     def _loss_scale(self, agreement: Agreement, counted: bool) -> float:

@@ -11,6 +11,8 @@ from merak.engine.gradients import (
     fill_buckets,
 )
 from merak.engine.norms import clip_gradients, global_norm
+from merak.engine.progress import Progress
+from merak.engine.records import HostClock
 
 CPU = torch.device("cpu")
 
@@ -76,7 +78,9 @@ def test_gradients_add_up() -> None:
 
 def test_a_single_replica_reduces_nothing() -> None:
     parameters = make_parameters()
-    reducer = GradientReducer({0: StageGradients(None, fill_buckets(parameters, 1))})
+    reducer = GradientReducer(
+        {0: StageGradients(None, fill_buckets(parameters, 1))}, Progress(HostClock(), 0)
+    )
     before = [p.grad for p in parameters]
     reducer.start_step([0])
     reducer.ready(0, parameters)

@@ -7,13 +7,15 @@ import torch
 
 from merak.core import mesh
 from merak.core.errors import DataError
+from merak.engine.progress import Progress
+from merak.engine.records import HostClock
 from merak.trainer.batches import Agreement, Council
 
 
 @pytest.fixture
 def council() -> Iterator[Council]:
     mesh.reset()
-    yield Council(mesh.init(device="cpu"))
+    yield Council(mesh.init(device="cpu"), Progress(HostClock(), 0))
     mesh.reset()
 
 

@@ -1,0 +1,224 @@
+"""The engine's own trace: when every action of the last steps ran, on every rank of a pipeline.
+
+An action counts from the moment it has what it waited for. On a GPU, where the host runs ahead,
+events in the stream take the place of the host's clock, and are read only when the trace is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from merak.core.mesh import Mesh
+from merak.schedule.ir import Action, Schedule
+
+Mark = Any
+"""A moment, as a clock takes it."""
+
+Record = tuple[Action, float, float]
+"""An action, its start and its end, s."""
+
+_NUM_ROUND_TRIPS = 12
+
+
+class Clock(Protocol):
+    """Takes moments cheaply, to be read later."""
+
+    runs_behind: bool
+    """Whether marks are passed later than they are taken."""
+
+    def mark(self) -> Mark:
+        """This moment."""
+
+    def is_past(self, mark: Mark) -> bool:
+        """Whether a moment has come."""
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """When moments were on `time.perf_counter`'s clock; waits until all have come."""
+
+
+class HostClock:
+    """The clock of a rank whose operators run as they are called."""
+
+    runs_behind = False
+
+    def mark(self) -> Mark:
+        """This moment, s."""
+        return time.perf_counter()
+
+    def is_past(self, mark: Mark) -> bool:
+        """Always."""
+        return True
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """The moments themselves."""
+        return list(marks)
+
+
+class DeviceClock:
+    """The clock of a GPU: an event in its current stream.
+
+    Args:
+        device: the GPU.
+    """
+
+    runs_behind = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Mark:
+        """An event behind all that has been started so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def is_past(self, mark: Mark) -> bool:
+        """Whether the GPU has come so far."""
+        return bool(mark.query())
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """Synchronise, and count back from now."""
+        torch.cuda.synchronize(self._device)
+        anchor = self.mark()
+        anchor.synchronize()
+        now = time.perf_counter()
+        return [now - mark.elapsed_time(anchor) / 1e3 for mark in marks]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for a device."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step of this rank, in marks."""
+
+    number: int
+    schedule: Schedule | None
+    actions: list[tuple[Action, Mark, Mark]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of a pipeline as it ran; `merak.schedule.timeline.measured_timeline` draws it.
+
+    Args:
+        step: the job's step number.
+        schedule: what was run.
+        records: per pipeline position, its actions in order with start and end, s, on one clock.
+    """
+
+    step: int
+    schedule: Schedule
+    records: tuple[tuple[Record, ...], ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """From the start of the first action to the end of the last one."""
+        spans = [record for own in self.records for record in own]
+        if not spans:
+            return 0.0
+        return max(end for _, _, end in spans) - min(start for _, start, _ in spans)
+
+
+class Records:
+    """What one rank's engine did in the last steps.
+
+    Args:
+        clock: takes the moments.
+        num_kept: so many steps are kept; 0 records nothing.
+    """
+
+    def __init__(self, clock: Clock, num_kept: int) -> None:
+        self._clock = clock
+        self._steps: deque[_Step] = deque(maxlen=num_kept)
+        self._open: _Step | None = None
+
+    def open(self, number: int) -> None:
+        """A step begins; what an unfinished one has left is dropped."""
+        self._open = _Step(number, None, []) if self._steps.maxlen else None
+
+    def follow(self, schedule: Schedule) -> None:
+        """The step that runs follows a schedule."""
+        if self._open is not None:
+            self._open.schedule = schedule
+
+    def add(self, action: Action, start: Mark, end: Mark) -> None:
+        """An action has run."""
+        if self._open is not None:
+            self._open.actions.append((action, start, end))
+
+    def close(self) -> None:
+        """The step is done. One without microbatches, and so without a schedule, leaves nothing."""
+        if self._open is not None and self._open.schedule is not None:
+            self._steps.append(self._open)
+        self._open = None
+
+    def own(self) -> list[tuple[int, Schedule, tuple[Record, ...]]]:
+        """Steps kept, oldest first, with this rank's actions on its host's clock."""
+        marks = [m for step in self._steps for _, *both in step.actions for m in both]
+        moments = iter(self._clock.seconds(marks))
+        result = []
+        for step in self._steps:
+            assert step.schedule is not None
+            records = tuple((action, next(moments), next(moments)) for action, _, _ in step.actions)
+            result.append((step.number, step.schedule, records))
+        return result
+
+
+def gather_records(records: Records, mesh: Mesh) -> tuple[StepRecord, ...]:
+    """The last steps on all ranks of this rank's pipeline; called alike on each of them.
+
+    Returns:
+        Steps, oldest first, on the clock of the pipeline's first rank; the same on every rank.
+    """
+    own = records.own()
+    behind = _offset_s(mesh)
+    moved = [[(action, s - behind, e - behind) for action, s, e in row] for _, _, row in own]
+    everyone: list[Any] = [moved]
+    group = mesh.group("pp")
+    if group is not None:
+        everyone = [None] * mesh.pp
+        dist.all_gather_object(everyone, moved, group=group)
+    return tuple(
+        StepRecord(number, schedule, tuple(tuple(rows[place]) for rows in everyone))
+        for place, (number, schedule, _) in enumerate(own)
+    )
+
+
+def _offset_s(mesh: Mesh) -> float:
+    """By how much this rank's clock is ahead of the pipeline's first rank's.
+
+    A message goes there and back; the first rank's clock is read half way. The quickest of several
+    round trips errs by half its time at most.
+    """
+    group = mesh.group("pp")
+    if group is None:
+        return 0.0
+    first, mine = mesh.rank_at(0), torch.zeros(1, dtype=torch.int64, device=mesh.device)
+    if mesh.pp_rank == 0:
+        for peer in range(1, mesh.pp):
+            for _ in range(_NUM_ROUND_TRIPS):
+                dist.recv(mine, mesh.rank_at(peer), group)
+                mine.fill_(time.perf_counter_ns())
+                dist.send(mine, mesh.rank_at(peer), group)
+        return 0.0
+    best: tuple[int, float] | None = None
+    for _ in range(_NUM_ROUND_TRIPS):
+        left = time.perf_counter_ns()
+        dist.send(mine, first, group)
+        dist.recv(mine, first, group)
+        theirs = int(mine.item())
+        back = time.perf_counter_ns()
+        found = (back - left, (left + back) / 2 - theirs)
+        best = found if best is None else min(best, found)
+    assert best is not None
+    return best[1] / 1e9

@@ -1,0 +1,158 @@
+"""A rank that stalls: every rank says where it stands, one gives the reason, and the job ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.multirank import stalled_jobs
+from tests.multirank.test_bad_input_jobs import run as run_torchrun
+
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a job ended: exit codes, None where one had not; and what each said."""
+
+    codes: list[int | None]
+    said: list[str]
+
+    def reasons(self) -> list[str]:
+        """The lines that give the reason, over all ranks."""
+        lines = [line for told in self.said for line in told.splitlines()]
+        return [line for line in lines if "hang_limit_s=" in line]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Ended]:
+    def start(case: str, num_ranks: int, stopped: int | None = None) -> Ended:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([stalled_jobs.__name__])
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            port = listening.getsockname()[1]
+        processes = [
+            context.Process(target=stalled_jobs.run, args=(case, r, num_ranks, port, str(tmp_path)))
+            for r in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + PATIENCE_S
+        for rank, process in enumerate(processes):
+            process.join(0 if rank == stopped else max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        return Ended(codes, [(tmp_path / f"rank{r}").read_text() for r in range(num_ranks)])
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "case,expected",
+    [
+        (
+            "data",
+            [
+                r"at 0B0 \(stage 0, backward, microbatch 0\) of step 1 and has waited [\d.]+ s for "
+                r"the gradient of microbatch 0 of stage 1 from rank 1 \[",
+                r"outside the engine's steps for [\d.]+ s and waits for nobody "
+                r"\[.*stalled_jobs\.py:\d+\]$",
+                r"at 2F0 \(stage 2, forward, microbatch 0\) of step 1 and has waited [\d.]+ s for "
+                r"the activation of microbatch 0 of stage 1 from rank 1 \[",
+            ],
+        ),
+        (
+            "forward",
+            [
+                r"the gradient of microbatch 0 of stage 1 from rank 1 \[",
+                r"at 1F0 \(stage 1, forward, microbatch 0\) of step 1 and has computed for [\d.]+",
+                r"the activation of microbatch 0 of stage 1 from rank 1 \[",
+            ],
+        ),
+        (
+            "gradients",
+            [
+                r"in step 1 and has waited [\d.]+ s for the sum of the gradients of stage 0 with "
+                r"rank 1 \[",
+                r"at 0B1 \(stage 0, backward, microbatch 1\) of step 1 and has computed",
+            ],
+        ),
+        (
+            "tied",
+            [
+                r"in step 1 and has worked for [\d.]+ s, without a wait of its own",
+                r"the gradient of tied embedding\.weight from rank 0 \[",
+            ],
+        ),
+        (
+            "loss",
+            [
+                r"in step 1 and has waited [\d.]+ s for the sum of losses over pp with rank 1 \[",
+                "in step 1 and has worked",
+            ],
+        ),
+        (
+            "send",
+            [
+                r"between steps and has waited [\d.]+ s for the activation of microbatch 0 of "
+                r"stage 0 to be taken by rank 1 \[",
+                "outside the engine's steps",
+            ],
+        ),
+    ],
+)
+def test_every_rank_says_where_it_stands(
+    job: Callable[..., Ended], case: str, expected: list[str]
+) -> None:
+    ended = job(case, len(expected))
+    assert ended.codes == [1] * len(expected), ended.said
+    for rank, (said, pattern) in enumerate(zip(ended.said, expected, strict=True)):
+        lines = re.findall(rf"^merak: rank {rank} \(pp .*", said, flags=re.MULTILINE)
+        assert len(lines) == 1, said
+        assert re.search(pattern, lines[0]), lines[0]
+    (reason,) = ended.reasons()
+    assert "the job ends" in reason
+    assert "Without an answer" not in reason
+
+
+def test_a_stopped_rank_is_named(job: Callable[..., Ended]) -> None:
+    ended = job("stopped", 3, stopped=1)
+    assert ended.codes == [1, None, 1], ended.said
+    assert "from rank 1" in ended.said[0]
+    assert "from rank 1" in ended.said[2]
+    (reason,) = ended.reasons()
+    assert "Without an answer, so stopped, dead or busy: rank 1." in reason
+
+
+def test_a_rank_speaks_though_the_store_has_stopped(job: Callable[..., Ended]) -> None:
+    ended = job("store_stopped", 2, stopped=0)
+    assert ended.codes == [None, 1], ended.said
+    assert "the activation of microbatch 0 of stage 0 from rank 0" in ended.said[1]
+    (reason,) = ended.reasons()
+    assert "the job's store does not answer" in reason
+
+
+def test_a_rank_that_is_late_by_less_ends_nothing(job: Callable[..., Ended]) -> None:
+    ended = job("patient", 2)
+    assert ended.codes == [0, 0], ended.said
+    assert ended.said == ["", ""]
+
+
+def test_slow_data_end_a_torchrun_job_of_the_trainer(tmp_path: Path) -> None:
+    ended = run_torchrun("stalled", tmp_path)
+    assert ended.code != 0
+    assert 0.0 < ended.after_s < 40.0
+    assert re.search(r"rank 0 .* outside the engine's steps .*bad_jobs\.py:\d+\]", ended.said)
+    assert re.search(r"rank 1 .* has waited .* for what batches there are on rank 0", ended.said)
+    assert ended.said.count("hang_limit_s=3; the job ends. Waiting for nobody: rank 0.") == 1
+    assert "told in its own output" in ended.report

@@ -1,0 +1,50 @@
+"""The engine's own trace, gathered over the ranks of every pipeline."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from merak.core.mesh import init
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.layout import EngineOptions
+from merak.engine.records import StepRecord
+from merak.graph.build import GraphSource
+from merak.schedule.ir import Action, Kind
+from merak.schedule.timeline import measured_timeline
+from tests.multirank.test_schedules import batches, tiny_gpt2
+
+
+def recorded(schedule: str) -> tuple[StepRecord, ...]:
+    """The last two of three steps, the last of which has fewer microbatches."""
+    mesh = init(pp=2, dp=2)
+    options = EngineOptions(schedule=schedule, num_microbatches=4, recorded_steps=2)
+    sample = signature(batches(1)[0]).columns
+    engine = build_engine(GraphSource(tiny_gpt2()), sample, mesh, options)
+    for step, count in enumerate((4, 4, 3)):
+        for parameter in engine.parameters.values():
+            parameter.grad = None
+        engine.train_step(step, [sample] * count, batches(count))
+    return engine.recorded_steps()
+
+
+def test_steps_are_recorded_on_one_clock(pool) -> None:
+    by_rank = pool.run(recorded, 4, "zero_bubble_v")
+    for of_first, of_last in (by_rank[::2], by_rank[1::2]):  # replicas
+        assert of_first == of_last
+        assert [step.step for step in of_first] == [1, 2]
+        assert [step.schedule.num_microbatches for step in of_first] == [4, 3]
+        for step in of_first:
+            ends = {action: end for own in step.records for action, _, end in own}
+            for rank, own in enumerate(step.records):
+                assert tuple(action for action, _, _ in own) == step.schedule.actions[rank]
+                for (_, _, end), (_, start, _) in pairwise(own):
+                    assert end <= start
+                for action, start, end in own:
+                    assert start < end
+                    needed = Action(Kind.FORWARD, action.stage - 1, action.microbatch)
+                    if action.kind is not Kind.FORWARD or needed not in ends:
+                        continue
+                    # Clocks are aligned to half a round trip: a forward follows the one before.
+                    assert ends[needed] < start + 2e-3
+            assert measured_timeline(step.schedule, step.records).end_s == step.makespan_s
