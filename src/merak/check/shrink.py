@@ -49,7 +49,9 @@ _MAIN_HEADS = (
 )  # fmt: skip
 _HEADS = re.compile(r"(heads?$|n_heads|num_attention_heads)")
 _KV_HEADS = re.compile(r"(key_value_heads|kv_heads|kv_n_heads|query_groups)$")
-_HEAD_SIZE = re.compile(r"(head_dim$|d_head$|headdim$|^d_kv$|^kv_channels$|^dim_head$|head_size$)")
+_HEAD_SIZE = re.compile(
+    r"(head_dim$|^rotary_dim$|d_head$|headdim$|^d_kv$|^kv_channels$|^dim_head$|head_size$)"
+)
 _WIDTH = re.compile(
     r"(hidden_size|hidden_dim|intermediate_size|^d_model$|^n_embd$|^n_inner$|^dim$|ffn_dim|^dim_ff$"
     r"|^d_ff$|^dff$|^d_inner$|embed_dim$|embedding_size$|embedding_dim$|word_embed_proj_dim"
@@ -73,6 +75,8 @@ _DEPTHS = ("depths", "block_sizes", "num_block_repeats")
 _LAYER_NUMBERS = re.compile(r"(idxs|layer_ids|cross_attention_layers|moe_layers|mlp_only_layers)$")
 _PART_OF_LAYERS = ("num_kv_shared_layers",)
 _STATES = ("mamba_d_state", "state_size", "ssm_state_size", "mamba_chunk_size")
+_STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+_KINDS = re.compile(r"(layer_types|block_types|layers_block_type|attn_layers|attention_layers)$")
 _IMAGES = ("image_size",)
 _WINDOW = re.compile(r"^(sliding_window|attention_window_size|local_attention)$")
 
@@ -208,12 +212,12 @@ class _Shrinker:
         named = [n for n in vars(config) if _LAYERS.match(n) and n in self.given]
         if named:
             return int(self.given[named[0]])
-        kinds = [
-            len(set(map(str, v)))
-            for v in vars(config).values()
-            if isinstance(v, (list, tuple)) and len(v) == old
-        ]
-        return min(old, max(self.wanted.layers, 4 if max(kinds, default=1) > 1 else 2))
+        lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple))}
+        kinds = [len(set(map(str, v))) for v in lists.values() if len(v) == old]
+        # Kinds that take turns: so many layers until each has had one.
+        turns = [len(v) for n, v in lists.items() if _KINDS.search(n) and len(v) < old]
+        several = 4 if max(kinds, default=1) > 1 else 2
+        return min(old, max(self.wanted.layers, several, *turns))
 
     def heads(self, old: int) -> int:
         """How many heads."""
@@ -308,12 +312,14 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
         return max(1, value * new // old)
     if _WIDTH.search(name):
         return _divided(value, sizes.width_divisor)
+    if name in _STATE_GROUPS:
+        return min(value, max(1, new // 2))
     return min(value, STATE) if name in _STATES else value
 
 
 def _divided(width: int, divisor: Fraction) -> int:
-    exact = width / divisor
-    return int(exact) if exact.denominator == 1 else 8 * math.ceil(exact / 8)
+    """A width, a multiple of 8: some kernels take no others."""
+    return 8 * math.ceil(width / divisor / 8)
 
 
 _RULES: Mapping[Group, Callable[[str, Any, _Sizes], Any]] = MappingProxyType(

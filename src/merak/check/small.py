@@ -45,6 +45,8 @@ def first_that_trains(versions: Iterable[Callable[[], Job]]) -> Trained:
             error = error or large
         except MerakError as failed:
             error = failed
+        except Exception as failed:  # a config that its own model, or the batch, cannot be made of
+            error = EagerError(f"its config cannot be used: {type(failed).__name__}: {failed}")
     assert error is not None, "no versions"
     raise error
 

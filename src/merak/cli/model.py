@@ -216,8 +216,9 @@ def _change(
 
 def _check_field(config: PreTrainedConfig, name: str) -> None:
     known = {*vars(config), *type(config).attribute_map}
-    has = hasattr(config, name) and not callable(getattr(config, name))
-    if name in known or (has and not name.startswith("_")):
+    if name in known:
+        return
+    if hasattr(config, name) and not callable(getattr(config, name)) and not name.startswith("_"):
         return
     public = [field for field in known if not field.startswith("_")]
     raise CommandError(f"{type(config).__name__} has no field {name!r}{near(name, public)}")

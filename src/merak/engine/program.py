@@ -12,7 +12,7 @@ from merak.core.shards import ParameterShard
 from merak.graph.clean import is_random
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.shard import slice_outputs
-from merak.graph.writes import depending_on
+from merak.graph.writes import depending_on, find_writes
 
 Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
 """Changes how a segment is run: its new form, and how it splits its parameters over tp."""
@@ -27,12 +27,14 @@ class SegmentProgram:
         function: returns the tuple of the segment's outputs.
         gradient_inputs: per input, whether a gradient goes back through it.
         draws: whether it draws random numbers.
+        written: names of the buffers it writes into.
     """
 
     segment: Segment
     function: Callable[..., tuple[torch.Tensor, ...]]
     gradient_inputs: tuple[bool, ...]
     draws: bool
+    written: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,14 @@ def compile_segment(
         function=module.forward,
         gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
         draws=draws,
+        written=_written_buffers(segment.graph),
     )
+
+
+def _written_buffers(graph: fx.Graph) -> tuple[str, ...]:
+    members = find_writes(graph).members.values()
+    nodes = (node for members_of in members for node in members_of if node.op == "placeholder")
+    return tuple(node.meta["name"] for node in nodes if node.meta["kind"] is Kind.BUFFER)
 
 
 def _draws(segment: Segment) -> bool:

@@ -40,10 +40,18 @@ class Microbatch:
 
 @dataclass(slots=True)
 class Saved:
-    """A segment's forward, kept for its backward: leaves and outputs of its autograd graph."""
+    """A segment's forward, kept for its backward: leaves and outputs of its autograd graph.
+
+    Args:
+        inputs: the leaves.
+        outputs: None until they are recomputed, where activations are not kept.
+        buffers: what the segment writes into, as its forward found it; for the recomputation alone,
+            which must neither see the forward's writes nor repeat them.
+    """
 
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
+    buffers: Values
 
 
 class Stage:
@@ -89,8 +97,9 @@ class Stage:
         saved = []
         weights = self.weights.of(number)
         for segment in program.segments:
-            record = self._start(segment, values)
-            outputs = self._call(segment, weights, microbatch, record.inputs, keep)
+            record = self._start(segment, values, keep)
+            held = (weights, self.buffers)
+            outputs = self._call(segment, held, microbatch, record.inputs, keep)
             record.outputs = outputs if keep else None
             saved.append(record)
             values.update(zip(segment.segment.outputs, outputs, strict=True))
@@ -103,7 +112,8 @@ class Stage:
         values = dict(received)
         for segment in program.segments:
             inputs = [values[name] for name in segment.segment.inputs]
-            outputs = self._call(segment, self.weights.live, microbatch, inputs, keep=False)
+            held = (self.weights.live, self.buffers)
+            outputs = self._call(segment, held, microbatch, inputs, keep=False)
             values.update(zip(segment.segment.outputs, outputs, strict=True))
         return _detached(values, program)
 
@@ -157,34 +167,37 @@ class Stage:
         self.waiting.forget()
         self.weights.forget()
 
-    def _start(self, segment: SegmentProgram, values: Values) -> Saved:
+    def _start(self, segment: SegmentProgram, values: Values, keep: bool) -> Saved:
         leaves = [
             values[name].detach().requires_grad_(carries)
             for name, carries in zip(segment.segment.inputs, segment.gradient_inputs, strict=True)
         ]
-        return Saved(leaves, None)
+        before = () if keep else segment.written
+        return Saved(leaves, None, {name: self.buffers[name].clone() for name in before})
 
     def _materialize(
         self, segment: SegmentProgram, record: Saved, weights: Leaves, microbatch: Microbatch
     ) -> None:
         if record.outputs is None:
-            record.outputs = self._call(segment, weights, microbatch, record.inputs, keep=True)
+            held = (weights, {**self.buffers, **record.buffers})
+            record.outputs = self._call(segment, held, microbatch, record.inputs, keep=True)
 
     def _call(
         self,
         program: SegmentProgram,
-        weights: Leaves,
+        held: tuple[Leaves, Leaves],
         microbatch: Microbatch,
         inputs: Sequence[torch.Tensor],
         keep: bool,
     ) -> tuple[torch.Tensor, ...]:
         segment = program.segment
+        weights, buffers = held
         if program.draws:
             set_random_state(self.device, *microbatch.random_key, segment.index)
         with torch.set_grad_enabled(keep):
             return program.function(
                 *(weights[name] for name in segment.parameters),
-                *(self.buffers[name] for name in segment.buffers),
+                *(buffers[name] for name in segment.buffers),
                 *(microbatch.columns[name] for name in segment.columns),
                 *inputs,
                 *(microbatch.derived[name] for name in segment.derived),

@@ -52,7 +52,8 @@ class Transfers:
         """Start to send some values, in order."""
         group = self._groups[step.payload, self.mesh.pp_rank < step.peer]
         peer = self.mesh.rank_at(step.peer)
-        buffers = [tensor.contiguous() for tensor in tensors]
+        # What is only marked as conjugated or negated would arrive as it lies in memory.
+        buffers = [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
         works = [_started(dist.isend(buffer, peer, group)) for buffer in buffers]
         self._sends.append((step, works, buffers))
         if len(self._sends) > self._max_open_sends:

@@ -158,3 +158,42 @@ def test_evaluation_keeps_nothing() -> None:
         assert torch.equal(made[value], expected[name])
     assert stage.num_in_flight == 0
     assert not isinstance(made[names["logits"]], nn.Parameter)
+
+
+class Normed(nn.Module):
+    """Batch norms, and a buffer that the forward reads and then changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(3))
+        self.scale = nn.Buffer(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block, norm in zip(self.blocks, self.norms):
+            x = torch.tanh(norm(block(x))) + self.scale
+            self.scale.mul_(0.5)
+        return {"loss": nn.functional.cross_entropy(x, y)}
+
+
+def test_recomputation_neither_repeats_nor_sees_writes_into_buffers() -> None:
+    model, batches = Normed(), [number_batch(seed=seed) for seed in range(3)]
+    expected = copy.deepcopy(model)
+    for batch in batches:
+        expected(**batch)["loss"].backward()
+    graph = graph_of(model, batches[0])
+    (stage,) = stages_of(model, graph, 1, set())
+    program = program_of(graph, [0, len(graph.segments)], [0])
+    assert program.loss is not None
+    microbatches = [microbatch_of(program, b, dict(stage.buffers), scale=1.0) for b in batches]
+    for number, microbatch in enumerate(microbatches):
+        stage.forward(number, microbatch, {}, keep=False)
+    for number, microbatch in enumerate(microbatches):
+        if number:
+            stage.recompute(number, microbatch)
+        stage.backward(number, microbatch, {program.loss: torch.ones(())}, lambda _: None)
+    for path, buffer in expected.named_buffers():
+        assert torch.equal(stage.buffers[path], buffer), path
+    for (path, own), (_, other) in zip(model.named_parameters(), expected.named_parameters()):
+        assert own.grad is not None and other.grad is not None
+        assert torch.allclose(own.grad, other.grad, rtol=1e-5, atol=1e-7), path
