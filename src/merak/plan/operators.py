@@ -92,6 +92,13 @@ _GRADIENT_PASSES_ON = frozenset(("add", "sub", "clone", "contiguous"))
 _CUTTING_VIEWS = frozenset(("slice", "select", "narrow", "diagonal"))
 _SPLITTING_VIEWS = frozenset(("chunk", "split", "split_with_sizes", "tensor_split", "unbind"))
 
+_VARIANTS = ("native_", "unsafe_", "_unsafe_")
+"""Marks of operators that do the same work as those without."""
+
+_UNDECLARED_VIEWS = frozenset(("aten::_unsafe_view", "aten::unsafe_chunk", "aten::unsafe_split"))
+_UNDECLARED_VIEWS |= {"aten::unsafe_split_with_sizes"}
+"""Views whose schema does not say that they are."""
+
 
 def node_work(node: fx.Node, device_type: str) -> NodeWork:
     """What a node has to do.
@@ -139,10 +146,13 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
 
 
 def _name(node: fx.Node) -> str:
-    """An operator's name without namespace, overload, and the mark of working in place."""
+    """An operator's name without namespace, overload, variant, and the mark of working in place."""
     target = node.target
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
-    return name.rpartition("::")[2].rstrip("_")
+    name = name.rpartition("::")[2].rstrip("_")
+    for variant in _VARIANTS:
+        name = name.removeprefix(variant)
+    return name
 
 
 def _inputs(node: fx.Node) -> tuple[TensorMeta, ...]:
@@ -182,6 +192,8 @@ def _does_nothing(node: fx.Node, name: str) -> bool:
         return {t.dtype for t in outputs(node)} == {t.dtype for t in _inputs(node)}
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
+    if node.target._schema.name in _UNDECLARED_VIEWS:
+        return True
     returns = node.target._schema.returns
     return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
 

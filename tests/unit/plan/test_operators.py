@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch.utils.flop_counter import (
 
 from merak.graph.ir import TensorMeta
 from merak.graph.trace import trace
-from merak.plan.operators import node_work
+from merak.plan.operators import NodeWork, node_work
 
 
 class Call(nn.Module):
@@ -253,3 +255,57 @@ def test_a_conversion_copies_and_one_to_the_same_type_does_not():
 def test_dropout_draws_for_every_element():
     model = Call(lambda x: F.dropout(x, 0.5, training=True))
     assert works_of(model, (6, 4))["dropout"].forward[0].randoms == 24
+
+
+def test_layer_norm_reads_and_writes_once_and_goes_over_its_input_three_times_backward():
+    size, row = 4 * 2 * 3 * 8, 4 * 8
+    work = works_of(Call(lambda x, w, b: F.layer_norm(x, (8,), w, b), (8,), (8,)), (2, 3, 8))
+    (forward,), (backward,) = work["layer_norm"].forward, work["layer_norm"].backward
+    assert forward.num_bytes == 2 * size + 2 * row
+    # The gradient, the input and the weights are read, and their gradients written; then the
+    # gradient and the input are read again for those of the weights.
+    assert backward.num_bytes == (2 * size + 2 * row) + (size + 2 * row) + 2 * size
+
+
+SEVERAL = {
+    "split": lambda x: x.split(4, -1),
+    "split_with_sizes": lambda x: x.split((3, 5), -1),
+    "chunk": lambda x: x.chunk(2, -1),
+    "unbind": lambda x: x.unbind(0),
+    "unsafe_split": lambda x: torch.unsafe_split(x, 4, -1),
+    "max": lambda x: x.max(-1),
+    "topk": lambda x: x.topk(2, -1),
+    "native_layer_norm": lambda x: torch.native_layer_norm(x, (8,), None, None, 1e-5),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.1, True),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_taking_one_of_several_results_costs_nothing(name):
+    graph = graph_of(Call(lambda x: SEVERAL[name](x)[0] * 2), (2, 3, 8))
+    taken = [node for node in graph.nodes if node.target is operator.getitem]
+    assert len(taken) >= 1
+    assert all(node_work(node, "cuda") == NodeWork() for node in taken)
+
+
+def test_results_of_one_operator_are_counted_with_it_alone():
+    size, rows = 4 * 2 * 3 * 8, 2 * 3
+    values_and_places = (4 + 8) * rows
+    work = works_of(Call(lambda x: SEVERAL["max"](x)[0]), (2, 3, 8))["max"]
+    assert [kernel.num_bytes for kernel in work.forward] == [size + values_and_places]
+    for name in ("split", "split_with_sizes", "chunk", "unbind", "unsafe_split"):
+        work = works_of(Call(lambda x, name=name: SEVERAL[name](x)[0]), (2, 3, 8))[name]
+        assert work.forward == ()
+        assert [kernel.num_bytes for kernel in work.backward] == [2 * size]
+
+
+def test_variants_of_an_operator_do_its_work():
+    norm = works_of(Call(lambda x: SEVERAL["native_layer_norm"](x)[0]), (2, 3, 8))
+    plain = works_of(Call(lambda x: F.layer_norm(x, (8,))), (2, 3, 8))
+    statistics = 4 * 2 * 2 * 3
+    for way in ("forward", "backward"):
+        (variant,) = getattr(norm["native_layer_norm"], way)
+        (usual,) = getattr(plain["layer_norm"], way)
+        assert variant.num_bytes == usual.num_bytes + statistics
+    dropout = works_of(Call(lambda x: SEVERAL["native_dropout"](x)[0]), (2, 3, 8))
+    assert dropout["native_dropout"].forward[0].randoms == 2 * 3 * 8
