@@ -138,7 +138,8 @@ def parallelize(
         optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`.
         num_microbatches: parts that every batch is cut into; the pipeline's microbatches.
         max_grad_norm: clip the global gradient norm to this.
-        **options: further fields of `merak.engine.layout.EngineOptions`, such as `schedule`.
+        **options: further fields of `merak.engine.layout.EngineOptions`, such as `schedule`,
+            `recompute` and `memory_budget_bytes`.
 
     Returns:
         The parallel model, with `step` and `evaluate`.
@@ -150,7 +151,7 @@ def parallelize(
     mesh = current_mesh()
     sample = signature(split_batch(example_batch, num_microbatches)[0]).columns
     source = GraphSource(model=model, loss_fn=loss_fn, device=mesh.device)
-    chosen = EngineOptions(num_microbatches=num_microbatches, **options)
+    chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)
     engine = build_engine(source, sample, mesh, chosen)
     if engine.updates_inside and max_grad_norm is not None:
         raise ScheduleError(

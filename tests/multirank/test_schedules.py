@@ -15,6 +15,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions
 from merak.graph.build import GraphSource
+from merak.plan.recompute import Recompute
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json
 from tests.multirank.compare import assert_gradients_close
@@ -48,7 +49,11 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def gradients(
-    schedules: list[str], degrees: tuple[int, int, int], counts: list[int], cache: Path
+    schedules: list[str],
+    degrees: tuple[int, int, int],
+    counts: list[int],
+    cache: Path,
+    recompute: Recompute = None,
 ) -> Any:
     """Losses, gradients and their shards of one step, per schedule and number of microbatches.
 
@@ -57,12 +62,15 @@ def gradients(
         degrees: dp, tp and pp.
         counts: microbatches of a replica's step.
         cache: of the trace, which is the same for all schedules.
+        recompute: what recomputes.
     """
     dp, tp, pp = degrees
     mesh = init(dp=dp, tp=tp, pp=pp)
     found = {}
     for schedule in schedules:
-        options = EngineOptions(schedule=schedule, num_microbatches=max(counts))
+        options = EngineOptions(
+            schedule=schedule, num_microbatches=max(counts), recompute=recompute
+        )
         sample = signature(batches(1)[0]).columns
         engine = build_engine(GraphSource(tiny_gpt2(), cache_dir=cache), sample, mesh, options)
         found[schedule] = []
@@ -116,6 +124,21 @@ def test_all_schedules_give_the_gradients_of_one_process(pool, own_schedule, tmp
                 assert_gradients_close(found, expected)
                 continue
             for name, gradient in expected.items():
+                assert torch.equal(found[name], gradient), (schedule, name)
+
+
+@pytest.mark.parametrize("recompute", ["full", "1,2,5"])
+def test_recomputation_gives_the_gradients_of_one_process(pool, tmp_path, recompute):
+    schedules, counts = ["1f1b", "shifted_critical_path", "chimera", "zero_bubble_v"], [4, 1]
+    (reference,) = pool.run(gradients, 1, ["1f1b"], (1, 1, 1), counts, tmp_path)
+    kept = pool.run(gradients, 2, schedules, (1, 1, 2), counts, tmp_path, "off")
+    by_rank = pool.run(gradients, 2, schedules, (1, 1, 2), counts, tmp_path, recompute)
+    for schedule in schedules:
+        for step, (losses, _, expected, _, _) in enumerate(reference["1f1b"]):
+            assert all(torch.equal(rank[schedule][step][0], losses) for rank in by_rank)
+            found = whole([rank[schedule][step][2:] for rank in by_rank])
+            assert_gradients_close(found, expected)
+            for name, gradient in whole([rank[schedule][step][2:] for rank in kept]).items():
                 assert torch.equal(found[name], gradient), (schedule, name)
 
 

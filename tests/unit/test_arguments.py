@@ -322,3 +322,22 @@ def test_main_process_first(
     with arguments().main_process_first():
         happened.append("work")
     assert happened == order
+
+
+@pytest.mark.parametrize("recompute", ["off", "full", "auto", "0.5", "3,4", None])
+def test_recomputation_is_said_in_one_word(job, recompute) -> None:
+    assert arguments(recompute=recompute, memory_budget=10**9).recompute == recompute
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"recompute": "sometimes"}, "recompute='sometimes' is no choice of what to recompute"),
+        ({"recompute": "1.5"}, "is no choice of what to recompute; use 'off', 'full', 'auto'"),
+        ({"recompute": "auto"}, "set memory_budget in bytes"),
+        ({"memory_budget": 0}, "memory_budget=0 is not a size"),
+    ],
+)
+def test_recomputation_that_makes_no_sense_is_refused(job, settings, sentence) -> None:
+    with pytest.raises(ArgumentsError, match=sentence):
+        arguments(**settings)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from merak.arguments.rules import Layout, Rule, honoured, no_effect, refused
 
 _PRECISION = "this release trains and evaluates in the model's own precision; leave it unset"
-_RECOMPUTE = "recomputation of activations comes in a later release; use more stages or smaller"
-_RECOMPUTE += " microbatches to save memory"
+_RECOMPUTE = "Merak recomputes segments of the traced model, not modules; use recompute='full', a"
+_RECOMPUTE += " share of them, or 'auto'"
 _COMPILE = "segments run as traced, without torch.compile, in this release; leave it unset"
 _DEGREES = "Merak lays parameters out itself; use merak.init(dp=…, tp=…, pp=…)"
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"

@@ -21,9 +21,10 @@ from merak.arguments.features import write_features
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.rules import UNKNOWN, Policy, problems, raise_first, refusal
 from merak.arguments.table import ACCELERATOR, RULES
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, PlanError
 from merak.core.mesh import Mesh, current_mesh
 from merak.graph.feature_file import parse_features
+from merak.plan.recompute import Mode, parse_recompute
 
 CACHE_VARIABLE = "MERAK_CACHE"
 """The environment variable that names the folder of traced models."""
@@ -59,6 +60,8 @@ class MerakArguments(TrainingArguments):
         tied_gradients: "microbatch" or "step": when gradients of tied parameters are summed.
         hang_limit_s: seconds that a rank may wait before every rank says where it stands and the
             job ends.
+        recompute: what is computed again for the backward instead of kept.
+        memory_budget: bytes that a rank may hold.
 
     Raises:
         MeshError: `merak.init` has not been called.
@@ -133,6 +136,22 @@ class MerakArguments(TrainingArguments):
         metadata={
             "help": "Seconds that a rank may wait for others, or be in one action of the pipeline; "
             "after them every rank prints where it stands, and the job ends."
+        },
+    )
+    recompute: str | None = field(
+        default=None,
+        metadata={
+            "help": "Activations that are computed again for the backward pass instead of kept: "
+            "'off', 'full', the share of every stage's segments (0 to 1), segments by number or "
+            "name such as '3,4,7', or 'auto' for as few as the memory allows. If unset, as the "
+            "schedule says, which keeps all unless its name says otherwise."
+        },
+    )
+    memory_budget: int | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes that a rank may hold; a job that needs more is refused before it "
+            "starts. If unset, the memory of the GPU, and on the CPU no limit."
         },
     )
 
@@ -279,6 +298,7 @@ def _own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
             f"hang_limit_s={arguments.hang_limit_s} is not a time to wait; use a number of seconds "
             "above 0."
         )
+    yield from _memory_problems(arguments, mesh)
     partition = arguments.partition
     if partition is not None and (not partition or min(partition) < 1):
         yield f"partition={partition} has an empty stage; give every stage a segment or more."
@@ -289,6 +309,19 @@ def _own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
         )
     if arguments.segment_times is not None and not os.path.isfile(arguments.segment_times):
         yield f"segment_times={arguments.segment_times!r} is not a file; name a JSON file of times."
+
+
+def _memory_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+    budget = arguments.memory_budget
+    if budget is not None and budget < 1:
+        yield f"memory_budget={budget} is not a size; use a number of bytes above 0."
+    try:
+        wish = parse_recompute(arguments.recompute)
+    except PlanError as error:
+        yield str(error)
+        return
+    if wish.mode is Mode.AUTO and budget is None and mesh.device.type == "cpu":
+        yield "recompute='auto' needs to know the memory of a rank; set memory_budget in bytes."
 
 
 def _read_json(name: str, path: str, kind: type) -> Any:

@@ -147,12 +147,13 @@ def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def _all_gather(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
-    group = current_mesh().group(axis)
-    if group is None:
-        return tensor.clone()
     degree = axis_degree(axis)
+    if degree == 1:
+        return tensor.clone()
+    group = current_mesh().group(axis)
     shares = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(shares, tensor.contiguous(), group=group)
+    if group is not None:  # a mesh that is only pretended has none
+        dist.all_gather_into_tensor(shares, tensor.contiguous(), group=group)
     return join(shares.chunk(degree), ParameterShard(dim, parts, degree))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -180,6 +182,21 @@ def current_mesh() -> Mesh:
             "script, before the trainer is built."
         )
     return _current[0]
+
+
+@contextmanager
+def pretended(mesh: Mesh) -> Iterator[None]:
+    """Let a mesh without ranks stand in for the job's, to run graphs without numbers on it.
+
+    Args:
+        mesh: with the degrees in question and no `device_mesh`, so that nothing is exchanged.
+    """
+    saved = list(_current)
+    _current[:] = [mesh]
+    try:
+        yield
+    finally:
+        _current[:] = saved
 
 
 def reset() -> None:

@@ -11,12 +11,14 @@ from merak.checkpoint.initial import materialize
 from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
 from merak.engine.engine import Engine
+from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer
-from merak.engine.layout import EngineOptions, Layout, partition_segments
+from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times
 from merak.engine.parts import Parts, Signature
 from merak.engine.plans import Plans
-from merak.engine.programs import Programs, num_readers
+from merak.engine.programs import Programs, num_readers, rewriter
 from merak.engine.progress import Progress
+from merak.engine.recompute import settle_recompute
 from merak.engine.records import clock_of
 from merak.engine.replicas import reduced_of
 from merak.engine.stage import Stage
@@ -47,12 +49,9 @@ def build_engine(
         ArgumentsError: a limit that is none.
     """
     check_limit(options.hang_limit_s)
-    graph = build_graph(source, dict(sample), training=True)
-    plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
-    num_stages = plans.base.schedule.num_stages
-    partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
-    layout = Layout(graph, partition, plans)
-    programs = Programs(source, mesh, layout, options.features)
+    forecast = forecast_of(source, sample, mesh, options)
+    layout = forecast.layout
+    programs = Programs(source, mesh, layout, forecast.rewrite)
     if not layout.schedule.is_synchronous:
         _refuse_tied(layout, programs.owners)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
@@ -65,6 +64,35 @@ def build_engine(
         shard_index=mesh.tp_rank,
     )
     return _assemble(layout, programs, names, mesh, options)
+
+
+def forecast_of(
+    source: GraphSource, sample: Signature, mesh: Mesh, options: EngineOptions
+) -> Forecast:
+    """Lay a model out and foresee its memory, without building anything; alike on every rank.
+
+    Args:
+        source: the model.
+        sample: the columns of a typical microbatch.
+        mesh: the grid of ranks.
+        options: how to lay it out.
+
+    Raises:
+        TraceError, PlanError, ShardError, ScheduleError: what was asked for does not fit the
+            model, or the job does not fit its memory.
+    """
+    graph = build_graph(source, dict(sample), training=True)
+    plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
+    num_stages = plans.base.schedule.num_stages
+    partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
+    forecast = Forecast(
+        source.model,
+        Layout(graph, partition, plans),
+        mesh,
+        rewriter(graph, options.features, mesh.tp),
+        options,
+    )
+    return settle_recompute(forecast, lambda: segment_times(graph, options, mesh, source.cache_dir))
 
 
 def _refuse_tied(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:

@@ -16,8 +16,10 @@ from merak.graph.features import Features
 from merak.graph.ir import ModelGraph
 from merak.plan.balance import Timed, balance
 from merak.plan.cost import segment_costs
+from merak.plan.optimizer import OptimizerFactory
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.profile import measure
+from merak.plan.recompute import Recompute
 from merak.plan.times import load_times
 from merak.schedule.ir import Schedule
 
@@ -39,6 +41,10 @@ class EngineOptions:
         hang_limit_s: seconds that a rank may wait, or be in one action; after them every rank says
             where it stands, and the job ends.
         recorded_steps: so many past steps are recorded, for `Engine.recorded_steps`.
+        recompute: what is computed again for the backward instead of kept, as
+            `merak.plan.recompute.parse_recompute` reads it; None leaves it to the schedule.
+        memory_budget_bytes: what a rank may hold; None takes a GPU's memory, and on the CPU none.
+        optimizer: makes the optimizer, whose state counts in the memory; None counts none.
     """
 
     schedule: str = "1f1b"
@@ -51,6 +57,9 @@ class EngineOptions:
     exact_tied_gradients: bool = True
     hang_limit_s: float = 600.0
     recorded_steps: int = 4
+    recompute: Recompute = None
+    memory_budget_bytes: int | None = None
+    optimizer: OptimizerFactory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +70,13 @@ class Layout:
         graph: the model at the shape it is planned with.
         partition: its segments by stage.
         plans: the schedule.
+        kept: segments that keep their activations in stages that recompute others.
     """
 
     graph: ModelGraph
     partition: Partition
     plans: Plans
+    kept: frozenset[int] = frozenset()
 
     @property
     def schedule(self) -> Schedule:
@@ -115,7 +126,7 @@ def partition_segments(
     # Measured speeds differ from rank to rank, and all ranks need one partition: rank 0 decides.
     decided: list[Partition | None] = [None]
     if mesh.rank == 0:
-        costs = _costs(graph, options, mesh, cache)
+        costs = segment_times(graph, options, mesh, cache)
         decided = [balance(costs, num_stages, options.num_microbatches)]
     if mesh.world_size > 1:
         dist.broadcast_object_list(decided, src=0)
@@ -123,9 +134,10 @@ def partition_segments(
     return decided[0]
 
 
-def _costs(
+def segment_times(
     graph: ModelGraph, options: EngineOptions, mesh: Mesh, cache: Path | None
 ) -> Sequence[Timed]:
+    """The times of all segments for one microbatch: measured ones of the user's, or estimated."""
     if options.segment_times is not None:
         return load_times(options.segment_times, [segment.name for segment in graph.segments])
     return segment_costs(graph.segments, measure(mesh.device, cache))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from merak.schedule.ir import Kind, Schedule
 from merak.schedule.lower import lower
+from merak.schedule.recompute import recomputing
 from merak.schedule.registry import is_file, options, resolve
 from merak.schedule.restrict import first_microbatches
 from merak.schedule.steps import Step
@@ -41,20 +42,33 @@ class Plans:
         name: of a schedule, or the path of a schedule file.
         num_ranks: pipeline degree.
         num_microbatches: of an ordinary step.
+        recompute: for each stage, whether it recomputes anything; None leaves it to the schedule.
 
     Raises:
         ScheduleError: an unknown name, or a schedule that is not defined for these counts.
     """
 
-    def __init__(self, name: str, num_ranks: int, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_ranks: int,
+        num_microbatches: int,
+        recompute: Sequence[bool] | None = None,
+    ) -> None:
         known = () if is_file(name) else options(name)
         if "costs" in known:  # a synthesised schedule decides by itself what to recompute
             known = tuple(option for option in known if option != "recompute")
         chosen = {option: value for option, value in _CHOSEN.items() if option in known}
-        self._whole = resolve(name, num_ranks, num_microbatches, **chosen)
+        self._recompute = recompute
+        self._whole = self._as_chosen(resolve(name, num_ranks, num_microbatches, **chosen))
         self._chosen = chosen
         self._name = name
         self._plans = {num_microbatches: Plan(self._whole, lower(self._whole))}
+
+    def recomputing(self, recompute: Sequence[bool]) -> Plans:
+        """The same schedule, whose stages recompute something or not as is said here."""
+        whole = self._whole
+        return Plans(self._name, whole.num_ranks, whole.num_microbatches, tuple(recompute))
 
     @property
     def base(self) -> Plan:
@@ -77,4 +91,7 @@ class Plans:
         if num_microbatches < self._whole.num_microbatches:
             return first_microbatches(self._whole, num_microbatches)
         num_ranks = self._whole.num_ranks
-        return resolve(self._name, num_ranks, num_microbatches, **self._chosen)
+        return self._as_chosen(resolve(self._name, num_ranks, num_microbatches, **self._chosen))
+
+    def _as_chosen(self, schedule: Schedule) -> Schedule:
+        return schedule if self._recompute is None else recomputing(schedule, self._recompute)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -28,6 +28,7 @@ class SegmentProgram:
         gradient_inputs: per input, whether a gradient goes back through it.
         draws: whether it draws random numbers.
         written: names of the buffers it writes into.
+        kept: whether its activations are kept where its stage recomputes others.
     """
 
     segment: Segment
@@ -35,6 +36,7 @@ class SegmentProgram:
     gradient_inputs: tuple[bool, ...]
     draws: bool
     written: tuple[str, ...]
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,10 @@ class Program:
 
 
 def compile_program(
-    graph: ModelGraph, bounds: Sequence[int], rewrites: Mapping[int, Sequence[Rewrite]]
+    graph: ModelGraph,
+    bounds: Sequence[int],
+    rewrites: Mapping[int, Sequence[Rewrite]],
+    kept: Container[int] = (),
 ) -> Program:
     """Turn a rank's segments into functions.
 
@@ -92,6 +97,7 @@ def compile_program(
         graph: the whole model, cut into segments.
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
         rewrites: the stages this rank holds, and what is done in turn to the segments of each.
+        kept: segments that keep their activations where their stage recomputes others.
     """
     crossing = ((), *graph.boundaries(), ())
     shards: dict[str, ParameterShard] = {}
@@ -107,7 +113,8 @@ def compile_program(
                 local, split = rewrite(local)
                 shards |= split
             derived.update(local.derived)
-            programs.append(compile_segment(local, graph.values, draws))
+            program = compile_segment(local, graph.values, draws)
+            programs.append(replace(program, kept=segment.index in kept))
         made = {name for p in programs for name in p.segment.outputs}
         results = {name: value for name, value in graph.outputs.items() if value in made}
         stages[stage] = StageProgram(tuple(programs), crossing[first], crossing[stop], results)

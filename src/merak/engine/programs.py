@@ -26,7 +26,7 @@ class Programs:
         source: the model.
         mesh: the grid of ranks.
         layout: which segments form which stage.
-        features: the user's tensor parallel attributes; None takes Merak's own.
+        parallel: what tensor parallelism does to a segment; None for nothing.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Programs:
         source: GraphSource,
         mesh: Mesh,
         layout: Layout,
-        features: Features | None,
+        parallel: Rewrite | None,
     ) -> None:
         self.source = source
         graph = layout.graph
@@ -43,15 +43,15 @@ class Programs:
         self.buffers: dict[str, torch.Tensor] = {}
         self.mesh = mesh
         self._partition = layout.partition
+        self._kept = layout.kept
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
-        self._rewrites = self._make_rewrites(graph, features, layout.plans.splits_backwards)
+        self._rewrites = self._make_rewrites(graph, parallel, layout.plans.splits_backwards)
         self.base = self._compile(graph)
         self._known = {(tuple(graph.columns.items()), True): self.base}
 
     def _make_rewrites(
-        self, graph: ModelGraph, features: Features | None, splits_backwards: bool
+        self, graph: ModelGraph, parallel: Rewrite | None, splits_backwards: bool
     ) -> dict[int, list[Rewrite]]:
-        parallel = _rewriter(graph, features, self.mesh.tp)
         shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         rewrites: dict[int, list[Rewrite]] = {}
         for stage in self.own_stages:
@@ -72,10 +72,12 @@ class Programs:
         for name, tensor in graph.constants.items():
             self.buffers[name] = tensor.to(self.mesh.device)
         bounds = stage_bounds(graph, self.owners, self._partition)
-        return compile_program(graph, bounds, self._rewrites)
+        # A graph that was cut otherwise has other segments: there nothing is kept by number.
+        is_same = len(graph.segments) == self._partition.num_segments
+        return compile_program(graph, bounds, self._rewrites, self._kept if is_same else ())
 
 
-def _rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite | None:
+def rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite | None:
     """How this job makes segments tensor parallel; every rank checks the whole model."""
     if tp == 1:
         return None

@@ -87,7 +87,8 @@ class Stage:
             number: the microbatch's number in the step.
             microbatch: its columns and derived values.
             received: the values of the stage's `received`.
-            keep: keep every segment's activations for the backward; else only its inputs.
+            keep: keep every segment's activations for the backward; else those of the segments
+                that its program keeps, and of the others only the inputs.
 
         Returns:
             The values of `sent`, and the model's outputs made here.
@@ -97,10 +98,11 @@ class Stage:
         saved = []
         weights = self.weights.of(number)
         for segment in program.segments:
-            record = self._start(segment, values, keep)
+            stays = keep or segment.kept
+            record = self._start(segment, values, stays)
             held = (weights, self.buffers)
-            outputs = self._call(segment, held, microbatch, record.inputs, keep)
-            record.outputs = outputs if keep else None
+            outputs = self._call(segment, held, microbatch, record.inputs, stays)
+            record.outputs = outputs if stays else None
             saved.append(record)
             values.update(zip(segment.segment.outputs, outputs, strict=True))
         self._saved[number] = saved

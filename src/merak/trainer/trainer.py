@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from merak.graph.proxies import empty_weights
 from merak.trainer.batches import Agreement, Council
 from merak.trainer.evaluation import Evaluation, EvaluationOptions
 from merak.trainer.saving import Saving
+from merak.trainer.similar import similar_optimizer
 from merak.trainer.tokens import TOKENS, TokenCounter
 
 logger = logging.getLogger(__name__)
@@ -148,6 +150,9 @@ class MerakTrainer(Saving, Trainer):
             bucket_bytes=args.bucket_bytes,
             exact_tied_gradients=args.tied_gradients == "microbatch",
             hang_limit_s=args.hang_limit_s,
+            recompute=args.recompute,
+            memory_budget_bytes=args.memory_budget,
+            optimizer=partial(similar_optimizer, self),
         )
 
     def _make_counter(self) -> TokenCounter:

@@ -1,0 +1,168 @@
+"""Before anything is built: what recomputes, how much memory that takes, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from merak.core.mesh import Mesh
+from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
+from merak.engine.program import Program, Rewrite, compile_program
+from merak.engine.tied import find_holders
+from merak.plan.balance import Timed
+from merak.plan.memory import Job, MemoryModel, RankMemory
+from merak.plan.recompute import Position, fill, recomputing_stages
+from merak.plan.walk import SharedHere
+from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
+from merak.schedule.lower import lower
+from merak.schedule.recompute import recomputing
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory of a job, for any choice of what recomputes.
+
+    Args:
+        model: the user's model, for its buffers.
+        layout: which segments form which stage, and the schedule.
+        mesh: the degrees and the device.
+        rewrite: what tensor parallelism does to a segment; None for nothing.
+        options: of which the optimizer and the ways of reducing gradients matter.
+    """
+
+    model: nn.Module
+    layout: Layout
+    mesh: Mesh
+    rewrite: Rewrite | None
+    options: EngineOptions
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """All segments that keep their activations, as the layout and its schedule say."""
+        stages, flags = self.layout.partition.stages, self.layout.schedule.recompute
+        whole = {
+            i for own, recomputes in zip(stages, flags, strict=True) if not recomputes for i in own
+        }
+        return self.layout.kept | whole
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """What estimates the memory; made when it is first asked for."""
+        return MemoryModel(self._job())
+
+    def ranks(self, schedule: Schedule, kept: frozenset[int]) -> tuple[RankMemory, ...]:
+        """The memory of every pipeline position.
+
+        Args:
+            schedule: any that has the layout's stages.
+            kept: segments that keep their activations.
+        """
+        chosen = self.recomputing(schedule, kept)
+        return self.memory.ranks(chosen, lower(chosen), kept)
+
+    def recomputing(self, schedule: Schedule, kept: frozenset[int]) -> Schedule:
+        """A schedule in which exactly the stages recompute that have a segment not kept."""
+        return recomputing(schedule, recomputing_stages(self.layout.partition, kept))
+
+    def positions(self, schedule: Schedule, times: Sequence[Timed]) -> tuple[Position, ...]:
+        """What there is to keep on every pipeline position, and what it costs and saves."""
+        return tuple(
+            self._position(schedule.stages_of(rank), schedule, times)
+            for rank in range(self.mesh.pp)
+        )
+
+    def fill(
+        self, schedule: Schedule, times: Sequence[Timed], budget_bytes: Sequence[int]
+    ) -> frozenset[int]:
+        """Let as much keep its activations as fits, what saves most time first."""
+
+        def peak_of(rank: int, kept: frozenset[int]) -> int:
+            # Segments of other positions are not looked at; all of theirs may as well recompute.
+            chosen = self.recomputing(schedule, kept)
+            return self.memory.rank(rank, chosen, lower(chosen), kept).peak.total_bytes
+
+        return fill(self.positions(schedule, times), peak_of, budget_bytes)
+
+    def held_bytes(self) -> dict[int, int]:
+        """What each segment holds for a microbatch when it keeps its activations."""
+        return {
+            index: memory.saved_bytes + sum(output.num_bytes for output in memory.outputs.values())
+            for index, memory in self.memory.segments.items()
+        }
+
+    def _position(
+        self, stages: Sequence[int], schedule: Schedule, times: Sequence[Timed]
+    ) -> Position:
+        segments = [i for stage in stages for i in self.layout.partition.stages[stage]]
+        flights = {stage: most_in_flight(schedule, stage) for stage in stages}
+        held = self.held_bytes()
+        return Position(
+            segments=tuple(segments),
+            saved_s=tuple(times[i].forward_s for i in segments),
+            held_bytes=tuple(
+                held[i] * flights[self.layout.partition.stage_of(i)] for i in segments
+            ),
+        )
+
+    def _job(self) -> Job:
+        layout, mesh = self.layout, self.mesh
+        graph, partition = layout.graph, layout.partition
+        owners = stages_of_parameters(graph, partition)
+        bounds = stage_bounds(graph, owners, partition)
+        rewrites = [self.rewrite] if self.rewrite else []
+        programs = tuple(
+            compile_program(
+                graph,
+                bounds,
+                {stage: rewrites for stage in layout.schedule.stages_of(rank)},
+            )
+            for rank in range(mesh.pp)
+        )
+        return Job(
+            programs=programs,
+            mesh=mesh,
+            shared=tuple(self._shared(rank) for rank in range(mesh.pp)),
+            others=tuple(self._other_bytes(programs, rank, owners) for rank in range(mesh.pp)),
+            optimizer=self.options.optimizer,
+            every_microbatch=self.options.exact_tied_gradients,
+            bucket_bytes=self.options.bucket_bytes,
+        )
+
+    def _shared(self, rank: int) -> dict[tuple[str, int], SharedHere]:
+        """The parameters that several segments read, one of them here."""
+        schedule = self.layout.schedule
+        if not schedule.is_synchronous:
+            return {}
+        return {
+            (name, pipe): SharedHere(holder.first, holder is found[-1], len(found))
+            for pipe in range(len(schedule.pipes))
+            for name, found in find_holders(self.layout.readers(pipe)).items()
+            for holder in found
+            if holder.rank == rank
+        }
+
+    def _other_bytes(
+        self, programs: Sequence[Program], rank: int, owners: Mapping[str, frozenset[int]]
+    ) -> int:
+        """Buffers, constants of the trace, and the parameters here that no segment reads."""
+        graph = self.layout.graph
+        buffers = [*self.model.buffers(), *graph.constants.values()]
+        read = {name for segment in graph.segments for name in segment.parameters}
+        own = set(programs[rank].stages)
+        unread = [m for n, m in graph.parameters.items() if n not in read and owners[n] & own]
+        return sum(b.nbytes for b in buffers) + sum(m.num_bytes for m in unread)
+
+
+def most_in_flight(schedule: Schedule, stage: int) -> int:
+    """Microbatches that a stage has in flight at a time on one rank, at most."""
+    most = 0
+    for rank in schedule.ranks_of(stage):
+        level = 0
+        for action in schedule.actions[rank]:
+            if action.stage == stage:
+                level += (action.kind is Kind.FORWARD) - (action.kind in FINAL_KINDS)
+                most = max(most, level)
+    return most

@@ -1,0 +1,165 @@
+"""What a job recomputes: said by the user, or chosen to fit the memory; and whether it fits.
+
+Rank 0 decides for all ranks, since estimates rest on speeds that differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from merak.core.errors import PlanError
+from merak.core.mesh import Mesh
+from merak.engine.forecast import Forecast
+from merak.engine.layout import EngineOptions
+from merak.engine.plans import Plans
+from merak.plan.balance import Timed, balance
+from merak.plan.memory import RankMemory
+from merak.plan.recompute import Mode, Wish, keep_share, parse_recompute, recomputing_stages
+
+_SHARE_TO_FILL = 0.92
+"""What `auto` takes of a GPU's memory; the rest is for its context, libraries and fragments."""
+
+Times = Callable[[], Sequence[Timed]]
+"""Gives the times of the segments, which may have to be measured."""
+
+
+def settle_recompute(forecast: Forecast, times: Times) -> Forecast:
+    """Decide what recomputes, and refuse what does not fit; called alike on every rank.
+
+    Args:
+        forecast: the job as it is laid out, and what the user said about recomputation and memory.
+        times: of the segments.
+
+    Returns:
+        The job, with the segments that keep their activations and a schedule to match.
+
+    Raises:
+        PlanError: a choice that makes no sense, or a memory that the job does not fit.
+    """
+    layout, mesh, options = forecast.layout, forecast.mesh, forecast.options
+    wish = parse_recompute(options.recompute)
+    budgets = _on_all_ranks(_budget(options, mesh), mesh)
+    known = [budget for budget in budgets if budget is not None]
+    if wish.mode is Mode.SCHEDULE and not known:
+        return forecast
+    decided: list[tuple[frozenset[int], str | None]] = [(frozenset(), None)]
+    if mesh.rank == 0:
+        try:
+            kept = _choose(forecast, wish, times, min(known, default=None))
+            decided = [(kept, _misfit(forecast, kept, min(known, default=None), times))]
+        except PlanError as error:
+            decided = [(frozenset(), str(error))]
+    if mesh.world_size > 1:
+        dist.broadcast_object_list(decided, src=0)
+    kept, problem = decided[0]
+    if problem is not None:
+        raise PlanError(problem)
+    if wish.mode is Mode.SCHEDULE:
+        return forecast
+    plans = layout.plans.recomputing(recomputing_stages(layout.partition, kept))
+    return replace(forecast, layout=replace(layout, plans=plans, kept=kept))
+
+
+def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
+    """What this rank may hold: as the user says, or its GPU's memory."""
+    if options.memory_budget_bytes is not None:
+        return options.memory_budget_bytes
+    if mesh.device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(mesh.device).total_memory)
+
+
+def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
+    found: list[int | None] = [budget] * mesh.world_size
+    if mesh.world_size > 1:
+        dist.all_gather_object(found, budget)
+    return found
+
+
+def _choose(forecast: Forecast, wish: Wish, times: Times, budget: int | None) -> frozenset[int]:
+    """The segments that keep their activations."""
+    layout = forecast.layout
+    every = frozenset(range(layout.partition.num_segments))
+    if wish.mode is Mode.SCHEDULE:
+        return forecast.kept
+    if wish.mode is Mode.SEGMENTS:
+        return every - wish.numbers([segment.name for segment in layout.graph.segments])
+    if wish.mode is Mode.SHARE:
+        if wish.share in (0.0, 1.0):
+            return every if wish.share == 0.0 else frozenset()
+        held = forecast.held_bytes()
+        return keep_share(layout.partition, times(), [held[i] for i in sorted(held)], wish.share)
+    if budget is None:
+        raise PlanError(
+            "recompute='auto' fills a memory whose size is not known on the CPU; give "
+            "memory_budget in bytes."
+        )
+    if forecast.options.memory_budget_bytes is None:
+        budget = int(_SHARE_TO_FILL * budget)
+    schedule = layout.schedule
+    return forecast.fill(schedule, times(), [budget] * forecast.mesh.pp)
+
+
+def _misfit(
+    forecast: Forecast, kept: frozenset[int], budget: int | None, times: Times
+) -> str | None:
+    """A sentence, if some rank does not fit: the numbers, and what would fit."""
+    if budget is None:
+        return None
+    schedule = forecast.layout.schedule
+    worst = _largest(forecast.ranks(schedule, kept))
+    if worst.peak.total_bytes <= budget:
+        return None
+    parts = ", ".join(f"{p.value} {gigabytes(b)}" for p, b in worst.peak.parts.items() if b)
+    sentence = (
+        f"pipeline position {worst.rank} needs {gigabytes(worst.peak.total_bytes)} at "
+        f"{worst.peak.at} ({parts}), but may hold {gigabytes(budget)}"
+    )
+    least = _largest(forecast.ranks(schedule, frozenset())).peak.total_bytes
+    if least <= budget:
+        return f"{sentence}; recompute='full' needs {gigabytes(least)}, so use that or 'auto'."
+    fits = _pp_that_fits(forecast, budget, times)
+    fix = f"use pp={fits} with recompute='full'" if fits else "not even one segment a rank fits"
+    return (
+        f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix}, or a larger tp or a "
+        "smaller microbatch."
+    )
+
+
+def _largest(ranks: Sequence[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda rank: rank.peak.total_bytes)
+
+
+def _pp_that_fits(forecast: Forecast, budget: int, times: Times) -> int | None:
+    """The least larger pipeline degree, by doubling, with which all fits that recomputes."""
+    mesh, layout, options = forecast.mesh, forecast.layout, forecast.options
+    num_segments, pp = layout.partition.num_segments, 2 * mesh.pp
+    while pp <= num_segments:
+        try:
+            plans = Plans(options.schedule, pp, options.num_microbatches)
+            num_stages = plans.base.schedule.num_stages
+            partition = balance(times(), num_stages, options.num_microbatches)
+        except ValueError:
+            return None  # The schedule is not defined for that degree.
+        bigger = replace(
+            forecast,
+            layout=replace(layout, partition=partition, plans=plans),
+            mesh=replace(mesh, pp=pp),
+        )
+        ranks = bigger.ranks(plans.base.schedule, frozenset())
+        if _largest(ranks).peak.total_bytes <= budget:
+            return pp
+        pp *= 2
+    return None
+
+
+def gigabytes(num_bytes: int) -> str:
+    """A size for people to read."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes / 1e3:.1f} kB"

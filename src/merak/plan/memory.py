@@ -1,0 +1,251 @@
+"""The memory of every rank, before anything runs: what it holds, when most, and whether it fits.
+
+Source: arXiv 2206.04959 (Merak), section 5.2, for what grows with the microbatches in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from merak.core.mesh import Mesh, pretended
+from merak.engine.program import Program
+from merak.graph.ir import TensorMeta
+from merak.plan.ledger import Ledger, Moment, Part
+from merak.plan.optimizer import OptimizerFactory, OptimizerMemory, optimizer_memory
+from merak.plan.saved import SegmentMemories, SegmentMemory, storage_bytes
+from merak.plan.walk import SharedHere, Surroundings, Walk, parameters_of
+from merak.schedule.ir import Schedule
+from merak.schedule.memory import num_weight_versions
+from merak.schedule.steps import Step
+
+SENDS_PER_RANK = 4
+"""A rank holds the buffers of so many sends for each pipeline position."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one stage on its rank.
+
+    Args:
+        stage: its number.
+        parameters: of its parameters.
+        gradients: of their gradients.
+        optimizer: of the optimizer's state for them.
+        activations: the most that its microbatches take at a time: what autograd saves, inputs
+            kept by what recomputes, what arrives and leaves, and what an operator takes meanwhile.
+    """
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What the ranks of one pipeline position hold.
+
+    Args:
+        rank: the pipeline position.
+        stages: its stages.
+        peak: the moment at which it holds most.
+    """
+
+    rank: int
+    stages: tuple[StageMemory, ...]
+    peak: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model laid out over pipeline positions, as its memory depends on it.
+
+    Args:
+        programs: for each position, its stages with their local segments; what recomputes is said
+            apart.
+        mesh: the degrees, and the device.
+        shared: by position, the parameters that several segments read, by name and pipe.
+        others: by position, bytes of its buffers and of parameters that no segment reads.
+        optimizer: makes the optimizer; None counts none.
+        every_microbatch: whether gradients of shared parameters travel after every microbatch.
+        bucket_bytes: gradients are summed over replicas as soon as so many bytes are final.
+    """
+
+    programs: tuple[Program, ...]
+    mesh: Mesh
+    shared: tuple[Mapping[tuple[str, int], SharedHere], ...]
+    others: tuple[int, ...]
+    optimizer: OptimizerFactory | None = None
+    every_microbatch: bool = True
+    bucket_bytes: int = 25 * 2**20
+
+
+class MemoryModel:
+    """Estimates the memory of a job under any schedule and choice of what recomputes.
+
+    Args:
+        job: the model as it is laid out.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        device = _fake_device(job.mesh.device)
+        with pretended(replace(job.mesh, rank=0, device_mesh=None)):
+            measure = SegmentMemories(device)
+            self.segments: dict[int, SegmentMemory] = {
+                segment.segment.index: measure(segment.segment)
+                for program in job.programs
+                for stage in program.stages.values()
+                for segment in stage.segments
+            }
+            self._derived = [_prologue_bytes(p, device) for p in job.programs]
+        self._optimizers = [_optimizer(job, program, device) for program in job.programs]
+
+    def ranks(
+        self, schedule: Schedule, steps: Sequence[Sequence[Step]], kept: frozenset[int]
+    ) -> tuple[RankMemory, ...]:
+        """The memory of every pipeline position.
+
+        Args:
+            schedule: with the stages that recompute anything.
+            steps: its steps, lowered.
+            kept: of those stages, the segments that keep their activations.
+        """
+        return tuple(
+            self.rank(rank, schedule, steps, kept) for rank in range(len(self.job.programs))
+        )
+
+    def rank(
+        self,
+        rank: int,
+        schedule: Schedule,
+        steps: Sequence[Sequence[Step]],
+        kept: frozenset[int],
+    ) -> RankMemory:
+        """The memory of one pipeline position; arguments as of `ranks`."""
+        job = self.job
+        program = _keeping(job.programs[rank], kept)
+        state, taken = self._optimizers[rank]
+        fixed_bytes, varying_bytes = self._derived[rank]
+        ledger = Ledger()
+        parameters = parameters_of(program)
+        ledger.hold("parameters", _sum(parameters), Part.PARAMETERS)
+        ledger.hold("versions", _version_bytes(rank, schedule, program), Part.PARAMETERS)
+        ledger.hold("others", job.others[rank] + fixed_bytes, Part.BUFFERS)
+        ledger.hold("optimizer", sum(state.values()), Part.OPTIMIZER)
+        columns = sum(column.num_bytes for column in _columns(program))
+        ledger.hold("columns", columns * schedule.num_microbatches, Part.COLUMNS)
+        around = Surroundings(
+            rank=rank,
+            schedule=schedule,
+            program=program,
+            memory=self.segments,
+            derived_bytes=varying_bytes,
+            shared=job.shared[rank],
+            bucket_bytes=job.bucket_bytes if _is_replicated(rank, schedule, job) else None,
+            every_microbatch=job.every_microbatch,
+            open_sends=SENDS_PER_RANK * job.mesh.pp,
+        )
+        Walk(around, ledger).run(steps[rank])
+        # Buckets have become the gradients when the optimizer steps.
+        ledger.parts[Part.COMMUNICATION] = 0
+        update = sum(ledger.parts.values()) - ledger.total_bytes
+        ledger.look("update", update + taken)
+        assert ledger.peak is not None
+        stages = tuple(
+            _stage(stage, program, state, ledger.stage_peaks[stage]) for stage in program.stages
+        )
+        return RankMemory(rank, stages, ledger.peak)
+
+
+def _is_replicated(rank: int, schedule: Schedule, job: Job) -> bool:
+    """Whether others hold the same stages, replicas or ranks of another pipe."""
+    stages = schedule.stages_of(rank)
+    return job.mesh.dp > 1 or any(len(schedule.ranks_of(stage)) > 1 for stage in stages)
+
+
+def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:
+    """Bytes of the weights that microbatches under way still need, besides the present ones."""
+    versions = num_weight_versions(schedule)
+    every = parameters_of(program)
+    return sum(
+        (versions[rank, stage] - 1) * sum(every[name].num_bytes for name in _names(program, stage))
+        for stage in program.stages
+    )
+
+
+def _fake_device(device: torch.device) -> torch.device:
+    """Where fake tensors claim to be: on the job's kind of device, if this machine has one."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    return device
+
+
+def _keeping(program: Program, kept: frozenset[int]) -> Program:
+    stages = {
+        number: replace(
+            stage,
+            segments=tuple(replace(s, kept=s.segment.index in kept) for s in stage.segments),
+        )
+        for number, stage in program.stages.items()
+    }
+    return replace(program, stages=stages)
+
+
+def _optimizer(job: Job, program: Program, device: torch.device) -> tuple[dict[str, int], int]:
+    """State of the optimizer by parameter, and what it takes while it steps."""
+    metas = {n: meta for n, meta in parameters_of(program).items() if meta.requires_grad}
+    found: OptimizerMemory = optimizer_memory(job.optimizer, list(metas.values()), device)
+    return dict(zip(metas, found.state_bytes, strict=True)), found.taken_bytes
+
+
+def _prologue_bytes(program: Program, device: torch.device) -> tuple[int, int]:
+    """Derived values that stay throughout, and those of one microbatch."""
+    fixed, varying = (
+        sum(storage_bytes(prologue.segment, device).values()) if prologue.segment.outputs else 0
+        for prologue in (program.fixed, program.derived)
+    )
+    return fixed, varying
+
+
+def _columns(program: Program) -> list[TensorMeta]:
+    """What each column is that a position reads."""
+    found: dict[str, TensorMeta] = {}
+    segments = [s.segment for stage in program.stages.values() for s in stage.segments]
+    for segment in (*segments, program.derived.segment):
+        for node in segment.graph.find_nodes(op="placeholder"):
+            if node.meta["name"] in segment.columns:
+                found[node.meta["name"]] = node.meta["tensor"]
+    return list(found.values())
+
+
+def _stage(stage: int, program: Program, state: Mapping[str, int], activations: int) -> StageMemory:
+    """A stage's row; a parameter of several stages of one position counts in the first."""
+    earlier = {n for s in program.stages if s < stage for n in _names(program, s)}
+    own = {n: m for n, m in parameters_of(program).items() if n in _names(program, stage)}
+    metas = {name: meta for name, meta in own.items() if name not in earlier}
+    trained = {name: meta for name, meta in metas.items() if meta.requires_grad}
+    return StageMemory(
+        stage=stage,
+        parameters=_sum(metas),
+        gradients=_sum(trained),
+        optimizer=sum(state.get(name, 0) for name in trained),
+        activations=activations,
+    )
+
+
+def _names(program: Program, stage: int) -> set[str]:
+    return {n for s in program.stages[stage].segments for n in s.segment.parameters}
+
+
+def _sum(metas: Mapping[str, TensorMeta]) -> int:
+    return sum(meta.num_bytes for meta in metas.values())

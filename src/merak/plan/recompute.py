@@ -1,0 +1,301 @@
+"""Which segments keep their activations and which compute them again, stage by stage.
+
+A stage holds the activations of all its microbatches in flight, so keeping a segment costs more
+on an early stage than on a late one, and saves the same. What a rank has left of its memory is
+filled with the segments that are dear to compute again and cheap to keep.
+
+Source: arXiv 2206.04959 (Merak), section 5.2: there each stage keeps a share of its segments, all
+of them alike; here they are chosen one by one, by what each saves and costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from merak.core.errors import PlanError
+from merak.plan.balance import Timed
+from merak.plan.partition import Partition
+from merak.schedule.costs import Costs, stage_costs
+
+_GRAINS = 2000
+"""Parts that a budget is divided into when segments are chosen for it."""
+
+_MOST_TRIES = 32
+"""Segments that are tried one by one at the end."""
+
+Recompute = str | float | Sequence[int | str] | None
+"""What users may say: "off", "full", "auto", a share, or segments by number or name."""
+
+
+class Mode(Enum):
+    """Ways to say what recomputes."""
+
+    SCHEDULE = "as the schedule says"
+    SHARE = "a share of every stage"
+    SEGMENTS = "these segments"
+    AUTO = "as little as the memory allows"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to recompute.
+
+    Args:
+        mode: how it is said.
+        share: of every stage's segments, which recompute.
+        segments: numbers or names of those that recompute.
+    """
+
+    mode: Mode
+    share: float = 0.0
+    segments: tuple[int | str, ...] = ()
+
+    def numbers(self, names: Sequence[str]) -> frozenset[int]:
+        """The numbers of the segments that recompute.
+
+        Args:
+            names: of the model's segments, in order.
+
+        Raises:
+            PlanError: there is no segment of that number or name.
+        """
+        numbers: set[int] = set()
+        for segment in self.segments:
+            found = [i for i, name in enumerate(names) if segment in (i, name)]
+            if not found:
+                raise PlanError(
+                    f"recompute names the segment {segment!r}, but the model's are 0 to "
+                    f"{len(names) - 1}, from {names[0]!r} to {names[-1]!r}; `merak trace` lists "
+                    "them."
+                )
+            numbers.update(found)
+        return frozenset(numbers)
+
+
+def parse_recompute(value: Recompute) -> Wish:
+    """Read what a user says about recomputation.
+
+    Args:
+        value: None for the schedule's own choice; "off", "full" or "auto"; the share of every
+            stage's segments that recompute, 0 to 1; or segments by number or name, as a list or as
+            a text with commas.
+
+    Raises:
+        PlanError: it is none of these.
+    """
+    if value is None:
+        return Wish(Mode.SCHEDULE)
+    if isinstance(value, str):
+        return _parse_text(value.strip())
+    if isinstance(value, int | float):
+        return _share(float(value), value)
+    segments = tuple(value)
+    if not all(isinstance(s, int | str) and not isinstance(s, bool) for s in segments):
+        raise _refusal(value)
+    return Wish(Mode.SEGMENTS, segments=segments)
+
+
+def _parse_text(text: str) -> Wish:
+    if text in ("off", "full"):
+        return Wish(Mode.SHARE, share=float(text == "full"))
+    if text == "auto":
+        return Wish(Mode.AUTO)
+    if "," in text:
+        parts = [part.strip() for part in text.split(",")]
+        segments = tuple(int(part) if part.isdigit() else part for part in parts if part)
+        return Wish(Mode.SEGMENTS, segments=segments)
+    try:
+        share = float(text)
+    except ValueError:
+        raise _refusal(text) from None
+    return _share(share, text)
+
+
+def _share(share: float, said: object) -> Wish:
+    if not 0.0 <= share <= 1.0:
+        raise _refusal(said)
+    return Wish(Mode.SHARE, share=share)
+
+
+def _refusal(value: object) -> PlanError:
+    return PlanError(
+        f"recompute={value!r} is no choice of what to recompute; use 'off', 'full', 'auto', the "
+        "share of every stage's segments that recompute (0 to 1), or segments such as '3,4,7'."
+    )
+
+
+def recomputing_stages(partition: Partition, kept: frozenset[int]) -> tuple[bool, ...]:
+    """For each stage, whether some segment of it recomputes."""
+    return tuple(any(i not in kept for i in stage) for stage in partition.stages)
+
+
+def pipeline_costs(
+    partition: Partition, times: Sequence[Timed], kept: frozenset[int], **others: object
+) -> Costs:
+    """What the stages cost, when some segments keep their activations.
+
+    Args:
+        partition: segments by stage.
+        times: of the segments.
+        kept: segments that are not computed again.
+        **others: further fields of `Costs`.
+    """
+    recompute_s = tuple(
+        sum(times[i].forward_s for i in stage if i not in kept) for stage in partition.stages
+    )
+    return stage_costs(
+        tuple(sum(times[i].forward_s for i in stage) for stage in partition.stages),
+        tuple(sum(times[i].backward_s for i in stage) for stage in partition.stages),
+        recompute_s=recompute_s,
+        **others,
+    )
+
+
+def keep_share(
+    partition: Partition, times: Sequence[Timed], held_bytes: Sequence[int], share: float
+) -> frozenset[int]:
+    """Let a share of every stage's segments recompute, the cheapest for the memory they free.
+
+    Args:
+        partition: segments by stage.
+        times: of the segments.
+        held_bytes: what each segment holds for a microbatch if it keeps its activations.
+        share: of a stage's segments; a part of a segment counts as a whole one.
+
+    Returns:
+        The segments that keep their activations.
+    """
+    kept: list[int] = []
+    for stage in partition.stages:
+        num_recomputed = math.ceil(share * len(stage) - 1e-9)
+        freed = sorted(stage, key=lambda i: times[i].forward_s / max(held_bytes[i], 1))
+        kept += freed[num_recomputed:]
+    return frozenset(kept)
+
+
+def paper_ratios(first: float, num_stages: int) -> tuple[float, ...]:
+    """For each stage, the share of segments that keep their activations, by Merak's formula.
+
+    Args:
+        first: that of the first stage, 0 to 1.
+        num_stages: pipeline degree.
+
+    Source: arXiv 2206.04959, section 5.2, the recursive formula for α_i.
+    """
+    ratios = [min(1.0, (num_stages - 1) * first / (num_stages - i)) for i in range(1, num_stages)]
+    if num_stages >= 3:
+        ratios[-1] = ratios[-2]
+    return (*ratios, 1.0)
+
+
+def keep_ratios(partition: Partition, ratios: Sequence[float]) -> frozenset[int]:
+    """Let the first segments of each stage keep their activations, as many as a ratio says."""
+    return frozenset(
+        index
+        for stage, ratio in zip(partition.stages, ratios, strict=True)
+        for index in stage[: math.floor(ratio * len(stage) + 1e-9)]
+    )
+
+
+PeakOf = Callable[[int, frozenset[int]], int]
+"""The most bytes that a pipeline position holds when some segments keep their activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The segments of one pipeline position, to choose from.
+
+    Args:
+        segments: their numbers.
+        saved_s: for each, the time of computing it again.
+        held_bytes: for each, what it holds for all microbatches in flight if it keeps its
+            activations.
+    """
+
+    segments: tuple[int, ...]
+    saved_s: tuple[float, ...]
+    held_bytes: tuple[int, ...]
+
+
+def fill(
+    positions: Sequence[Position], peak_of: PeakOf, budget_bytes: Sequence[int]
+) -> frozenset[int]:
+    """Choose the segments that keep their activations, so that every position fills its memory.
+
+    In a given order of actions an iteration never gets longer when an action gets shorter, so the
+    most time saved on every position is best for the whole.
+
+    Args:
+        positions: what there is to choose from.
+        peak_of: judges a choice; only segments of the position asked for matter.
+        budget_bytes: what each position may hold.
+
+    Returns:
+        The segments that keep their activations. A position that does not even fit when all its
+        segments recompute keeps none.
+    """
+    kept: set[int] = set()
+    for rank, (position, budget) in enumerate(zip(positions, budget_bytes, strict=True)):
+        kept |= _fill_one(position, partial(peak_of, rank), budget)
+    return frozenset(kept)
+
+
+def _fill_one(
+    position: Position, peak_of: Callable[[frozenset[int]], int], budget: int
+) -> frozenset[int]:
+    """The best choice whose estimated weights fit so much that the true peak fits the budget."""
+    everything, nothing = frozenset(position.segments), frozenset[int]()
+    if peak_of(everything) <= budget:
+        return everything
+    best = nothing
+    low, high = 0.0, float(sum(position.held_bytes))
+    spare = budget - peak_of(nothing)
+    if spare <= 0:
+        return nothing
+    # Weights are those of all microbatches in flight at once; the peak may come at another time.
+    guess = float(spare)
+    for _ in range(10):
+        chosen = _knapsack(position, guess)
+        if peak_of(chosen) <= budget:
+            best, low = max(best, chosen, key=lambda c: _saved(position, c)), guess
+        else:
+            high = guess
+        guess = (low + high) / 2
+    # What the weights were too careful about still fits.
+    left = [i for _, i in sorted(zip(position.held_bytes, position.segments)) if i not in best]
+    for index in left[:_MOST_TRIES]:
+        if peak_of(best | {index}) <= budget:
+            best |= {index}
+    return best
+
+
+def _saved(position: Position, chosen: frozenset[int]) -> float:
+    return sum(s for i, s in zip(position.segments, position.saved_s) if i in chosen)
+
+
+def _knapsack(position: Position, limit: float) -> frozenset[int]:
+    """The segments that save the most time of all that hold at most so many bytes."""
+    grain = max(limit / _GRAINS, 1e-9)
+    weights = [math.ceil(held / grain - 1e-9) for held in position.held_bytes]
+    best: NDArray[np.float64] = np.zeros(_GRAINS + 1)
+    taken: list[NDArray[np.bool_]] = []
+    for weight, value in zip(weights, position.saved_s):
+        with_it = np.full(_GRAINS + 1, -1.0)
+        if weight <= _GRAINS:
+            with_it[weight:] = best[: _GRAINS + 1 - weight] + value
+        better = with_it > best
+        taken.append(better)
+        best = np.where(better, with_it, best)
+    chosen, left = [], _GRAINS
+    for index in range(len(weights) - 1, -1, -1):
+        if taken[index][left]:
+            chosen.append(position.segments[index])
+            left -= weights[index]
+    return frozenset(chosen)

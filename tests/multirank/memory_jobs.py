@@ -1,0 +1,150 @@
+"""Jobs whose memory is estimated and then measured, on the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from merak.core.mesh import init
+from merak.data import signature
+from merak.engine.build import build_engine, forecast_of
+from merak.engine.layout import EngineOptions
+from merak.graph.build import GraphSource
+from merak.plan.ledger import Part
+from merak.plan.storages import Storages
+
+VOCABULARY, SEQUENCE, BATCH = 64, 24, 2
+
+SMALL = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2(dropout: float) -> nn.Module:
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=32, n_head=4, n_positions=32, **drops, **SMALL
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(dropout: float) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=dropout, **SMALL,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert(dropout: float) -> nn.Module:
+    config = transformers.BertConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=32, hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def t5(dropout: float) -> nn.Module:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=dropout,
+        vocab_size=VOCABULARY, use_cache=False, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit(dropout: float) -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        image_size=32, patch_size=8, hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout, num_labels=5,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+MODELS: Mapping[str, Callable[[float], nn.Module]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+}
+
+
+def batch_of(family: str) -> dict[str, torch.Tensor]:
+    draws = torch.Generator().manual_seed(3)
+    if family == "vit":
+        pixels = torch.randn(BATCH, 3, 32, 32, generator=draws)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 5, (BATCH,), generator=draws)}
+    ids = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE), generator=draws)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@dataclass(frozen=True)
+class MemoryJob:
+    """One model, one layout, one choice of what recomputes."""
+
+    family: str
+    dropout: float = 0.0
+    schedule: str = "1f1b"
+    num_microbatches: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes beyond parameters, buffers and optimizer: estimated, and in the second step."""
+
+    job: MemoryJob
+    estimated: int
+    measured: int
+    at: str
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -> list[Measured]:
+    """Estimate and run some jobs on this rank."""
+    dp, tp, pp = degrees
+    mesh = init(dp=dp, tp=tp, pp=pp, device="cpu")
+    found = []
+    for job in jobs:
+        torch.manual_seed(0)
+        model, batch = MODELS[job.family](job.dropout), batch_of(job.family)
+        sample = signature(batch).columns
+        source, count = GraphSource(model, cache_dir=cache), job.num_microbatches
+        options = EngineOptions(
+            schedule=job.schedule,
+            num_microbatches=count,
+            optimizer=adam,
+            **job.options,
+        )
+        forecast = forecast_of(source, sample, mesh, options)
+        schedule = forecast.layout.plans.base.schedule
+        ranks = forecast.ranks(schedule, forecast.kept)
+        peak = ranks[mesh.pp_rank].peak
+        engine = build_engine(source, sample, mesh, options)
+        optimizer = adam(engine.parameters.values())
+        known = [*model.buffers(), *forecast.layout.graph.constants.values()]
+        for step in range(2):
+            optimizer.zero_grad()
+            state = [t for s in optimizer.state.values() for t in s.values()]
+            # The engine moves a batch to its device; here it is there already.
+            with Storages([*engine.parameters.values(), *known, *state]) as storages:
+                batches = [{n: c.clone() for n, c in batch.items()} for _ in range(count)]
+                engine.train_step(step, [sample] * len(batches), batches, 1.0)
+                optimizer.step()
+        static = sum(
+            peak.parts.get(part, 0) for part in (Part.PARAMETERS, Part.OPTIMIZER, Part.BUFFERS)
+        )
+        # Columns that the rank does not read are not carried by it, but this loop made them.
+        unread = set(batch) - set(engine.columns(sample))
+        extra = count * sum(batch[name].nbytes for name in unread)
+        found.append(Measured(job, peak.total_bytes - static, storages.peak_bytes - extra, peak.at))
+    return found

@@ -1,0 +1,35 @@
+"""Memory known before the run is the memory that the run takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multirank.memory_jobs import MODELS, MemoryJob, measure
+
+CHOICES = ({"recompute": "off"}, {"recompute": "full"}, {"recompute": 0.5})
+
+
+def assert_close(ranks):
+    """Within 10 percent, which leaves room for what kernels take inside and nobody sees."""
+    for rank, found in enumerate(ranks):
+        for job in found:
+            assert job.estimated == pytest.approx(job.measured, rel=0.1), (rank, job)
+
+
+def test_pipelines_take_what_was_foreseen(pool, tmp_path):
+    jobs = [MemoryJob(family, 0.1, options=choice) for family in MODELS for choice in CHOICES[:2]]
+    jobs += [MemoryJob("gpt2", 0.0, options=choice) for choice in CHOICES]
+    assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
+
+
+@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 2, 1)])
+def test_replicas_and_shards_take_what_was_foreseen(pool, tmp_path, degrees):
+    jobs = [MemoryJob(family, 0.1, options=c) for family in ("gpt2", "llama") for c in CHOICES[1:]]
+    assert_close(pool.run(measure, 2, degrees, jobs, tmp_path))
+
+
+def test_schedules_take_what_was_foreseen(pool, tmp_path):
+    names = ("gpipe", "early_recompute", "shifted_critical_path", "interleaved_1f1b")
+    names = (*names, "zero_bubble_h1", "zero_bubble_v", "dualpipe_v", "chimera", "gems")
+    jobs = [MemoryJob("gpt2", 0.1, schedule=name, num_microbatches=4) for name in names]
+    assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
