@@ -103,18 +103,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, waiting: WeightGradients) -> Any:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.weight = weight  # the leaf itself, whatever hooks there are on saved tensors
         ctx.waiting = waiting
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         rows = gradient.reshape(-1, gradient.shape[-1])
         if weight.requires_grad:
             inputs = x.reshape(-1, x.shape[-1])
             ctx.waiting.add(lambda: add_gradient(weight, rows.t().mm(inputs)))
-        of_x = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        shape = (*gradient.shape[:-1], weight.shape[1])
+        of_x = rows.mm(weight).view(shape) if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return of_x, None, of_bias, None
 
@@ -124,15 +126,16 @@ class _Addmm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bias: Any, x: Any, weight: Any, waiting: WeightGradients) -> Any:
-        ctx.save_for_backward(bias, x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.weight, ctx.bias_shape = weight, bias.shape
         ctx.waiting = waiting
         return torch.addmm(bias, x, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        bias, x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         if weight.requires_grad:
             ctx.waiting.add(lambda: add_gradient(weight, x.t().mm(gradient)))
-        of_bias = gradient.sum_to_size(bias.shape) if ctx.needs_input_grad[0] else None
+        of_bias = gradient.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[0] else None
         of_x = gradient.mm(weight.t()) if ctx.needs_input_grad[1] else None
         return of_bias, of_x, None, None

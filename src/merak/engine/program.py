@@ -26,6 +26,7 @@ class SegmentProgram:
         segment: what it computes, this rank's share of it.
         function: returns the tuple of the segment's outputs.
         gradient_inputs: per input, whether a gradient goes back through it.
+        trains: whether it has a backward: a gradient goes back through one of its outputs.
         draws: whether it draws random numbers.
         written: names of the buffers it writes into.
         kept: whether its activations are kept where its stage recomputes others.
@@ -34,6 +35,7 @@ class SegmentProgram:
     segment: Segment
     function: Callable[..., tuple[torch.Tensor, ...]]
     gradient_inputs: tuple[bool, ...]
+    trains: bool
     draws: bool
     written: tuple[str, ...]
     kept: bool = False
@@ -140,6 +142,7 @@ def compile_segment(
         segment=segment,
         function=module.forward,
         gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
+        trains=any(values[name].requires_grad for name in segment.outputs),
         draws=draws,
         written=_written_buffers(segment.graph),
     )

@@ -98,12 +98,12 @@ class Stage:
         saved = []
         weights = self.weights.of(number)
         for segment in program.segments:
-            stays = keep or segment.kept
-            record = self._start(segment, values, stays)
+            stays = (keep or segment.kept) and segment.trains
+            record = self._start(segment, values, stays or not segment.trains)
             held = (weights, self.buffers)
             outputs = self._call(segment, held, microbatch, record.inputs, stays)
             record.outputs = outputs if stays else None
-            saved.append(record)
+            saved.append(record if segment.trains else Saved([], (), {}))
             values.update(zip(segment.segment.outputs, outputs, strict=True))
         self._saved[number] = saved
         return _detached(values, program)
@@ -152,8 +152,9 @@ class Stage:
         self.waiting.start(number)
         for segment in reversed(program.segments):
             record = saved.pop()
-            self._materialize(segment, record, weights, microbatch)
-            _segment_backward(segment, record, gradients)
+            if segment.trains:
+                self._materialize(segment, record, weights, microbatch)
+                _segment_backward(segment, record, gradients)
             segment_done(segment)
         wanted = microbatch.program.gradients_of(program.received)
         return {name: _gradient(name, gradients, microbatch, self.device) for name in wanted}

@@ -101,7 +101,8 @@ class StashedWeights:
         """The optimizer is about to write the parameters: save the version that they are."""
         if self._needed[self._current]:
             for parameter in self._parameters.values():
-                parameter.data = parameter.data.clone()
+                if parameter.requires_grad:  # what is frozen is the same in all versions
+                    parameter.data = parameter.data.clone()
         else:
             del self._leaves[self._current]
         self._current += 1
