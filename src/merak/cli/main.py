@@ -10,6 +10,7 @@ import typer
 
 from merak.cli.check import check
 from merak.cli.errors import RunError
+from merak.cli.memory import memory
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
 from merak.cli.train import train
@@ -40,6 +41,10 @@ app.command(
     "check",
     epilog="Example: merak check --model LlamaForCausalLM --tp 2 --pp 2",
 )(check)
+app.command(
+    "memory",
+    epilog="Example: merak memory --model GPT2LMHeadModel --pp 4 --microbatches 8 --recompute 0.5",
+)(memory)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
 
 

@@ -30,7 +30,8 @@ class Mesh:
         pp: pipeline parallel degree, the number of pipeline positions.
         rank: this rank, 0 … dp · tp · pp − 1, laid out as (pp, dp, tp) with tp fastest.
         device: the device this rank computes on.
-        device_mesh: torch's mesh over the same ranks; None in a single process.
+        device_mesh: torch's mesh over the same ranks; None in a single process, and for a grid
+            that is only planned with.
     """
 
     dp: int

@@ -128,7 +128,7 @@ def partition_segments(
     if mesh.rank == 0:
         costs = segment_times(graph, options, mesh, cache)
         decided = [balance(costs, num_stages, options.num_microbatches)]
-    if mesh.world_size > 1:
+    if mesh.device_mesh is not None:
         dist.broadcast_object_list(decided, src=0)
     assert decided[0] is not None
     return decided[0]

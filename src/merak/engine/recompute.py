@@ -53,7 +53,7 @@ def settle_recompute(forecast: Forecast, times: Times) -> Forecast:
             decided = [(kept, _misfit(forecast, kept, min(known, default=None), times))]
         except PlanError as error:
             decided = [(frozenset(), str(error))]
-    if mesh.world_size > 1:
+    if mesh.device_mesh is not None:
         dist.broadcast_object_list(decided, src=0)
     kept, problem = decided[0]
     if problem is not None:
@@ -75,7 +75,7 @@ def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
 
 def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
     found: list[int | None] = [budget] * mesh.world_size
-    if mesh.world_size > 1:
+    if mesh.device_mesh is not None:
         dist.all_gather_object(found, budget)
     return found
 
@@ -123,10 +123,11 @@ def _misfit(
     if least <= budget:
         return f"{sentence}; recompute='full' needs {gigabytes(least)}, so use that or 'auto'."
     fits = _pp_that_fits(forecast, budget, times)
-    fix = f"use pp={fits} with recompute='full'" if fits else "not even one segment a rank fits"
+    most = forecast.layout.partition.num_segments
+    fix = f"use pp={fits} with recompute='full'," if fits else f"no pp up to {most} fits; use"
     return (
-        f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix}, or a larger tp or a "
-        "smaller microbatch."
+        f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix} "
+        f"{'or ' if fits else ''}a larger tp or a smaller microbatch."
     )
 
 

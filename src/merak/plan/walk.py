@@ -340,7 +340,7 @@ class Walk:
         number = action.microbatch if self.around.every_microbatch else 0
         key, num_bytes = ("share", name, number), self._bytes[name]
         if not self.ledger.has(key):
-            self.ledger.hold(key, num_bytes, Part.COMMUNICATION)
+            self.ledger.hold(key, num_bytes, Part.COMMUNICATION, action.stage)
         is_last = action.microbatch == self._last[action.stage]
         if segment.segment.index != shared.first or not (self.around.every_microbatch or is_last):
             return
@@ -353,7 +353,7 @@ class Walk:
         self.ledger.release(key)
         if shared.num_holders > 1 and not self.ledger.has(("ahead", name)):
             # The share of the next microbatch is posted ahead.
-            self.ledger.hold(("ahead", name), num_bytes, Part.COMMUNICATION)
+            self.ledger.hold(("ahead", name), num_bytes, Part.COMMUNICATION, action.stage)
         if is_last:
             self._reduce(name, action)
 

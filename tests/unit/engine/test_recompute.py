@@ -134,7 +134,7 @@ def test_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
         forecast(memory_budget_bytes=most - 1)
     with pytest.raises(PlanError, match=r"if everything recomputes; use pp=\d with recompute"):
         forecast(memory_budget_bytes=least - 1)
-    with pytest.raises(PlanError, match=r"not even one segment a rank fits"):
+    with pytest.raises(PlanError, match=r"no pp up to 6 fits; use a larger tp"):
         forecast(memory_budget_bytes=1000, recompute="auto")
     assert forecast(memory_budget_bytes=most).kept == frozenset(range(6))
 

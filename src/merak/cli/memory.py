@@ -1,0 +1,313 @@
+"""`merak memory`: what every stage of a job will take, before anything runs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from merak.cli import options
+from merak.cli.errors import CommandError
+from merak.cli.output import show, size, stdout_to_stderr
+
+if TYPE_CHECKING:
+    from merak.core.mesh import Mesh
+    from merak.engine.forecast import Forecast
+    from merak.plan.memory import RankMemory
+    from merak.plan.optimizer import OptimizerFactory
+    from merak.schedule.simulate import Simulation
+
+_NO_LIMIT = sys.maxsize
+"""A budget that everything fits: the command shows what would not fit here as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """Bytes of one stage.
+
+    Args:
+        stage: its number.
+        ranks: the pipeline positions that hold it.
+        segments: its segments.
+        recomputed: how many of them compute their activations again.
+        parameters: of its parameters.
+        gradients: of their gradients.
+        optimizer: of the optimizer's state.
+        activations: the most that its microbatches take at a time.
+        total: all of it.
+    """
+
+    stage: int
+    ranks: list[int]
+    segments: int
+    recomputed: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What the ranks of a pipeline position hold at the most.
+
+    Args:
+        rank: the pipeline position.
+        peak: bytes, at the highest moment.
+        at: the action that runs then; "update" for the optimizer's step.
+        at_seconds: when it begins in the simulated iteration.
+        parts: bytes at that moment, by what they are for.
+    """
+
+    rank: int
+    peak: int
+    at: str
+    at_seconds: float
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """The memory of a job.
+
+    Args:
+        model: the architecture's class name.
+        schedule: the pipeline schedule.
+        microbatches: of a step.
+        seconds: of one simulated iteration, by the speeds of this machine.
+        recomputed: numbers of the segments that recompute.
+        stages: what every stage takes.
+        ranks: what every pipeline position holds at the most.
+    """
+
+    model: str
+    schedule: str
+    microbatches: int
+    seconds: float
+    recomputed: list[int]
+    stages: list[StageReport]
+    ranks: list[RankReport]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the memory is asked of.
+
+    Args:
+        model: as `--model`.
+        config: as `--config`.
+        batch: samples of a microbatch.
+        sequence: tokens; None for the model's longest, up to 512.
+        degrees: dp, tp and pp.
+        schedule: name of the pipeline schedule.
+        microbatches: of a step.
+        recompute: as `MerakArguments.recompute`.
+        budget: bytes that a rank may hold; None for no limit.
+        optimizer: class in `torch.optim`.
+        device: "cpu" or "cuda"; None for what this machine has.
+    """
+
+    model: str
+    config: str | None = None
+    batch: int = 1
+    sequence: int | None = None
+    degrees: tuple[int, int, int] = (1, 1, 1)
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    recompute: str | None = None
+    budget: int | None = None
+    optimizer: str = "AdamW"
+    device: str | None = None
+
+
+def memory(  # one argument for each option
+    model: options.Model,
+    config: options.Config = None,
+    dp: Annotated[int, typer.Option("--dp", metavar="D", help="Data parallel degree.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", metavar="T", help="Tensor parallel degree.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", metavar="P", help="Pipeline parallel degree.")] = 1,
+    schedule: Annotated[
+        str, typer.Option("--schedule", metavar="NAME", help="Pipeline schedule.")
+    ] = "1f1b",
+    microbatches: Annotated[
+        int, typer.Option("--microbatches", metavar="M", help="Microbatches of a step.")
+    ] = 1,
+    batch: options.Batch = 1,
+    seq: options.Sequence = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            "--recompute",
+            metavar="WHAT",
+            help="off, full, auto, a share of the segments (0 to 1), or segments such as 3,4,7.",
+        ),
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option("--budget", metavar="BYTES", help="What a rank may hold.")
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", metavar="CLASS", help="Of torch.optim.")
+    ] = "AdamW",
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what every stage of a job will take, without running or creating anything."""
+    request = Request(
+        model, config, batch, seq, (dp, tp, pp), schedule, microbatches, recompute, budget,
+        optimizer, device,
+    )  # fmt: skip
+    with stdout_to_stderr():
+        report = memory_report(request)
+    show(report, _page, as_json)
+
+
+def memory_report(request: Request) -> MemoryReport:
+    """The memory of a job, from the shapes of its model alone.
+
+    Args:
+        request: the model and how it is laid out.
+
+    Raises:
+        CommandError: there is no such model or optimizer, or the sizes do not fit it.
+        MerakError: the layout does not fit the model, or the job not its budget.
+    """
+    # Heavy imports wait until a command is known to be well formed.
+    from merak.arguments import default_trace_cache
+    from merak.cli.batch import example_columns
+    from merak.cli.model import parse_overrides, resolve_model
+    from merak.engine.build import forecast_of
+    from merak.engine.layout import EngineOptions
+    from merak.graph.build import GraphSource
+    from merak.graph.proxies import empty_weights
+
+    mesh = _mesh(request)
+    if request.microbatches < 1:
+        raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")
+    source = resolve_model(request.model, parse_overrides(request.config))
+    columns = example_columns(
+        source.model_class, source.config, batch=request.batch, sequence=request.sequence
+    )
+    with empty_weights():
+        module = source.build()
+    folder = default_trace_cache()
+    limit = None if request.recompute == "auto" else _NO_LIMIT
+    forecast = forecast_of(
+        GraphSource(module, device=mesh.device, cache_dir=Path(folder) if folder else None),
+        tuple((name, column.meta) for name, column in columns.items()),
+        mesh,
+        EngineOptions(
+            schedule=request.schedule,
+            num_microbatches=request.microbatches,
+            recompute=request.recompute,
+            memory_budget_bytes=limit if request.budget is None else request.budget,
+            optimizer=_optimizer(request.optimizer),
+        ),
+    )
+    return _report(source.name, forecast, Path(folder) if folder else None)
+
+
+def _mesh(request: Request) -> Mesh:
+    import torch
+
+    from merak.core.mesh import Mesh
+
+    for axis, degree in zip(("dp", "tp", "pp"), request.degrees, strict=True):
+        if degree < 1:
+            raise CommandError(f"--{axis} {degree} is not a degree; use 1 or more.")
+    if request.budget is not None and request.budget < 1:
+        raise CommandError(f"--budget {request.budget} is not a size; use bytes above 0.")
+    kind = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise CommandError("--device cuda was asked for, but torch sees no GPU; use cpu.")
+    if kind not in ("cpu", "cuda"):
+        raise CommandError(f"--device {kind} is not supported; use cpu or cuda.")
+    return Mesh(*request.degrees, 0, torch.device(kind), None)
+
+
+def _optimizer(name: str) -> OptimizerFactory:
+    import torch
+
+    cls = getattr(torch.optim, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise CommandError(f"--optimizer {name} is no class of torch.optim; use such as AdamW.")
+    return lambda parameters: cls(parameters, lr=1e-3)  # type: ignore[call-arg]
+
+
+def _report(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport:
+    from merak.engine.layout import segment_times
+    from merak.plan.recompute import pipeline_costs
+    from merak.schedule.simulate import simulate
+
+    layout, kept = forecast.layout, forecast.kept
+    times = segment_times(layout.graph, forecast.options, forecast.mesh, cache)
+    costs = pipeline_costs(layout.partition, times, kept)
+    simulation = simulate(layout.schedule, costs)
+    ranks = forecast.ranks(layout.schedule, kept)
+    return MemoryReport(
+        model=name,
+        schedule=layout.schedule.name,
+        microbatches=layout.schedule.num_microbatches,
+        seconds=simulation.makespan,
+        recomputed=sorted(set(range(layout.partition.num_segments)) - kept),
+        stages=_stages(forecast, ranks),
+        ranks=[_rank(rank, simulation) for rank in ranks],
+    )
+
+
+def _stages(forecast: Forecast, ranks: tuple[RankMemory, ...]) -> list[StageReport]:
+    """A row for each stage; where several ranks hold one, that of the rank which needs most."""
+    found: dict[int, StageReport] = {}
+    for rank in ranks:
+        for stage in rank.stages:
+            own = forecast.layout.partition.stages[stage.stage]
+            row = StageReport(
+                stage=stage.stage,
+                ranks=list(forecast.layout.schedule.ranks_of(stage.stage)),
+                segments=len(own),
+                recomputed=sum(index not in forecast.kept for index in own),
+                parameters=stage.parameters,
+                gradients=stage.gradients,
+                optimizer=stage.optimizer,
+                activations=stage.activations,
+                total=stage.total,
+            )
+            known = found.get(stage.stage)
+            if known is None or row.total > known.total:
+                found[stage.stage] = row
+    return [found[stage] for stage in sorted(found)]
+
+
+def _rank(rank: RankMemory, simulation: Simulation) -> RankReport:
+    labels = simulation.schedule.labels(rank.rank)
+    if rank.peak.at in labels:
+        index = simulation.table.starts[rank.rank] + labels.index(rank.peak.at)
+        at_seconds = float(simulation.start[index])
+    else:
+        at_seconds = simulation.makespan
+    parts = {part.value: held for part, held in rank.peak.parts.items() if held}
+    return RankReport(rank.rank, rank.peak.total_bytes, rank.peak.at, at_seconds, parts)
+
+
+def _page(report: MemoryReport) -> str:
+    columns = ("parameters", "gradients", "optimizer", "activations", "total")
+    lines = [
+        f"{report.model}: {report.schedule} with {report.microbatches} microbatches, "
+        f"{len(report.recomputed)} segments recompute",
+        "",
+        f"  stage  segments  {''.join(f'{c:>14}' for c in columns)}",
+    ]
+    for row in report.stages:
+        sizes = "".join(f"{size(getattr(row, column)):>14}" for column in columns)
+        lines.append(f"  {row.stage:>5}  {row.segments:>8}  {sizes}")
+    lines.append("")
+    for rank in report.ranks:
+        share = rank.at_seconds / report.seconds if report.seconds else 0.0
+        lines.append(
+            f"  pipeline position {rank.rank}: at most {size(rank.peak)}, at {rank.at} "
+            f"({share:.0%} into the iteration)"
+        )
+    return "\n".join(lines)

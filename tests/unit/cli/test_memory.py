@@ -1,0 +1,107 @@
+"""`merak memory`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from merak.cli.main import main
+from merak.plan.device import preset
+
+TINY = '{"n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}'
+MODEL = ["memory", "--model", "GPT2LMHeadModel", "--config", TINY, "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("MERAK_CACHE", str(tmp_path))
+    monkeypatch.setattr("merak.engine.layout.measure", lambda *_: preset("a100-80gb"))
+
+
+def report_of(capsys, *words):
+    assert main([*MODEL, "--json", *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    return json.loads(captured.out)
+
+
+def test_every_stage_has_its_bytes(capsys):
+    report = report_of(capsys, "--pp", "2", "--microbatches", "4", "--batch", "2")
+    assert [row["stage"] for row in report["stages"]] == [0, 1]
+    for row in report["stages"]:
+        kinds = ("parameters", "gradients", "optimizer", "activations")
+        assert row["total"] == sum(row[kind] for kind in kinds)
+        assert row["gradients"] == row["parameters"]
+        # Two moments of each number, and a count of steps for each parameter.
+        assert 0 <= row["optimizer"] - 2 * row["parameters"] < 4 * 50
+        assert row["activations"] > 0 and row["recomputed"] == 0
+    # The tied table is on both stages.
+    numbers = (11 + 16) * 8 + 3 * (12 * 8 * 8 + 13 * 8) + 16
+    assert sum(row["parameters"] for row in report["stages"]) == 4 * (numbers + 11 * 8)
+    for rank in report["ranks"]:
+        assert rank["peak"] == sum(rank["parts"].values())
+        assert 0 <= rank["at_seconds"] <= report["seconds"]
+
+
+def test_recomputation_takes_less_and_longer(capsys):
+    words = ("--pp", "2", "--microbatches", "4", "--batch", "2", "--schedule", "gpipe")
+    off, half, full = (
+        report_of(capsys, *words, "--recompute", choice) for choice in ("off", "0.5", "full")
+    )
+    assert len(full["recomputed"]) == 8 > len(half["recomputed"]) > len(off["recomputed"]) == 0
+    for stage in range(2):
+        found = [r["stages"][stage]["activations"] for r in (off, half, full)]
+        assert found[0] > found[1] > found[2]
+    assert off["seconds"] < half["seconds"] < full["seconds"]
+
+
+def test_degrees_and_optimizers_count(capsys):
+    whole = report_of(capsys)["stages"][0]
+    split = report_of(capsys, "--tp", "2")["stages"][0]
+    assert split["parameters"] < whole["parameters"]
+    plain = report_of(capsys, "--optimizer", "SGD")["stages"][0]
+    assert plain["optimizer"] == 0 and plain["parameters"] == whole["parameters"]
+    # Replicas sum copies of their gradients.
+    (alone,) = report_of(capsys)["ranks"]
+    (replica,) = report_of(capsys, "--dp", "2")["ranks"]
+    assert replica["peak"] >= alone["peak"]
+
+
+def test_a_budget_is_filled(capsys):
+    words = ("--microbatches", "4", "--batch", "2", "--schedule", "gpipe")
+    most, least = (
+        report_of(capsys, *words, "--recompute", choice)["ranks"][0]["peak"]
+        for choice in ("off", "full")
+    )
+    budget = (most + least) // 2
+    filled = report_of(capsys, *words, "--recompute", "auto", "--budget", str(budget))
+    assert least < filled["ranks"][0]["peak"] <= budget
+
+
+def test_the_page_shows_stages_and_moments(capsys):
+    assert main([*MODEL, "--pp", "2", "--microbatches", "2"]) == 0
+    page = capsys.readouterr().out
+    assert "stage  segments" in page and "pipeline position 1: at most" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--budget", "1000"), "needs"),
+        (("--budget", "0"), "--budget 0 is not a size"),
+        (("--microbatches", "0"), "--microbatches 0 is too few"),
+        (("--pp", "0"), "--pp 0 is not a degree"),
+        (("--pp", "20"), "8 segments cannot fill 20 stages"),
+        (("--recompute", "auto"), "memory_budget in bytes"),
+        (("--recompute", "much"), "recompute='much' is no choice"),
+        (("--optimizer", "Optimise"), "--optimizer Optimise is no class of torch.optim"),
+        (("--device", "abacus"), "--device abacus is not supported"),
+        (("--schedule", "2f2b"), "no schedule '2f2b'"),
+    ],
+)
+def test_bad_input_exits_with_two_and_a_sentence(capsys, words, sentence):
+    assert main([*MODEL, *words]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert captured.out == ""
