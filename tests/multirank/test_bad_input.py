@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from merak.core.errors import MerakError
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Setup, Texts, loss_of_logits, make_merak
+from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
 
 
 def sentence_of(case: str, degrees: Mapping[str, int]) -> str:
@@ -49,13 +50,6 @@ def _llama(**config: Any) -> nn.Module:
     sizes = {"num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 32}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 48}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
-
-
-def _bert(**config: Any) -> nn.Module:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 32}
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**{**sizes, "intermediate_size": 48, **config})
-    )
 
 
 class Branches(nn.Module):
@@ -119,16 +113,11 @@ def _step_with_ragged_batch() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "stages": lambda: _parallelize(NoLoss(), {"x": torch.ones(2, 2)}, loss_fn=_sum_of_logits),
-    "gpt2 heads": lambda: _parallelize(_gpt2(n_head=3), _tokens()),
-    "gpt2 feed-forward": lambda: _parallelize(_gpt2(n_inner=33), _tokens()),
-    "llama heads": lambda: _parallelize(
-        _llama(num_attention_heads=3, num_key_value_heads=3), _tokens()
+    "heads": lambda: _parallelize(_gpt2(n_head=3), _tokens(), features=GPT2),
+    "kv-heads": lambda: _parallelize(
+        _llama(num_attention_heads=6, num_key_value_heads=3), _tokens(), features=LLAMA
     ),
-    "llama kv-heads": lambda: _parallelize(
-        _llama(num_attention_heads=6, num_key_value_heads=3), _tokens()
-    ),
-    "llama feed-forward": lambda: _parallelize(_llama(intermediate_size=33), _tokens()),
-    "bert heads": lambda: _parallelize(_bert(num_attention_heads=3), _tokens()),
+    "nothing to split": lambda: _parallelize(_gpt2(n_embd=21, n_head=3, n_inner=33), _tokens()),
     "batch": lambda: _parallelize(_gpt2(), _tokens(4), num_microbatches=3),
     "ragged step": _step_with_ragged_batch,
     "does not trace": lambda: _parallelize(Branches(), {"x": torch.ones(2, 2)}),
@@ -156,27 +145,13 @@ def _sum_of_logits(outputs: Any, batch: Any) -> torch.Tensor:
 PP, TP = {"pp": 2}, {"tp": 2}
 EXPECTED: list[tuple[str, dict[str, int], str]] = [
     ("stages", PP, r"\d+ segments? cannot fill 2 stages \(pp=2\); use pp ≤ \d"),
+    ("heads", TP, r"tp=2 does not divide the 3 heads of transformer\.h\.0\.attn\.c_attn; the deg"),
+    ("kv-heads", TP, r"the 3 kv-heads of model\.layers\.0\.self_attn\.k_proj; the degrees"),
     (
-        "gpt2 heads",
+        "nothing to split",
         TP,
-        r"tp=2 does not divide the 3 heads of transformer\.h\.0\.attn\.c_attn; the deg",
-    ),
-    (
-        "gpt2 feed-forward",
-        TP,
-        r"the 33 feed-forward units of transformer\.h\.0\.mlp\.c_fc; the degrees",
-    ),
-    ("llama heads", TP, r"tp=2 does not divide the 3 heads of model\.layers\.0\.self_attn\.q_proj"),
-    (
-        "llama kv-heads",
-        TP,
-        r"tp=2 does not divide the 3 kv-heads of model\.layers\.0\.self_attn\.k_proj",
-    ),
-    ("llama feed-forward", TP, r"the 33 feed-forward units of model\.layers\.0\.mlp\.gate_proj"),
-    (
-        "bert heads",
-        TP,
-        r"the 3 heads of bert\.encoder\.layer\.0\.attention\.self\.query; the degrees",
+        r"tp=2 can split nothing .* transformer\.h\.0\.attn\.c_attn\.weight into 3, .*c_fc\.weight "
+        r"into 33, .* degrees that split something are 1, 3, 7, 11, 21, 33\.",
     ),
     ("batch", PP, r"'input_ids' has 4 samples, which do not divide into 3 microbatches; use"),
     ("ragged step", PP, r"'input_ids' has 3 samples, which do not divide into 2 microbatches"),

@@ -50,7 +50,8 @@ def run(pool: RankPool, layout: Layout, schedule: str = "1f1b", other: bool = Fa
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2), Layout(tp=2)])
 def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
     report = run(pool, layout)
-    assert (report.ok, report.reason, report.tp_sharded_fraction) == (True, None, 0.0)
+    assert (report.ok, report.reason) == (True, None)
+    assert (report.tp_sharded_fraction > 0.3) == (layout.tp > 1)
     assert report.loss_max_rel_diff is not None and report.loss_max_rel_diff < 1e-6
     assert report.segments == 4
 
@@ -84,7 +85,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "GPT2LMHeadModel", "--tp", "5"], "tp=5 does not divide the 4 heads"),
+        (["--model", "GPT2LMHeadModel", "--tp", "5"], "tp=5 can split nothing of this model"),
         (["--model", "GPT2LMHeadModel", "--pp", "0"], "--pp 0 is too few"),
         (["--model", "GPT2LMHeadModel", "--schedule", "1f2b"], "There is no schedule '1f2b'"),
         (["--model", "GPT2LMHeadMode"], "did you mean GPT2LMHeadModel"),

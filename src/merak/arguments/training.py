@@ -96,8 +96,8 @@ class MerakArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "How tensor parallelism splits parameters, as a dictionary or a JSON file of "
-            "one: names or patterns of them to 'column', 'row', 'replicate'. Known models need "
-            "none."
+            "one: names or patterns of them to 'column', 'row', 'replicate'. It overrides what is "
+            "derived from the model."
         },
     )
     trace_cache: str | None = field(

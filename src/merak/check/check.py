@@ -24,11 +24,11 @@ from merak.check.training import (
     Outcome,
     train_on_ranks,
 )
-from merak.core.errors import MerakError, PlanError, ShardError, TraceError
+from merak.core.errors import MerakError, PlanError, TraceError
 from merak.engine.plans import Plans
 from merak.graph.build import build_graph
 from merak.graph.ir import ModelGraph
-from merak.graph.tensor_parallel import attributes_for, check_degree
+from merak.graph.tensor_parallel import tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +162,7 @@ def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
             f"{len(graph.segments)} segments of {job.case.name} cannot fill {num_stages} stages "
             f"(pp={layout.pp}); use pp ≤ {len(graph.segments)}."
         )
-    if layout.tp > 1:
-        try:
-            attributes = attributes_for(graph)
-        except ShardError:
-            return  # nobody knows how to split it: it is checked with whole weights
-        check_degree(graph.segments, graph.parameters, attributes, layout.tp)
+    tensor_parallel(graph, None, layout.tp)
 
 
 class _RankFailed(Exception):

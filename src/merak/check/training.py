@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from merak.check.case import Case
-from merak.core.errors import ShardError
 from merak.core.mesh import Mesh, init
 from merak.core.shards import ParameterShard
 from merak.data import signature
@@ -214,11 +213,7 @@ def _parallelize(job: Job, mesh: Mesh, cache: Path) -> ParallelModel:
         num_microbatches=job.options.num_microbatches,
         seed=job.options.seed,
     )
-    try:
-        engine = build_engine(source, sample, mesh, chosen)
-    except ShardError:
-        # Nobody knows how to split this model: every rank of tp then has all of it.
-        engine = build_engine(source, sample, mesh, replace(chosen, features={}))
+    engine = build_engine(source, sample, mesh, chosen)
     return ParallelModel(
         source.model, engine, chosen.num_microbatches, make_optimizer, MAX_GRAD_NORM
     )

@@ -79,6 +79,49 @@ def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) 
     return result
 
 
+def own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    """Keep the rank's own slice of a tensor that `copy_to` has let in.
+
+    Args:
+        tensor: the same on every rank of the axis; each rank makes a part of its gradient.
+        dim: the dim to split, counted from the front.
+        parts: sizes of the fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The slice; what backward gives is the rank's part of the gradient, nothing is sent.
+    """
+    return _own_slice(tensor, dim, parts, axis)
+
+
+def leave_copied(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Let a tensor that `copy_to` has let in leave the work that is split over an axis.
+
+    Args:
+        tensor: the same on every rank of the axis; each rank makes a part of its gradient.
+        axis: name of the mesh axis.
+
+    Returns:
+        The tensor; its gradient, which every rank has whole, is divided among the ranks.
+    """
+    result: torch.Tensor = _LeaveCopied.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def summand_of(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Make a replicated tensor a part of a sum that the ranks of an axis hold.
+
+    Args:
+        tensor: the same on every rank of the axis.
+        axis: name of the mesh axis.
+
+    Returns:
+        The rank's summand; the sum's gradient is the tensor's.
+    """
+    result: torch.Tensor = _SummandOf.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
 def axis_degree(axis: str) -> int:
     """The number of ranks along a mesh axis."""
     degree: int = getattr(current_mesh(), axis)
@@ -100,6 +143,27 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _all_reduce(gradient, ctx.axis), None
+
+
+class _LeaveCopied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / axis_degree(ctx.axis), None
+
+
+class _SummandOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        return tensor / axis_degree(axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 class _ReduceFrom(torch.autograd.Function):

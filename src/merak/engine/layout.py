@@ -32,7 +32,7 @@ class EngineOptions:
         schedule: name of the pipeline schedule.
         num_microbatches: microbatches per step of one replica, as planned for.
         seed: the job's seed, for initial weights and dropout.
-        features: tensor parallel attributes; None takes Merak's own for known models.
+        features: tensor parallel attributes that override what is derived from the graph.
         segments_per_stage: a partition of one's own; None balances by times.
         segment_times: a file of measured times of the segments; None estimates them.
         bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.

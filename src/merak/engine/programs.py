@@ -16,7 +16,7 @@ from merak.engine.program import Program, Rewrite, compile_program
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.features import Features
 from merak.graph.ir import ModelGraph, Segment
-from merak.graph.tensor_parallel import attributes_for, check_degree, shard_segment
+from merak.graph.tensor_parallel import tensor_parallel
 
 
 class Programs:
@@ -81,9 +81,7 @@ def rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite |
     """How this job makes segments tensor parallel; every rank checks the whole model."""
     if tp == 1:
         return None
-    attributes = attributes_for(graph, features)
-    check_degree(graph.segments, graph.parameters, attributes, tp)
-    return partial(shard_segment, parameters=graph.parameters, attributes=attributes, degree=tp)
+    return tensor_parallel(graph, features, tp)
 
 
 def _defer(

@@ -3,7 +3,8 @@
 A feature dict maps patterns over the names in the user's model to attributes. A pattern is a module
 or parameter path, or the end of one, with shell wildcards (`*`, `?`, `[…]`):
 "attn.c_attn" means every module whose path ends so. Where several patterns match a parameter, the
-last one counts, so `{**GPT2, "transformer.h.0.mlp.*": Replicate()}` makes an exception.
+last one counts. What no pattern matches is derived from the graph
+(`merak.graph.derive`), so `{"transformer.h.0.mlp.*": Replicate()}` makes an exception.
 
 Whether a weight is stored as (outputs, inputs) or (inputs, outputs) does not matter here: the graph
 shows it.
@@ -52,66 +53,11 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Keep the whole weight on every rank; what a parameter without an attribute does."""
+    """Keep the whole weight on every rank."""
 
 
 Attribute = Column | Row | Vocabulary | Replicate
 Features = Mapping[str, Attribute]
-
-GPT2: Features = {
-    "attn.c_attn": Column(parts=(1, 1, 1), size="heads"),
-    "attn.c_proj": Row(size="heads"),
-    "mlp.c_fc": Column(size="feed-forward units"),
-    "mlp.c_proj": Row(size="feed-forward units"),
-}
-"""GPT-2 and models with its names; as Megatron-LM splits it."""
-
-LLAMA: Features = {
-    "self_attn.q_proj": Column(size="heads"),
-    "self_attn.k_proj": Column(size="kv-heads"),
-    "self_attn.v_proj": Column(size="kv-heads"),
-    "self_attn.o_proj": Row(size="heads"),
-    "mlp.gate_proj": Column(size="feed-forward units"),
-    "mlp.up_proj": Column(size="feed-forward units"),
-    "mlp.down_proj": Row(size="feed-forward units"),
-}
-"""Llama, Mistral, Qwen and models with their names; grouped-query attention included."""
-
-BERT: Features = {
-    "attention.self.query": Column(size="heads"),
-    "attention.self.key": Column(size="heads"),
-    "attention.self.value": Column(size="heads"),
-    "intermediate.dense": Column(size="feed-forward units"),
-    "output.dense": Row(size="feed-forward units"),
-    "attention.output.dense": Row(size="heads"),
-}
-"""BERT, RoBERTa and models with their names."""
-
-FAMILIES: Mapping[str, Features] = {"GPT-2": GPT2, "Llama": LLAMA, "BERT": BERT}
-"""The feature dicts that `default_features` chooses from."""
-
-
-def default_features(names: Iterable[str]) -> Features:
-    """The feature dict that fits a model, chosen by the names of its parameters.
-
-    Args:
-        names: every parameter name of the model.
-
-    Returns:
-        The first dict of `FAMILIES` all of whose patterns match.
-
-    Raises:
-        ShardError: none fits.
-    """
-    known = list(names)
-    for features in FAMILIES.values():
-        if all(any(_matches(pattern, name) for name in known) for pattern in features):
-            return features
-    raise ShardError(
-        f"no feature dict is known for a model with parameters like {known[0] if known else '-'}; "
-        f"there are some for {', '.join(FAMILIES)}. Pass features={{'name pattern': Column(), …}}, "
-        "or use tp=1."
-    )
 
 
 def resolve_features(
@@ -125,7 +71,7 @@ def resolve_features(
         tied: other names of parameters → the names in `names`.
 
     Returns:
-        Parameter names to attributes; parameters without one are replicated.
+        Parameter names to attributes, for the parameters that some pattern matches.
 
     Raises:
         ShardError: a pattern that matches nothing.

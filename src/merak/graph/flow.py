@@ -162,7 +162,8 @@ def _written(writes: Writes, position: Mapping[fx.Node, int]) -> Iterator[tuple[
 
 
 _VIEWS = frozenset(
-    f"aten.{name}" for name in ("t", "transpose", "permute", "view", "reshape", "to", "unsqueeze")
+    f"aten.{name}"
+    for name in "t numpy_T transpose permute swapaxes view reshape to unsqueeze contiguous".split()
 )
 
 

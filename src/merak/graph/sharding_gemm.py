@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -77,7 +77,7 @@ def _leading_split(
 
 
 def linear(op: Operator) -> Decision:
-    """linear: the weight is (outputs, inputs); a bias is added once, after the reduction."""
+    """linear: the weight is (outputs, inputs)."""
     x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
     rows: Labels = tuple(f"row{i}" for i in range(len(shape_of(x)) - 1))
     result = (*rows, "out")
@@ -88,13 +88,11 @@ def linear(op: Operator) -> Decision:
     if bias is None:
         return contract(op, operands, result)
     decision = contract(op, [*operands, (bias, ("out",)[: len(shape_of(bias))])], result)
-    if decision.output != PARTIAL:
-        return decision
-    return _bias_after(decision, bias, aten.linear.default, (x, weight))
+    return _with_bias(op, decision, bias)
 
 
 def addmm(op: Operator) -> Decision:
-    """addmm: the weight is (inputs, outputs); a bias is added once, after the reduction."""
+    """addmm: the weight is (inputs, outputs)."""
     bias, x, weight = op.arg("self"), op.arg("mat1"), op.arg("mat2")
     operands: list[Operand] = [
         (bias, _broadcast(bias, ("row", "out"))),
@@ -102,18 +100,16 @@ def addmm(op: Operator) -> Decision:
         (weight, ("in", "out")),
     ]
     decision = contract(op, operands, ("row", "out"))
+    return _with_bias(op, decision, bias)
+
+
+def _with_bias(op: Operator, decision: Decision, bias: fx.Node) -> Decision:
+    """Where the result is a partial sum, every rank adds its share of the whole bias."""
     if decision.output != PARTIAL:
         return decision
-    if op.arg("alpha", 1) != 1 or op.arg("beta", 1) != 1:
-        raise op.error("scales its operands, and sums over a split dim")
-    return _bias_after(decision, bias, aten.mm.default, (x, weight))
-
-
-def _bias_after(
-    decision: Decision, bias: fx.Node, target: Any, args: tuple[fx.Node, ...]
-) -> Decision:
-    needs = {node: need for node, need in decision.needs.items() if node in args}
-    return Decision(PARTIAL, needs, target, args, {}, then=((aten.add.Tensor, (bias,)),))
+    if isinstance(op.placement(bias), Sharded):
+        raise op.error("adds a split bias to a sum over the ranks")
+    return replace(decision, needs={**decision.needs, bias: PARTIAL})
 
 
 def matmul(op: Operator) -> Decision:
@@ -122,6 +118,22 @@ def matmul(op: Operator) -> Decision:
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     labels_a, labels_b, result = _matmul_labels(shape_of(a), shape_of(b))
     return contract(op, [(a, labels_a), (b, labels_b)], result)
+
+
+def convolution(op: Operator) -> Decision:
+    """conv1d, conv2d, conv3d over whole pixels: the weight is (outputs, inputs, …)."""
+    x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
+    if op.arg("groups", 1) != 1:
+        raise op.error("convolves in groups, with operands that are split")
+    pixels = tuple(f"pixel{i}" for i in range(len(shape_of(x)) - 2))
+    kernel = tuple(f"kernel{i}" for i in range(len(pixels)))
+    operands: list[Operand] = [(x, ("row", "in", *pixels)), (weight, ("out", "in", *kernel))]
+    if any(p.dim > 1 for n in (x, weight) if isinstance(p := op.placement(n), Sharded)):
+        raise op.error("convolves pixels that are split")
+    result = ("row", "out", *pixels)
+    if bias is None:
+        return contract(op, operands, result)
+    return _with_bias(op, contract(op, [*operands, (bias, ("out",))], result), bias)
 
 
 def baddbmm(op: Operator) -> Decision:

@@ -25,7 +25,7 @@ class Replicated:
 class Copied:
     """The same on every rank, but each rank computes only a part of its gradient.
 
-    Only asked of operands: what a replicated value becomes where it enters work that is split.
+    What a replicated value becomes where it enters work that is split.
     """
 
 
@@ -86,16 +86,21 @@ class Operator:
         node: the operator's node, in the graph before rewriting.
         placements: how the results of all nodes before it lie.
         degree: the tensor parallel degree.
+        copied: whether to count it to the work that is split, though its operands are whole.
     """
 
     node: fx.Node
     placements: Mapping[fx.Node, Placed]
     degree: int
+    copied: bool = False
 
     def placement(self, operand: Any) -> Placement:
-        """How an operand lies; a partial sum counts as replicated, as it is reduced first."""
+        """How an operand lies; a partial sum counts as replicated, as it is reduced first.
+
+        So does a copied value, which is what split work asks of a replicated one.
+        """
         placed = self.raw(operand)
-        return REPLICATED if isinstance(placed, Partial) else placed
+        return REPLICATED if isinstance(placed, (Partial, Copied)) else placed
 
     def raw(self, operand: Any) -> Placement:
         """How an operand lies, partial sums as such."""

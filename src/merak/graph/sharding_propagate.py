@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -38,7 +38,13 @@ class Propagation:
     decisions: Mapping[fx.Node, Decision]
 
 
-def propagate(graph: fx.Graph, weights: Mapping[str, Placement], degree: int) -> Propagation:
+def propagate(
+    graph: fx.Graph,
+    weights: Mapping[str, Placement],
+    degree: int,
+    rule: Callable[[Operator], Decision] = decide,
+    inside: Collection[fx.Node] = (),
+) -> Propagation:
     """Walk a segment in order and decide for every operator how it works on what is split.
 
     This is all that a search over assignments needs: it costs no tensors, and what a decision asks
@@ -48,6 +54,9 @@ def propagate(graph: fx.Graph, weights: Mapping[str, Placement], degree: int) ->
         graph: the segment's operators.
         weights: how parameters lie, by name; replicated where not named.
         degree: the number of ranks.
+        rule: decides about an operator; `decide_or_gather` where nothing may fail.
+        inside: operators on whole values to count to the work that is split: then these values
+            enter it instead of the results.
 
     Returns:
         Placements and decisions.
@@ -61,12 +70,26 @@ def propagate(graph: fx.Graph, weights: Mapping[str, Placement], degree: int) ->
         if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
             placements[node] = weights.get(node.meta["name"], REPLICATED)
         elif node.op == "call_function":
-            decision = decide(Operator(node, placements, degree))
+            decision = rule(Operator(node, placements, degree, node in inside))
             decisions[node] = decision
             placements[node] = REPLICATED if decision.then else decision.output
         elif node.op != "output":
             placements[node] = REPLICATED
     return Propagation(placements, decisions)
+
+
+def decide_or_gather(op: Operator) -> Decision:
+    """What becomes of one operator; one that cannot work on split operands gets them whole.
+
+    Raises:
+        ShardError: it writes into an operand, of which a whole copy would be of no use.
+    """
+    try:
+        return decide(op)
+    except ShardError:
+        if getattr(getattr(op.node.target, "_schema", None), "is_mutable", False):
+            raise
+        return Decision(REPLICATED, dict.fromkeys(op.sharded(), REPLICATED))
 
 
 def place_weights(
@@ -109,7 +132,7 @@ def _split_dim(node: fx.Node, name: str, num_dims: int, attribute: Attribute | N
         )
     if num_dims < 2:
         return 0 if isinstance(attribute, Column) and num_dims == 1 else None
-    dims = set(_gemm_dims(node, tuple(range(num_dims))))
+    dims = weight_dims(node)
     if len(dims) != 1:
         how = "no matrix product multiplies by it" if not dims else "it is used in two ways"
         raise ShardError(
@@ -118,6 +141,13 @@ def _split_dim(node: fx.Node, name: str, num_dims: int, attribute: Attribute | N
         )
     ((out_dim, in_dim),) = dims
     return out_dim if isinstance(attribute, Column) else in_dim
+
+
+def weight_dims(node: fx.Node) -> tuple[tuple[int, int], ...]:
+    """(output dim, input dim) of a parameter, for every way in which matrix products use it."""
+    meta = node.meta["tensor"]
+    dims = tuple(range(len(meta.shape)))
+    return tuple(dict.fromkeys(_gemm_dims(node, dims))) if len(dims) > 1 else ()
 
 
 def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -141,6 +171,8 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
             yield dims[-2], dims[-1]
         elif name == "addmm" and user.args[2] is node:
             yield dims[-1], dims[-2]
+        elif name in ("conv1d", "conv2d", "conv3d") and user.args[1] is node:
+            yield dims[0], dims[1]
 
 
 def _permuted(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,9 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.collectives import copy_to, gather_from, reduce_from, slice_to
+from merak.core.collectives import (
+    copy_to,
+    gather_from,
+    leave_copied,
+    own_slice,
+    reduce_from,
+    slice_to,
+    summand_of,
+)
 from merak.core.errors import ShardError
 from merak.graph.ir import TensorMeta
+from merak.graph.sharding_cost import need_of
 from merak.graph.sharding_placement import (
     AXIS,
     COPIED,
@@ -67,19 +76,23 @@ class _Rewriter:
             else:
                 self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
                 self.env[node].meta = self.local(node)
+                self.enter(node)
         return self.graph
+
+    def enter(self, node: fx.Node) -> None:
+        """A whole weight whose gradient the ranks make together."""
+        meta = node.meta["tensor"]
+        copied = isinstance(self.propagation.placements[node], Copied)
+        if copied and isinstance(meta, TensorMeta) and meta.requires_grad:
+            self.env[node] = self.insert(copy_to, (self.env[node], AXIS), node, COPIED)
 
     def local(self, node: fx.Node) -> dict[str, Any]:
         placed = self.propagation.placements[node]
         return {**node.meta, "tensor": local_meta(node.meta["tensor"], placed, self.degree)}
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
-        needs = {
-            n: decision.needs.get(n, self.default_need(n, decision)) for n in node.all_input_nodes
-        }
-
         def operand(n: fx.Node) -> fx.Node:
-            return self.convert(n, needs[n])
+            return self.convert(n, need_of(n, decision, self.propagation))
 
         args = node.args if decision.args is None else decision.args
         kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
@@ -98,14 +111,6 @@ class _Rewriter:
             whole = fx.map_arg(further, lambda n: self.convert(n, REPLICATED))
             new = self.call(step, (new, *whole), {}, node)
         return new
-
-    def default_need(self, node: fx.Node, decision: Decision) -> Placement | None:
-        placed = self.propagation.placements[node]
-        if isinstance(placed, (tuple, Sharded)):
-            return None
-        if isinstance(placed, Partial) and isinstance(decision.output, Partial):
-            return None
-        return REPLICATED if isinstance(decision.output, Replicated) else COPIED
 
     def call(
         self,
@@ -126,11 +131,22 @@ class _Rewriter:
         assert not isinstance(placed, tuple)
         if isinstance(need, Copied) and not node.meta["tensor"].requires_grad:
             return self.convert(node, REPLICATED)
+        if isinstance(placed, Copied) and not node.meta["tensor"].requires_grad:
+            placed = REPLICATED
+            if need == REPLICATED:
+                return self.env[node]
         if (node, need) not in self.converted:
             self.converted[node, need] = self.conversion(node, placed, need)
         return self.converted[node, need]
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
+        if isinstance(placed, Copied) and isinstance(need, Sharded):
+            args = (self.env[node], need.dim, need.parts, AXIS)
+            return self.insert(own_slice, args, node, need)
+        if isinstance(placed, Copied):
+            return self.insert(leave_copied, (self.env[node], AXIS), node, need)
+        if isinstance(need, Partial):
+            return self.insert(summand_of, (self.convert(node, REPLICATED), AXIS), node, need)
         if isinstance(need, Copied):
             return self.insert(copy_to, (self.convert(node, REPLICATED), AXIS), node, need)
         if isinstance(need, Sharded):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import fx
 
 from merak.graph import sharding_gemm as gemm
 from merak.graph import sharding_views as views
+from merak.graph.functions import is_elementwise
 from merak.graph.sharding_placement import (
     AXIS,
+    COPIED,
     PARTIAL,
     REPLICATED,
+    Copied,
     Decision,
     Operator,
     Partial,
@@ -49,7 +53,7 @@ def decide(op: Operator) -> Decision:
     if any(isinstance(op.raw(n), Partial) for n in operands) and _carries_sums(op):
         return Decision(PARTIAL)
     if not op.sharded():
-        return Decision(REPLICATED)
+        return _inside(op)
     tags = getattr(op.node.target, "tags", ())
     rule = RULES.get(family(op.node.target))
     if rule is None and torch.Tag.pointwise in tags:
@@ -59,13 +63,22 @@ def decide(op: Operator) -> Decision:
     return rule(op)
 
 
+def _inside(op: Operator) -> Decision:
+    """An operator on whole values: what reads a copied one is done by every rank for its own."""
+    copied = op.copied or any(isinstance(op.raw(n), Copied) for n in op.node.all_input_nodes)
+    writes = getattr(getattr(op.node.target, "_schema", None), "is_mutable", False)
+    if not copied or writes:
+        return Decision(REPLICATED)
+    return Decision(COPIED)
+
+
 def _carries_sums(op: Operator) -> bool:
     """Whether the operator is linear in its partial sums, so that they can be reduced after it."""
     name, raw = family(op.node.target), [op.raw(n) for n in op.node.all_input_nodes]
     if not all(isinstance(placed, Partial) for placed in raw):
         return False
     numbers = [a for a in op.node.args if isinstance(a, (int, float))]
-    if name in ("add", "sub"):
+    if name in ("add", "sub", "add_", "sub_"):
         return not numbers
     if name in ("mul", "div"):
         return len(raw) == 1 and len(numbers) == 1 and "rounding_mode" not in op.node.kwargs
@@ -317,6 +330,17 @@ def stack(op: Operator) -> Decision:
     return _alike(op, op.node.args[0], lead, after)
 
 
+def custom(op: Operator) -> Decision:
+    """A function with its own backward: where both work on every element by itself."""
+    args: Any = op.node.args
+    tensors, function, arguments = args
+    lead = next(iter(op.sharded().values()))
+    if not is_elementwise(tuple(n.meta["tensor"] for n in tensors), function, arguments):
+        raise op.error("calls a function with a backward of its own, which must see the whole")
+    results = op.node.meta["tensor"]
+    return replace(_alike(op, tensors, lead, lead), output=(lead,) * len(results))
+
+
 def _alike(op: Operator, tensors: Any, lead: Sharded, after: Sharded) -> Decision:
     placed = [op.placement(t) for t in tensors]
     if any(isinstance(p, Sharded) and p != lead for p in placed):
@@ -336,6 +360,7 @@ _FAMILIES: dict[Rule, str] = {
     gemm.matmul: "matmul mm bmm",
     gemm.baddbmm: "baddbmm",
     gemm.einsum: "einsum",
+    gemm.convolution: "conv1d conv2d conv3d",
     gemm.attention: "scaled_dot_product_attention",
     views.view: "view reshape _unsafe_view flatten unflatten view_as reshape_as",
     views.transpose: "transpose swapaxes swapdims t",
@@ -364,6 +389,7 @@ _FAMILIES: dict[Rule, str] = {
     pad: "pad constant_pad_nd",
     concatenate: "cat concat",
     stack: "stack",
+    custom: "custom_function",
 }
 
 RULES: dict[str, Rule] = {name: rule for rule, names in _FAMILIES.items() for name in names.split()}

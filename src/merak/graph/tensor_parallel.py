@@ -1,9 +1,9 @@
 """Tensor parallelism as a rewriting of the traced graph: every rank runs its share of a segment.
 
-Three steps: attributes of a feature dict become splits of weights (`place_weights`), these are
-carried through the graph operator by operator (`propagate`), and the graph is written anew with
-local sizes and the collectives in between (`rewrite`). What crosses from one segment to the next is
-whole on every rank.
+Three steps: how weights are split is derived from the graph (`derive`), or a feature dict says so;
+the splits are carried through the graph operator by operator (`propagate`), and the graph is
+written anew with local sizes and the collectives in between (`rewrite`). What crosses from one
+segment to the next is whole on every rank.
 
 Source: Megatron-LM (arXiv 1909.08053, section 3); Merak (IEEE TPDS), section 4.1.
 """
@@ -12,99 +12,140 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
-from merak.graph.features import (
-    Attribute,
-    Column,
-    Features,
-    Row,
-    default_features,
-    resolve_features,
-)
+from merak.graph.derive import Deriver, Task, check_limits, derive
+from merak.graph.features import Attribute, Column, Features, Replicate, Row, resolve_features
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
 from merak.graph.sharding_placement import Sharded
-from merak.graph.sharding_propagate import capacities, place_weights, propagate
+from merak.graph.sharding_propagate import (
+    capacities,
+    decide_or_gather,
+    place_weights,
+    propagate,
+)
 from merak.graph.sharding_rewrite import rewrite
 
+Weights = Mapping[str, Sharded]
+"""How the split parameters of a model lie, by name."""
 
-def attributes_for(model: ModelGraph, features: Features | None = None) -> dict[str, Attribute]:
-    """The attribute of every parameter of a model that a feature dict speaks of.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorParallel:
+    """Makes the segments of one model those of a tensor parallel rank.
+
+    Args:
+        deriver: fits operators to split weights, and remembers how.
+        weights: the split parameters.
+    """
+
+    deriver: Deriver
+    weights: Weights
+
+    def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
+        """Rewrite one segment.
+
+        Args:
+            segment: of the model, traced at any shapes; left as it is.
+
+        Returns:
+            The segment that every rank runs, with the same parameters, inputs and outputs by name;
+            and the layout of the parameters that are split.
+
+        Raises:
+            ShardError: an operator that cannot be split so.
+        """
+        degree = self.deriver.degree
+        if degree == 1:
+            return segment, {}
+        own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
+        split = self.deriver(Task(segment, own, frozenset(segment.parameters)))
+        layout = propagate(segment.graph, own, degree, decide_or_gather, split.inside)
+        shards = {name: ParameterShard(p.dim, p.parts, degree) for name, p in own.items()}
+        return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
+
+
+def tensor_parallel(model: ModelGraph, features: Features | None, degree: int) -> TensorParallel:
+    """Choose how tensor parallelism splits a model.
 
     Args:
         model: the traced model.
-        features: the user's feature dict; the one that fits the model's names if None.
+        features: what is given; the rest is derived from the graph.
+        degree: the number of tensor parallel ranks.
 
     Returns:
-        Attributes by parameter name.
+        What rewrites its segments.
 
     Raises:
-        ShardError: no known dict fits the model, or a pattern matches nothing.
+        ShardError: the feature dict does not fit the model or the degree, or the degree is larger
+            than anything that can be split.
     """
-    names = (*model.parameters, *model.tied)
-    chosen = default_features(names) if features is None else features
-    return resolve_features(chosen, model.parameters, model.tied)
+    if degree == 1:
+        return TensorParallel(Deriver(model.parameters, degree), {})
+    deriver = Deriver(model.parameters, degree)
+    attributes = attributes_for(model, features or {})
+    given = given_weights(model, attributes, degree)
+    kept = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
+    weights = derive(model, deriver, given, kept)
+    if not weights and not attributes:
+        check_limits(model, degree)
+    return TensorParallel(deriver, weights)
 
 
-def shard_segment(
-    segment: Segment,
-    parameters: Mapping[str, TensorMeta],
-    attributes: Mapping[str, Attribute],
-    degree: int,
-) -> tuple[Segment, dict[str, ParameterShard]]:
-    """Rewrite one segment for a tensor parallel degree.
+def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute]:
+    """The attribute of every parameter of a model that a feature dict speaks of.
+
+    Raises:
+        ShardError: a pattern that matches nothing.
+    """
+    return resolve_features(features, model.parameters, model.tied)
+
+
+def given_weights(
+    model: ModelGraph, attributes: Mapping[str, Attribute], degree: int
+) -> dict[str, Sharded]:
+    """The splits that a feature dict asks for, checked against the graph.
 
     Args:
-        segment: the segment; left as it is.
-        parameters: what every parameter is, by name, in the whole model.
+        model: the traced model.
         attributes: from `attributes_for`.
         degree: the number of tensor parallel ranks.
 
     Returns:
-        The segment that every rank runs, with the same parameters, inputs and outputs by name; and
-        the layout of the parameters that are split.
+        The split parameters.
 
     Raises:
-        ShardError: sizes that the degree does not divide, or an operator that cannot be split so.
+        ShardError: sizes that the degree does not divide, or an operator that cannot be split so,
+            which the sentence names.
     """
-    if degree == 1:
-        return segment, {}
-    weights = place_weights(segment, parameters, attributes)
-    try:
-        propagation = propagate(segment.graph, _divisible(weights, degree), degree)
-    except ShardError:
-        check_degree([segment], parameters, attributes, degree)
-        raise
-    graph = rewrite(segment.graph, propagation, degree)
-    shards = {name: ParameterShard(p.dim, p.parts, degree) for name, p in weights.items()}
-    return replace(segment, graph=graph), shards
+    check_degree(model.segments, model.parameters, attributes, degree)
+    chosen: dict[str, Sharded] = {}
+    for segment in model.segments:
+        own = place_weights(segment, model.parameters, attributes)
+        propagate(segment.graph, own, degree)
+        _check_shared(segment, own, chosen)
+        chosen |= own
+    return chosen
 
 
 def shard_model(
-    model: ModelGraph, attributes: Mapping[str, Attribute], degree: int
+    model: ModelGraph, weights: Weights, degree: int
 ) -> tuple[ModelGraph, dict[str, ParameterShard]]:
     """Rewrite all segments of a model for a tensor parallel degree.
 
     Args:
         model: the traced model; left as it is. Its `parameters` stay those of the whole.
-        attributes: from `attributes_for`.
+        weights: how its parameters are split.
         degree: the number of tensor parallel ranks.
 
     Returns:
         The model that every rank runs, and the layout of the parameters that are split.
-
-    Raises:
-        ShardError: as `shard_segment`; degrees that fit are those that fit every segment.
     """
-    try:
-        pairs = [shard_segment(s, model.parameters, attributes, degree) for s in model.segments]
-    except ShardError:
-        check_degree(model.segments, model.parameters, attributes, degree)
-        raise
+    parallel = TensorParallel(Deriver(model.parameters, degree), weights)
+    pairs = [parallel(segment) for segment in model.segments]
     shards = {name: shard for _, found in pairs for name, shard in found.items()}
-    _check_shared(model.segments, shards, [found for _, found in pairs])
     return replace(model, segments=tuple(segment for segment, _ in pairs)), shards
 
 
@@ -141,28 +182,14 @@ def check_degree(
             )
 
 
-def _divisible(weights: Mapping[str, Sharded], degree: int) -> Mapping[str, Sharded]:
-    for name, placed in weights.items():
-        if any(size % degree for size in placed.parts):
-            raise ShardError(
-                f"{name} has parts of {placed.parts}, which tp={degree} does not divide."
-            )
-    return weights
-
-
-def _check_shared(
-    segments: Sequence[Segment],
-    shards: Mapping[str, ParameterShard],
-    found: Sequence[Mapping[str, ParameterShard]],
-) -> None:
+def _check_shared(segment: Segment, own: Weights, chosen: Weights) -> None:
     """A parameter that several segments read lies the same in all of them."""
-    for segment, own in zip(segments, found, strict=True):
-        for name in segment.parameters:
-            if shards.get(name) != own.get(name):
-                raise ShardError(
-                    f"{name} is shared by several layers, which use it in different ways; give it "
-                    "Replicate() in the feature dict."
-                )
+    for name in segment.parameters:
+        if name in own and chosen.get(name, own[name]) != own[name]:
+            raise ShardError(
+                f"{name} is shared by several layers, which use it in different ways; give it "
+                "Replicate() in the feature dict."
+            )
 
 
 def _divisors(number: int) -> list[int]:

@@ -18,7 +18,7 @@ from merak.core import collectives
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join, take
 from merak.graph.features import Features
-from merak.graph.tensor_parallel import attributes_for, shard_model
+from merak.graph.tensor_parallel import attributes_for, given_weights, shard_model, tensor_parallel
 from tests.unit.graph import tensor_parallel_cases as cases
 
 
@@ -43,6 +43,10 @@ def _sum(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack(tensors).sum(0) for _ in tensors]
 
 
+def _divide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t / len(tensors) for t in tensors]
+
+
 def _gather(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
     return lambda ts: [join(ts, ParameterShard(dim, parts, len(ts))) for _ in ts]
 
@@ -55,11 +59,20 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
     name = target.__name__
     if name == "copy_to":
         return _Together.apply(_keep, _sum, *tensors)
+    if name == "leave_copied":
+        return _Together.apply(_keep, _divide, *tensors)
+    if name == "summand_of":
+        return _Together.apply(_divide, _keep, *tensors)
     if name == "reduce_from":
         return _Together.apply(_sum, _keep, *tensors)
     layout = (args[0], args[1])
     pair = (_gather(*layout), _slice(*layout))
     return _Together.apply(*(pair if name == "gather_from" else reversed(pair)), *tensors)
+
+
+_COLLECTIVES = (
+    "copy_to", "leave_copied", "summand_of", "reduce_from", "gather_from", "slice_to"
+)  # fmt: skip
 
 
 class Lockstep:
@@ -81,7 +94,7 @@ class Lockstep:
     def call(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
         assert callable(node.target)
         name = getattr(node.target, "__name__", "")
-        if name in ("copy_to", "reduce_from", "gather_from", "slice_to"):
+        if name in _COLLECTIVES:
             self.num_calls[name] = self.num_calls.get(name, 0) + 1
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -122,7 +135,11 @@ def assert_parity(
     loss = cases.run_model(graph, alone, others)
     loss.backward()
 
-    split, shards = shard_model(graph, attributes_for(graph, features), degree)
+    if features is None:
+        chosen = tensor_parallel(graph, None, degree).weights
+    else:
+        chosen = given_weights(graph, attributes_for(graph, features), degree)
+    split, shards = shard_model(graph, chosen, degree)
     shares = [cases.local(whole, shards, rank) for rank in range(degree)]
     ranks = Lockstep(degree, patch)
     losses = cases.run_model(

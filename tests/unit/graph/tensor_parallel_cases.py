@@ -10,6 +10,7 @@ import transformers
 from torch import fx
 
 from merak.core.shards import ParameterShard, take
+from merak.graph.features import Column, Features, Row
 from merak.graph.ir import ModelGraph, TensorMeta
 from merak.graph.shard import shard
 from merak.graph.trace import trace
@@ -52,6 +53,34 @@ def bert(attention: str, dropout: float = 0.0) -> torch.nn.Module:
     )  # fmt: skip
     return transformers.BertForMaskedLM(config)
 
+
+GPT2: Features = {
+    "attn.c_attn": Column(parts=(1, 1, 1), size="heads"),
+    "attn.c_proj": Row(size="heads"),
+    "mlp.c_fc": Column(size="feed-forward units"),
+    "mlp.c_proj": Row(size="feed-forward units"),
+}
+
+LLAMA: Features = {
+    "self_attn.q_proj": Column(size="heads"),
+    "self_attn.k_proj": Column(size="kv-heads"),
+    "self_attn.v_proj": Column(size="kv-heads"),
+    "self_attn.o_proj": Row(size="heads"),
+    "mlp.gate_proj": Column(size="feed-forward units"),
+    "mlp.up_proj": Column(size="feed-forward units"),
+    "mlp.down_proj": Row(size="feed-forward units"),
+}
+
+BERT: Features = {
+    "attention.self.query": Column(size="heads"),
+    "attention.self.key": Column(size="heads"),
+    "attention.self.value": Column(size="heads"),
+    "intermediate.dense": Column(size="feed-forward units"),
+    "output.dense": Row(size="feed-forward units"),
+    "attention.output.dense": Row(size="heads"),
+}
+
+DICTS: Mapping[str, Features] = {"gpt2": GPT2, "llama": LLAMA, "qwen3": LLAMA, "bert": BERT}
 
 FAMILIES: Mapping[str, Callable[..., torch.nn.Module]] = {
     "gpt2": gpt2,

@@ -2,30 +2,14 @@ import pytest
 import transformers
 
 from merak.core.errors import ShardError
-from merak.graph.features import (
-    BERT,
-    GPT2,
-    LLAMA,
-    Column,
-    Replicate,
-    Row,
-    default_features,
-    resolve_features,
-)
+from merak.graph.features import Column, Replicate, Row, resolve_features
+from tests.unit.graph.tensor_parallel_cases import BERT, GPT2
 
 GPT2_BLOCK = [
     f"transformer.h.{layer}.{module}.{kind}"
     for layer in range(2)
     for module in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
     for kind in ("weight", "bias")
-]
-LLAMA_BLOCK = [
-    f"model.layers.0.{module}.weight"
-    for module in (
-        *(f"self_attn.{p}_proj" for p in "qkvo"),
-        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
-        "input_layernorm",
-    )
 ]
 
 
@@ -35,17 +19,6 @@ def bert_names() -> list[str]:
     )
     model = transformers.BertForMaskedLM(config)
     return [name for name, _ in model.named_parameters()]
-
-
-def test_the_default_is_chosen_by_the_names() -> None:
-    assert default_features(GPT2_BLOCK) is GPT2
-    assert default_features(LLAMA_BLOCK) is LLAMA
-    assert default_features(bert_names()) is BERT
-
-
-def test_no_default_fits() -> None:
-    with pytest.raises(ShardError, match=r"parameters like stem\.weight; there are some for GPT-2"):
-        default_features(["stem.weight", "head.weight"])
 
 
 def test_patterns_are_ends_of_module_paths() -> None:

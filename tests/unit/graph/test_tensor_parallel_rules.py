@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from merak.core.errors import ShardError
 from merak.graph.features import Column, Features, Row
-from merak.graph.tensor_parallel import attributes_for, shard_model
+from merak.graph.tensor_parallel import attributes_for, given_weights
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 
@@ -313,7 +313,7 @@ def written_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
 def test_what_cannot_be_split_is_refused(between: Between, message: str) -> None:
     graph = cases.traced(Block(between), {"x": torch.randn(B, T, 5)})
     with pytest.raises(ShardError, match=message):
-        shard_model(graph, attributes_for(graph, PLAIN), 2)
+        given_weights(graph, attributes_for(graph, PLAIN), 2)
 
 
 def test_parts_that_the_model_does_not_have_are_refused() -> None:
@@ -322,7 +322,7 @@ def test_parts_that_the_model_does_not_have_are_refused() -> None:
         r"reshapes \[2, 3, 72\], split over dim 2 in parts of 24 \+ 24 \+ 24, to \[2, 3, 4, 18\]"
     )
     with pytest.raises(ShardError, match=message):
-        shard_model(graph, attributes_for(graph, FUSED), 2)
+        given_weights(graph, attributes_for(graph, FUSED), 2)
 
 
 def test_a_layer_used_in_two_ways_is_refused() -> None:
@@ -335,4 +335,4 @@ def test_a_layer_used_in_two_ways_is_refused() -> None:
     with pytest.raises(
         ShardError, match=r"up\.weight cannot be a Column .*: it is used in two ways"
     ):
-        shard_model(graph, attributes_for(graph, {"up": Column()}), 2)
+        given_weights(graph, attributes_for(graph, {"up": Column()}), 2)

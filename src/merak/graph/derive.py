@@ -1,0 +1,214 @@
+"""Derive from a traced model alone how tensor parallelism splits its weights.
+
+Every segment is searched by itself (`sharding_search`); segments of the same structure get the same
+answer, so a deep model takes no longer than a shallow one. Embeddings, and the layer whose outputs
+the loss reads, stay whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.flow import is_embedding, is_weight_gemm
+from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.graph.sharding_cost import Transfer
+from merak.graph.sharding_placement import Sharded
+from merak.graph.sharding_search import Search
+
+Weights = Mapping[str, Sharded]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked about one segment.
+
+    Args:
+        segment: the segment.
+        given: weights whose split is given, by name.
+        kept: parameters that stay whole.
+        heads: weights that are split only together with those before them.
+    """
+
+    segment: Segment
+    given: Weights
+    kept: frozenset[str]
+    heads: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSplit:
+    """How one segment is split.
+
+    Args:
+        weights: the split parameters it reads, by name.
+        inside: operators on whole values that every rank runs for its own part of the gradient.
+        transfers: the collectives it then runs.
+    """
+
+    weights: Weights
+    inside: frozenset[fx.Node]
+    transfers: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deriver:
+    """Derives splits for segments of one model, and remembers them by the segments' structure.
+
+    Args:
+        parameters: what every parameter is, by name, in the whole model.
+        degree: the number of tensor parallel ranks.
+    """
+
+    parameters: Mapping[str, TensorMeta]
+    degree: int
+    _known: dict[Any, tuple[Segment, SegmentSplit]] = field(default_factory=dict)
+
+    def __call__(self, task: Task) -> SegmentSplit:
+        """Choose how the weights of a segment are split that are neither given nor kept."""
+        key = tuple(_structure(task))
+        if key not in self._known:
+            search = Search(task.segment, self.parameters, self.degree, task.kept, task.given)
+            found = search.run(task.heads)
+            weights = {n: p for n, p in found.weights.items() if isinstance(p, Sharded)}
+            split = SegmentSplit(weights, found.inside, found.transfers)
+            self._known[key] = (task.segment, split)
+        return _carried_over(*self._known[key], task.segment)
+
+
+def derive(
+    model: ModelGraph, deriver: Deriver, given: Weights, kept: frozenset[str]
+) -> dict[str, Sharded]:
+    """Choose how the weights of a model are split.
+
+    Args:
+        model: the traced model.
+        deriver: for this model's parameters and degree.
+        given: weights whose split is given, by name.
+        kept: parameters that stay whole, besides embeddings.
+
+    Returns:
+        The split parameters, by name. A parameter that several segments read is split in one way.
+    """
+    whole = kept | (embeddings(model) - given.keys())
+    heads = frozenset(loss_weights(model))
+    chosen = dict(given)
+    for segment in model.segments:
+        own = {n: chosen[n] for n in segment.parameters if n in chosen}
+        split = deriver(Task(segment, own, whole.intersection(segment.parameters), heads))
+        chosen |= split.weights
+        whole |= frozenset(segment.parameters) - chosen.keys()
+    return chosen
+
+
+def check_limits(model: ModelGraph, degree: int) -> None:
+    """Check, where a degree splits nothing, that no smaller one would.
+
+    Raises:
+        ShardError: one would; the sentence says what limits the degree.
+    """
+    limits = limits_of(model)
+    pieces = {name: limits[name] for name in _largest(model, limits)}
+    counts = pieces.values()
+    fitting = [d for d in range(1, max(counts, default=1) + 1) if any(n % d == 0 for n in counts)]
+    if len(fitting) > 1:
+        listed = ", ".join(f"{name} into {count}" for name, count in pieces.items())
+        raise ShardError(
+            f"tp={degree} can split nothing of this model: the outputs of {listed} pieces at the "
+            f"most; degrees that split something are {', '.join(map(str, fitting))}."
+        )
+
+
+def _largest(model: ModelGraph, names: Iterable[str]) -> list[str]:
+    """Up to four of the parameters that are not much smaller than the largest."""
+    sizes = {name: math.prod(model.parameters[name].shape) for name in names}
+    return [name for name, size in sizes.items() if 4 * size >= max(sizes.values())][:4]
+
+
+def limits_of(model: ModelGraph) -> dict[str, int]:
+    """Into how many pieces each weight can be cut for itself along its outputs, by name."""
+    alone = Deriver(model.parameters, 1)
+    found: dict[str, int] = {}
+    seen: set[Any] = set()
+    whole = embeddings(model) | loss_weights(model)
+    for segment in model.segments:
+        key = tuple(_structure(Task(segment, {}, frozenset())))
+        if key in seen:
+            continue
+        seen.add(key)
+        search = Search(segment, alone.parameters, 1, whole, {})
+        found |= search.limits()
+    return found
+
+
+def embeddings(model: ModelGraph) -> set[str]:
+    """The parameters in which rows are looked up."""
+    return {
+        node.args[0].meta["name"]
+        for segment in model.segments
+        for node in segment.graph.nodes
+        if node.op == "call_function" and is_embedding(node)
+    }
+
+
+def loss_weights(model: ModelGraph) -> set[str]:
+    """The weights whose products the loss reads, with no other product in between."""
+    found: set[str] = set()
+    for segment in model.segments:
+        (output,) = segment.graph.find_nodes(op="output")
+        returned = dict(zip(segment.outputs, output.args[0], strict=True))
+        todo = [returned[model.loss]] if model.loss in returned else []
+        seen: set[fx.Node] = set()
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "call_function" and is_weight_gemm(node):
+                found |= _parameters_of(node)
+            else:
+                todo += node.all_input_nodes
+    return found
+
+
+def _parameters_of(node: fx.Node) -> set[str]:
+    """The parameters that a product reads, directly or through views of them."""
+    found: set[str] = set()
+    for source in node.all_input_nodes:
+        while source.op == "call_function" and len(source.all_input_nodes) == 1:
+            (source,) = source.all_input_nodes
+        if source.meta.get("kind") is Kind.PARAMETER:
+            found.add(source.meta["name"])
+    return found
+
+
+def _structure(task: Task) -> Iterator[Any]:
+    """What the answer depends on: the operators, their shapes, and what is given."""
+    place = {node: i for i, node in enumerate(task.segment.graph.nodes)}
+    for node in task.segment.graph.nodes:
+        what: tuple[Any, ...] = ()
+        if node.op == "placeholder":
+            kind, name = node.meta["kind"], node.meta["name"]
+            what = (kind,)
+            if kind is Kind.PARAMETER:
+                given = task.given.get(name)
+                split = given and (given.dim, given.parts)
+                what = (kind, split, name in task.kept, name in task.heads)
+        args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{place[n]}")
+        shown = "" if node.op == "placeholder" else f"{node.target} {args}"
+        yield node.op, shown, str(node.meta.get("tensor")), what
+
+
+def _carried_over(like: Segment, split: SegmentSplit, segment: Segment) -> SegmentSplit:
+    """The split of a segment of the same structure."""
+    if like is segment:
+        return split
+    names = dict(zip(like.parameters, segment.parameters, strict=True))
+    nodes = dict(zip(like.graph.nodes, segment.graph.nodes, strict=True))
+    weights = {names[n]: Sharded(p.dim, p.parts, names[n]) for n, p in split.weights.items()}
+    return SegmentSplit(weights, frozenset(nodes[n] for n in split.inside), split.transfers)

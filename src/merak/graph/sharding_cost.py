@@ -1,0 +1,153 @@
+"""What a split of a segment's weights costs: the collectives that its rewriting needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import fx
+
+from merak.graph.ir import Kind, TensorMeta
+from merak.graph.sharding_placement import (
+    COPIED,
+    REPLICATED,
+    Copied,
+    Decision,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+)
+from merak.graph.sharding_propagate import Propagation
+
+
+class Collective(Enum):
+    """What a conversion of a value costs."""
+
+    REDUCE = "all-reduce in the forward"
+    GATHER = "all-gather in the forward"
+    COPY = "all-reduce in the backward"
+    SLICE = "all-gather in the backward"
+
+
+FORWARD = frozenset((Collective.REDUCE, Collective.GATHER))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective of a rewritten segment.
+
+    Args:
+        kind: which one.
+        numel: numbers in the whole value.
+        of_weights: whether the value depends on parameters alone: their gradients are summed.
+    """
+
+    kind: Collective
+    numel: int
+    of_weights: bool
+
+
+def need_of(node: fx.Node, decision: Decision, propagation: Propagation) -> Placement | None:
+    """How a decision's operand must lie; None takes it as it lies."""
+    if node in decision.needs:
+        return decision.needs[node]
+    placed = propagation.placements[node]
+    if isinstance(placed, (tuple, Sharded)):
+        return None
+    if isinstance(placed, Partial) and isinstance(decision.output, Partial):
+        return None
+    return REPLICATED if isinstance(decision.output, Replicated) else COPIED
+
+
+def conversions(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node, Placement]]:
+    """Every (value, placement) that some operator, or the segment's output, needs otherwise."""
+    seen: set[tuple[fx.Node, Placement]] = set()
+    for node, need in _needs(graph, propagation):
+        placed = propagation.placements[node]
+        if need is not None and placed != need and (node, need) not in seen:
+            seen.add((node, need))
+            yield node, need
+
+
+def _needs(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node, Placement | None]]:
+    for node in graph.nodes:
+        if node.op == "output":
+            yield from ((n, REPLICATED) for n in node.all_input_nodes)
+        elif node.op == "call_function":
+            decision = propagation.decisions[node]
+            for operand in operands_of(node, decision):
+                yield operand, need_of(operand, decision, propagation)
+            further = (n for _, args in decision.then for n in args if isinstance(n, fx.Node))
+            yield from ((n, REPLICATED) for n in further)
+
+
+def operands_of(node: fx.Node, decision: Decision) -> list[fx.Node]:
+    """The operands that the operator in a node's place reads, in the order of its arguments."""
+    args = node.args if decision.args is None else decision.args
+    kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
+    found: dict[fx.Node, None] = {}
+    fx.map_arg((args, kwargs), lambda n: found.setdefault(n))
+    return list(found)
+
+
+def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
+    """The collectives of a segment's rewriting, each as often as it runs.
+
+    Args:
+        graph: the segment's graph, before it is rewritten.
+        propagation: what becomes of its operators.
+    """
+    weights = weights_only(graph)
+    found: dict[tuple[fx.Node, Collective], Transfer] = {}
+
+    def add(node: fx.Node, kind: Collective) -> None:
+        meta = node.meta["tensor"]
+        numel = math.prod(meta.shape) if isinstance(meta, TensorMeta) else 0
+        found[node, kind] = Transfer(kind, numel, node in weights)
+
+    for node, need in conversions(graph, propagation):
+        placed = propagation.placements[node]
+        assert not isinstance(placed, tuple)
+        if isinstance(need, Partial):
+            continue  # every rank takes its share
+        for kind in _kinds(placed, need, has_gradient(node)):
+            add(node, kind)
+    for node, decision in propagation.decisions.items():
+        if decision.then:
+            add(node, Collective.REDUCE)
+    return list(found.values())
+
+
+def _kinds(placed: Placement, need: Placement, has_gradient: bool) -> Iterator[Collective]:
+    if isinstance(placed, Copied):
+        return  # every rank has it whole, and owes a part of the gradient
+    if isinstance(placed, Partial):
+        yield Collective.REDUCE
+    elif isinstance(placed, Sharded):
+        yield Collective.GATHER
+    if isinstance(need, Copied) and has_gradient:
+        yield Collective.COPY
+    elif isinstance(need, Sharded) and has_gradient:
+        yield Collective.SLICE
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Whether a value is one tensor that a gradient flows through."""
+    meta = node.meta.get("tensor")
+    return isinstance(meta, TensorMeta) and meta.requires_grad
+
+
+def weights_only(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on parameters and buffers alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            inside = node.meta["kind"] in (Kind.PARAMETER, Kind.BUFFER)
+        else:
+            inside = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
+        if inside:
+            found.add(node)
+    return found

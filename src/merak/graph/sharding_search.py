@@ -1,0 +1,330 @@
+"""Search how to split the weights of one segment: few collectives, many split parameters.
+
+A seed splits the outputs of one GEMM. What the operators then need, and what the weights before and
+after must be for it, is read off the propagation of `sharding_propagate`: the queries' heads ask
+for the keys' and values', these for the inputs of the projection, and so on. Such a closed group of
+weights is taken where it costs less than it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.flow import is_weight_gemm
+from merak.graph.ir import Kind, Segment, TensorMeta
+from merak.graph.sharding_cost import (
+    Transfer,
+    conversions,
+    has_gradient,
+    transfers,
+    weights_only,
+)
+from merak.graph.sharding_fused import divides, fused_parts
+from merak.graph.sharding_placement import Copied, Placement, Sharded
+from merak.graph.sharding_propagate import (
+    Propagation,
+    capacities,
+    decide_or_gather,
+    propagate,
+    weight_dims,
+)
+from merak.graph.sharding_rewrite import rewrite
+
+Assignment = Mapping[str, Placement]
+
+_SAVED_PER_BLOCK = 4.0
+"""What it is worth to split all weights of a block, in collectives of a whole activation."""
+
+_OF_WEIGHTS = 0.01
+"""What it costs to sum the gradient of a small whole weight, besides its size."""
+
+_ROUNDS = 12
+"""How many steps a group of weights may spread: from one weight to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How the weights of a segment are split.
+
+    Args:
+        weights: placements by parameter name; parameters not named are replicated.
+        inside: operators on whole values that count to the work that is split.
+        transfers: the collectives that the segment then runs.
+        value: the cost that was minimised.
+    """
+
+    weights: Assignment
+    inside: frozenset[fx.Node]
+    transfers: tuple[Transfer, ...]
+    value: float
+
+
+class Search:
+    """The search over one segment, with what it has worked out so far.
+
+    Args:
+        segment: the segment.
+        parameters: what every parameter is, by name.
+        degree: the number of ranks.
+        kept: parameters that are not to be split.
+        fixed: parameters whose placement is given.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        parameters: Mapping[str, TensorMeta],
+        degree: int,
+        kept: Collection[str],
+        fixed: Assignment,
+    ) -> None:
+        self.graph = segment.graph
+        self.degree = degree
+        self.nodes = _parameter_nodes(self.graph)
+        self.shapes = {name: parameters[name].shape for name in self.nodes}
+        self.free = frozenset(n for n in self.nodes if n not in kept and n not in fixed)
+        self.fixed = dict(fixed)
+        self.scale = _activation_size(segment)
+        self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
+        self.num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
+        self._above = _ancestors(self.graph)
+        self._weights = weights_only(self.graph)
+        self._values = _sources(self.graph)
+        self._alone: dict[tuple[str, Placement], Propagation | None] = {}
+        self._splits: dict[str, tuple[Sharded, ...]] = {}
+
+    def run(self, followers: Collection[str] = ()) -> Found:
+        """The best assignment found.
+
+        Args:
+            followers: weights that are split only together with others.
+        """
+        best = self.judge(self.fixed)
+        if best is None:
+            propagate(self.graph, self.fixed, self.degree)  # raises, and says where
+        assert best is not None
+        best = self._enter_earlier(best)
+        seeds = sorted(self.free - frozenset(followers))
+        groups = sorted(self._groups(seeds), key=lambda found: found.value)
+        for _ in range(2):
+            for group in groups:
+                best = self._better(best, {**group.weights, **best.weights})
+        for name in [n for n in best.weights if n not in self.fixed]:
+            best = self._better(best, {n: p for n, p in best.weights.items() if n != name})
+        return best
+
+    def limits(self) -> dict[str, int]:
+        """Into how many pieces the outputs of each free weight can be cut."""
+        found: dict[str, int] = {}
+        for name in sorted(self.free):
+            for out, _ in self.dims[name]:
+                *_, finest = (s for s in self.splits(name) if s.dim == out)
+                layout = self.alone(name, finest)
+                if layout is not None:
+                    found[name] = capacities(layout)[name]
+        return found
+
+    def _better(self, best: Found, weights: Assignment) -> Found:
+        if weights == best.weights:
+            return best
+        found = self.judge(weights)
+        return best if found is None else self._keep(best, self._enter_earlier(found))
+
+    def _keep(self, best: Found, found: Found | None) -> Found:
+        is_better = found is not None and found.value < best.value - 1e-9
+        return found if found is not None and is_better else best
+
+    def _groups(self, seeds: Collection[str]) -> Iterator[Found]:
+        seen: list[Assignment] = []
+        for name in seeds:
+            for out, _ in self.dims[name]:
+                for split in self.splits(name):
+                    if split.dim != out:
+                        continue
+                    weights = self.close({**self.fixed, name: split})
+                    found = None if weights in seen else self.judge(weights)
+                    seen.append(weights)
+                    if found is not None and self._runs(weights):
+                        yield found
+
+    def close(self, weights: Assignment) -> Assignment:
+        """Split further weights as the operators on split values ask for."""
+        chosen = dict(weights)
+        for _ in range(_ROUNDS):
+            layout = self.lay(chosen)
+            if layout is None:
+                break
+            before = len(chosen)
+            for node, need in conversions(self.graph, layout):
+                if isinstance(need, Sharded) and divides(need, self.degree):
+                    chosen |= self._sources(node, need, chosen)
+            if len(chosen) == before:
+                break
+        return chosen
+
+    def _sources(self, node: fx.Node, need: Sharded, chosen: Assignment) -> dict[str, Placement]:
+        """The weights that make a value lie as it must."""
+        found: dict[str, Placement] = {}
+        for name in sorted(self._above[node] & self.free):
+            if name in chosen:
+                continue
+            like = [Sharded(d, need.parts) for d, n in enumerate(self.shapes[name])
+                    if n == sum(need.parts)]  # fmt: skip
+            for split in (*self.splits(name), *like):
+                layout = self.alone(name, split)
+                if layout is not None and layout.placements[node] == need:
+                    found[name] = Sharded(split.dim, split.parts, name)
+                    break
+        return found
+
+    def _enter_earlier(self, best: Found) -> Found:
+        """Let one value enter the split work in place of several that are made from it."""
+        for _ in range(_ROUNDS):
+            before = best
+            late = self._late(best)
+            for source in self._common(late):
+                inside = best.inside | (self._between(source, late) - {source})
+                if inside != best.inside:
+                    best = self._keep(best, self.judge(best.weights, inside))
+            if best is before:
+                break
+        return best
+
+    def _late(self, best: Found) -> set[fx.Node]:
+        """The whole activations whose gradients the ranks sum or gather."""
+        layout = self.lay(best.weights, best.inside)
+        assert layout is not None
+        return {
+            node
+            for node, need in conversions(self.graph, layout)
+            if isinstance(need, (Copied, Sharded))
+            and not isinstance(layout.placements[node], (Copied, Sharded))
+            and has_gradient(node)
+            and node not in self._weights
+        }
+
+    def _common(self, late: set[fx.Node]) -> Iterator[fx.Node]:
+        """Values from which at least two of some others are made, latest first."""
+        for node in reversed(list(self.graph.nodes)):
+            if node in self._weights or not has_gradient(node):
+                continue
+            reached = {n for n in late if node in self._values[n]}
+            if len(reached) > 1:
+                yield node
+
+    def _between(self, source: fx.Node, ends: set[fx.Node]) -> frozenset[fx.Node]:
+        return frozenset(
+            n
+            for end in ends
+            for n in (end, *self._values[end])
+            if n is source or source in self._values[n]
+        )
+
+    def splits(self, name: str) -> tuple[Sharded, ...]:
+        """The ways to split a parameter that the degree divides."""
+        if name not in self._splits:
+            found: list[Sharded] = []
+            for dim, size in enumerate(self.shapes[name]):
+                all_parts: list[tuple[int, ...]] = [(size,)]
+                if any(dim == out for out, _ in self.dims[name]):
+                    all_parts = fused_parts(self.graph, name, dim, size)
+                found += [Sharded(dim, parts, name) for parts in all_parts]
+            self._splits[name] = tuple(s for s in found if divides(s, self.degree))
+        return self._splits[name]
+
+    def alone(self, name: str, placed: Placement) -> Propagation | None:
+        """The propagation of one split weight."""
+        if (name, placed) not in self._alone:
+            self._alone[name, placed] = self.lay({name: placed})
+        return self._alone[name, placed]
+
+    def lay(
+        self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()
+    ) -> Propagation | None:
+        """The propagation of an assignment; None if it cannot be."""
+        try:
+            return propagate(self.graph, weights, self.degree, decide_or_gather, inside)
+        except ShardError:
+            return None
+
+    def judge(self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()) -> Found | None:
+        """What an assignment costs, in collectives of a whole activation."""
+        layout = self.lay(weights, inside)
+        if layout is None:
+            return None
+        needed = transfers(self.graph, layout)
+        whole = sum(self._gemm_share(n) for n in self.nodes if not _is_split(weights.get(n)))
+        rest = sum(math.prod(self.shapes[n]) for n in self.nodes if not _is_split(weights.get(n)))
+        total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
+        value = self.num_blocks * _SAVED_PER_BLOCK * whole + 1e-3 * rest / total
+        value += sum(map(self._price, needed))
+        return Found(dict(weights), inside, tuple(needed), value)
+
+    def _gemm_share(self, name: str) -> float:
+        gemms = {n: math.prod(self.shapes[n]) for n in self.nodes if self.dims[n]}
+        return gemms.get(name, 0) / (sum(gemms.values()) or 1)
+
+    def _price(self, transfer: Transfer) -> float:
+        size = transfer.numel / self.scale
+        return size * 0.1 + _OF_WEIGHTS if transfer.of_weights else max(1.0, size)
+
+    def _runs(self, weights: Assignment) -> bool:
+        """Whether the operators take their shares."""
+        layout = self.lay(weights)
+        try:
+            assert layout is not None
+            rewrite(self.graph, layout, self.degree)
+        except ShardError:
+            return False
+        return True
+
+
+def _is_split(placed: Placement | None) -> bool:
+    return placed is not None and not isinstance(placed, Copied)
+
+
+def _parameter_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
+    nodes = graph.find_nodes(op="placeholder")
+    return {n.meta["name"]: n for n in nodes if n.meta["kind"] is Kind.PARAMETER}
+
+
+def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+    """The parameters that every value depends on."""
+    found: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        own = {node.meta["name"]} if node.meta.get("kind") is Kind.PARAMETER else ()
+        found[node] = frozenset(own).union(*(found[n] for n in node.all_input_nodes))
+    return found
+
+
+def _sources(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The values that every value is made from."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        found[node] = frozenset(node.all_input_nodes).union(
+            *(found[n] for n in node.all_input_nodes)
+        )
+    return found
+
+
+def _depth(graph: fx.Graph) -> int:
+    """The most weight GEMMs one after another."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        before = max((depth[n] for n in node.all_input_nodes), default=0)
+        depth[node] = before + (node.op == "call_function" and is_weight_gemm(node))
+    return max(depth.values(), default=0)
+
+
+def _activation_size(segment: Segment) -> int:
+    """Numbers in the largest value that enters or leaves the segment."""
+    (output,) = segment.graph.find_nodes(op="output")
+    values = [n for n in segment.graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.VALUE]
+    metas = [n.meta["tensor"] for n in (*values, *output.all_input_nodes)]
+    sizes = [math.prod(meta.shape) for meta in metas if isinstance(meta, TensorMeta)]
+    return max((1, *sizes))
