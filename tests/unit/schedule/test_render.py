@@ -17,7 +17,7 @@ from merak.schedule.costs import uniform
 from merak.schedule.registry import build
 from merak.schedule.render_png import render_png
 from merak.schedule.render_svg import render_html, render_svg
-from merak.schedule.render_text import render_text
+from merak.schedule.render_text import render_text, render_texts
 from merak.schedule.simulate import simulate
 from merak.schedule.timeline import Timeline, measured_timeline, simulated_timeline
 from tests.unit.schedule.grid import simulated
@@ -104,6 +104,19 @@ def test_reductions_and_recomputations_inside_are_shown() -> None:
     assert "gradient reduction" in drawn
     assert "recomputes inside" in render_svg([timeline("1f1b")])
     assert "recomputes inside" not in render_svg([timeline("gems")])
+
+
+def test_timelines_in_text_share_one_scale() -> None:
+    long, short = timeline("1f1b", 4, 5), timeline("shifted_critical_path", 4, 5)
+    both = render_texts([long, short], num_columns=200)
+    first, second = both.split("\n\n" + short.title)
+    assert first == render_text(long, num_columns=200)
+    # As long as the other one's rows: 26 of 32 units, then nothing.
+    columns = len(first.splitlines()[3])
+    rows = [line for line in second.splitlines() if line.startswith("rank")]
+    assert len(rows) == 4 and all(len(row) == columns for row in rows)
+    assert max(len(row.rstrip("·")) for row in rows) == 7 + round((columns - 7) * 26 / 32)
+    assert second.splitlines()[-1].endswith(" 32")
 
 
 def test_a_measured_timeline_is_drawn_over_the_simulated_one() -> None:
