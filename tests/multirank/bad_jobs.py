@@ -64,7 +64,7 @@ def leaves() -> None:
 
 
 def stalled() -> None:
-    train(samples=Samples(0, slow=True), hang_limit_s=3.0)  # rank 0 reads the inputs
+    train(samples=Samples(0, slow=True), hang_limit_s=6.0)  # rank 0 reads the inputs
 
 
 def not_a_number() -> None:

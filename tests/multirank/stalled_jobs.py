@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 import merak
+from merak.core import failure
 from merak.engine import build, watch  # noqa: F401  # imported once, before ranks are forked
 from merak.parallel import ParallelModel
 
-LIMIT_S = 3.0
+LIMIT_S = 5.0
 
 
 def run(case: str, rank: int, num_ranks: int, port: int, folder: str) -> None:
@@ -31,7 +33,12 @@ def run(case: str, rank: int, num_ranks: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     watch.GRACE_S = 4.0
-    CASES[case]()
+    failure.LAUNCHER_S = 2.0 * LIMIT_S  # longer than the watch's patience
+    try:
+        CASES[case]()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as a script would end
+        os._exit(1)
 
 
 class Model(nn.Module):
@@ -130,6 +137,13 @@ def stopped() -> None:
     model.step(BATCH)
 
 
+def dead() -> None:
+    model = trained(pp=3)
+    if is_rank(1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.step(BATCH)
+
+
 def store_stopped() -> None:
     model = trained(pp=2)
     if is_rank(0):
@@ -150,6 +164,6 @@ def patient() -> None:
 CASES: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
-        data, forward, gradients, tied, loss, send, stopped, store_stopped, patient,
+        data, forward, gradients, tied, loss, send, stopped, dead, store_stopped, patient,
     )
 }  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch.distributed as dist
+
 from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions
 from merak.engine.records import StepRecord
+from merak.engine.watch import outlast
 from merak.graph.build import GraphSource
 from merak.schedule.ir import Action, Kind
 from merak.schedule.timeline import measured_timeline
@@ -26,6 +29,24 @@ def recorded(schedule: str) -> tuple[StepRecord, ...]:
             parameter.grad = None
         engine.train_step(step, [sample] * count, batches(count))
     return engine.recorded_steps()
+
+
+def timeouts() -> list[float]:
+    """Of every group's operations, s, after the watch has seen to them."""
+    mesh = init(pp=2, device="cpu", timeout_s=30.0)
+    options = EngineOptions(num_microbatches=2)
+    sample = signature(batches(1)[0]).columns
+    build_engine(GraphSource(tiny_gpt2()), sample, mesh, options)
+    outlast(4000.0, 0)
+    groups = dist.distributed_c10d._world.pg_map
+    backends = [group._get_backend(mesh.device) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_torchs_own_timeouts_come_after_the_watch(pool) -> None:
+    for found in pool.run(timeouts, 2):
+        assert len(found) > 3  # the job, axes of the mesh, channels
+        assert set(found) == {4000.0}
 
 
 def test_steps_are_recorded_on_one_clock(pool) -> None:

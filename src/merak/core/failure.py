@@ -105,23 +105,40 @@ def _show(before: Hook, error: BaseException) -> None:
         before(type(error), error, error.__traceback__)
 
 
-def is_first() -> bool:
-    """Whether no other rank has failed before; so that of many sentences one is shown."""
+def is_first(store: Store | None = None) -> bool:
+    """Whether no other rank has failed before; so that of many sentences one is shown.
+
+    Args:
+        store: a connection to the job's store; found if it is not given.
+    """
     rank = os.environ["RANK"]
     try:
-        return bool(connect().compare_set(KEY, "", rank) == rank.encode())
+        known = store if store is not None else _store()
+        return bool(known.compare_set(KEY, "", rank) == rank.encode())
     except Exception:
         return True  # nobody to ask: rather say it twice than never
 
 
 def connect() -> Store:
-    """A connection of one's own to the job's store; torchrun keeps one that outlives every rank."""
+    """A connection of one's own to the job's store, apart from what other threads wait for there.
+
+    Where it is not torchrun that keeps the store, the rank that does must still live.
+    """
+    store = _store()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = store.clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+def _store() -> Store:
+    """The job's store; torchrun keeps one that outlives every rank."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         agent = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
         return PrefixStore(f"attempt {attempt}", agent)
-    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=5))
     return store
 

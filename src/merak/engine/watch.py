@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from merak.core import failure
 from merak.core.errors import ArgumentsError, TrainingError
@@ -89,6 +90,7 @@ class Watch:
         self._said = _Said()
         # A plain flag: a lock might be held when a data loader forks.
         self._is_stopped = False
+        self._store: Store | None = None
         self._device: tuple[Standing | None, float] = (None, 0.0)
 
     def start(self) -> None:
@@ -106,7 +108,7 @@ class Watch:
         job = dist.group.WORLD
         known = 0
         while not self._is_stopped and dist.is_initialized() and dist.group.WORLD is job:
-            known = _outlast(self._limit_s + 2 * GRACE_S, known)
+            known = outlast(self._limit_s + 2 * GRACE_S, known)
             if self._is_overdue() or self._said.is_told:
                 self._end()
             time.sleep(self._every_s)
@@ -149,14 +151,18 @@ class Watch:
         main = frames.get(threading.main_thread().ident or 0)
         place = failure.users_line(traceback.extract_stack(main)) if main is not None else ""
         who = f"rank {mesh.rank} (pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank})"
-        return f"merak: {who} {describe(standing, since_s)}" + (f" [{place}]" if place else "")
+        said = f"merak: {who} {describe(standing, since_s)}"
+        if standing.action is not None and standing.wait is None and mesh.tp > 1:
+            said += f", unless for its tensor parallel peers, {_ranks(mesh.peers('tp'))}"
+        return said + (f" [{place}]" if place else "")
 
     # ---- all ranks ----
 
     def _listen(self) -> None:
         """Look in the store whether another rank's patience has ended."""
         with suppress(Exception):  # a store that is gone: then each rank has its own limit
-            store = failure.connect()
+            # Both while the store is there: one may have to wait in it when the other must not.
+            self._store, store = failure.connect(), failure.connect()
             while not self._is_stopped and dist.is_initialized() and not self._said.is_told:
                 time.sleep(self._every_s)
                 self._said.is_told = store.check([HANG])
@@ -164,7 +170,9 @@ class Watch:
     def _tell(self, line: str, waits: str) -> None:
         """Tell the others, and read what they say; may block where the store has stopped."""
         with suppress(Exception):
-            store, said, rank = failure.connect(), self._said, str(self._mesh.rank)
+            store, said, rank = self._store, self._said, str(self._mesh.rank)
+            if store is None:
+                return
             store.set(f"{HANG}/{rank}", json.dumps({"line": line, "waits": waits}))
             # A rank that was told may not claim the reason of one that has come to its limit.
             is_speaker = not said.is_told and store.compare_set(HANG, "", rank) == rank.encode()
@@ -173,7 +181,7 @@ class Watch:
             if is_speaker:
                 spoken = [r for r in ranks if store.check([f"{HANG}/{r}"])]
                 said.lines = {r: json.loads(store.get(f"{HANG}/{r}")) for r in spoken}
-                if failure.is_first():  # else the job has told another reason
+                if failure.is_first(store):  # else the job has told another reason
                     self._give_reason(waits)
                 said.reason_given = True
                 store.set(reason, rank)
@@ -253,8 +261,16 @@ def _until(holds: Callable[[], bool], limit_s: float) -> bool:
     return holds()
 
 
-def _outlast(limit_s: float, known: int) -> int:
-    """Let torch's own timeouts come after the watch, which says more; the number of groups."""
+def outlast(limit_s: float, known: int) -> int:
+    """Let torch's own timeouts come after the watch, which says more.
+
+    Args:
+        limit_s: what no process group's timeout is to be shorter than.
+        known: groups that were seen to before.
+
+    Returns:
+        The number of groups there are.
+    """
     groups = list(dist.distributed_c10d._world.pg_map)
     if len(groups) == known:
         return known

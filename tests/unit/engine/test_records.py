@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from merak.core.mesh import Mesh, init, reset
 from merak.engine.progress import Progress, Wait
-from merak.engine.records import HostClock, gather_records
+from merak.engine.records import DeviceClock, HostClock, clock_of, gather_records
 from merak.schedule.ir import parse_action
 from merak.schedule.registry import build
 from merak.schedule.timeline import measured_timeline
@@ -133,3 +135,21 @@ def test_where_a_host_stands() -> None:
         assert after.since_s > before.since_s  # an action's own work is timed from its last wait
     assert not progress.standing.is_engines
     assert not progress.behind
+
+
+@pytest.mark.gpu
+def test_a_gpus_events_are_read_on_the_hosts_clock() -> None:
+    clock = DeviceClock(torch.device("cuda", 0))
+    clock.seconds([clock.mark()])  # the first use of a device takes long
+    before = time.perf_counter()
+    first = clock.mark()
+    torch.cuda._sleep(200_000_000)  # cycles
+    second = clock.mark()
+    assert not clock.is_past(second)
+    left = time.perf_counter()
+    start, end = clock.seconds([first, second])
+    after = time.perf_counter()
+    assert clock.is_past(second)
+    assert before - 1e-3 < start < left < end < after + 1e-3
+    assert clock_of(torch.device("cuda", 0)).runs_behind
+    assert not clock_of(torch.device("cpu")).runs_behind
