@@ -58,7 +58,7 @@ def part_shape(shape: tuple[int, ...], shard: ParameterShard | None) -> tuple[in
     """The shape of a rank's part of a whole."""
     if shard is None:
         return shape
-    return (*shape[: shard.dim], shape[shard.dim] // shard.degree, *shape[shard.dim + 1 :])
+    return (*shape[: shard.dim], sum(shard.sizes()), *shape[shard.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

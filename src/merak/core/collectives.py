@@ -33,6 +33,27 @@ def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return result
 
 
+def copy_parts_to(
+    tensor: torch.Tensor, dim: int, sizes: tuple[int, ...], whole: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    """Let a tensor of which some parts are replicated enter work that is split over an axis.
+
+    Args:
+        tensor: fused parts side by side.
+        dim: the dim along which they lie.
+        sizes: their sizes on this rank.
+        whole: which of them are the same on every rank of the axis.
+        axis: name of the mesh axis.
+
+    Returns:
+        The tensor; the gradients of the replicated parts are summed over the axis.
+    """
+    result: torch.Tensor = _CopyPartsTo.apply(  # type: ignore[no-untyped-call]
+        tensor, dim, sizes, whole, axis
+    )
+    return result
+
+
 def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Sum the parts that the ranks of an axis hold.
 
@@ -143,6 +164,23 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _all_reduce(gradient, ctx.axis), None
+
+
+class _CopyPartsTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, *layout: Any) -> torch.Tensor:
+        ctx.layout = (dim, *layout)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dim, sizes, whole, axis = ctx.layout
+        pieces = list(gradient.split(sizes, dim))
+        together = _all_reduce(torch.cat([pieces[i] for i in whole], dim), axis)
+        reduced = together.split([sizes[i] for i in whole], dim)
+        for i, piece in zip(whole, reduced, strict=True):
+            pieces[i] = piece
+        return torch.cat(pieces, dim), None, None, None, None
 
 
 class _LeaveCopied(torch.autograd.Function):

@@ -18,20 +18,27 @@ class ParameterShard:
     Args:
         dim: the dim that is split.
         parts: sizes along `dim` of the fused parts in the whole parameter, (n,) when not fused.
-        degree: the number of ranks it is split over; divides every part.
+        degree: the number of ranks it is split over; divides every part that is split.
+        whole: which parts every rank holds whole, by position.
     """
 
     dim: int
     parts: tuple[int, ...]
     degree: int
+    whole: tuple[int, ...] = ()
+
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes along `dim` of the parts on every rank."""
+        parts = enumerate(self.parts)
+        return tuple(size if i in self.whole else size // self.degree for i, size in parts)
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
         """The (start, stop) intervals of the whole along `dim` that rank `index` holds."""
         starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
-        shares = [size // self.degree for size in self.parts]
+        firsts = [0 if i in self.whole else index for i in range(len(self.parts))]
         return tuple(
-            (start + index * share, start + (index + 1) * share)
-            for start, share in zip(starts, shares, strict=True)
+            (start + first * size, start + (first + 1) * size)
+            for start, first, size in zip(starts, firsts, self.sizes(), strict=True)
         )
 
 
@@ -43,7 +50,10 @@ def take(whole: torch.Tensor, shard: ParameterShard, index: int) -> torch.Tensor
 
 def join(shares: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
     """The whole parameter from every rank's part, in rank order; the inverse of `take`."""
-    sizes = [size // shard.degree for size in shard.parts]
-    split = [share.split(sizes, dim=shard.dim) for share in shares]
-    pieces = [share[part] for part in range(len(sizes)) for share in split]
+    split = [share.split(shard.sizes(), dim=shard.dim) for share in shares]
+    pieces = [
+        share[part]
+        for part in range(len(shard.parts))
+        for share in (split[:1] if part in shard.whole else split)
+    ]
     return torch.cat(pieces, dim=shard.dim)

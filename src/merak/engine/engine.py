@@ -227,7 +227,7 @@ class Engine:
         with self.progress.waiting("the gradient norm over tp and pp with", peers):
             return global_norm(
                 list(counted.values()),
-                frozenset(id(p) for n, p in counted.items() if n in self.shards),
+                {id(p): self.shards[n] for n, p in counted.items() if n in self.shards},
                 self.mesh.tp,
                 (self.mesh.group("tp"), self.mesh.group("pp")),
                 self.mesh.device,

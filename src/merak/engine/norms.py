@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from merak.core.shards import ParameterShard
+
 
 def global_norm(
     parameters: Sequence[torch.nn.Parameter],
-    sharded: frozenset[int],
+    sharded: Mapping[int, ParameterShard],
     tp_degree: int,
     groups: Sequence[dist.ProcessGroup | None],
     device: torch.device,
@@ -19,7 +21,7 @@ def global_norm(
 
     Args:
         parameters: this rank's parameters, without those another stage counts.
-        sharded: ids of those that are split over tp; every tp rank holds the others whole.
+        sharded: by id, how those lie that are split over tp; every tp rank holds the others whole.
         tp_degree: how many ranks hold the whole ones.
         groups: the tp and pp groups of this rank.
         device: where the result is.
@@ -28,9 +30,14 @@ def global_norm(
         A scalar, float32, the same on every rank; nothing is synchronised with the host.
     """
     total = torch.zeros((), device=device)
+    pieces = [
+        piece
+        for p in parameters
+        if p.grad is not None
+        for piece in _pieces(p.grad, sharded.get(id(p)))
+    ]
     for split in (True, False):
-        counted = [p.grad for p in parameters if (id(p) in sharded) is split]
-        gradients = [gradient for gradient in counted if gradient is not None]
+        gradients = [gradient for gradient, is_split in pieces if is_split is split]
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients)).float()
             total += norms.square().sum() / (1 if split else tp_degree)
@@ -38,6 +45,16 @@ def global_norm(
         if group is not None:
             dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def _pieces(
+    gradient: torch.Tensor, shard: ParameterShard | None
+) -> list[tuple[torch.Tensor, bool]]:
+    """A gradient, or its fused parts where only some are split; and whether they are."""
+    if shard is None or not shard.whole:
+        return [(gradient, shard is not None)]
+    parts = gradient.split(shard.sizes(), shard.dim)
+    return [(part, i not in shard.whole) for i, part in enumerate(parts)]
 
 
 def clip_gradients(

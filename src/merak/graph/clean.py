@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,43 @@ def clean_graph(graph: fx.Graph) -> frozenset[str]:
     settle_writes(graph)
     eliminate_dead_code(graph)
     return frozenset(sources)
+
+
+def slice_neighbours(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+    """Write picks of neighbouring elements, `x[:, [-2]]` say, as copies of slices.
+
+    A slice says which elements it takes, which a list of positions hides.
+
+    Args:
+        graph: a clean graph; changed in place.
+        constants: the tensors in the model's code, by name.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        x, positions = node.args
+        found = [(dim, i) for dim, i in enumerate(positions) if i is not None]
+        if len(found) != 1:
+            continue
+        ((dim, index),) = found
+        numbers = constants.get(index.meta.get("name", ""))
+        picked = _neighbours(numbers, x.meta["tensor"].shape[dim])
+        if not picked:
+            continue
+        with graph.inserting_before(node):
+            taken = graph.call_function(aten.slice.Tensor, (x, dim, picked[0], picked[-1] + 1))
+            copy = graph.call_function(aten.clone.default, (taken,))
+        taken.meta, copy.meta = dict(node.meta), dict(node.meta)
+        if "memory" in x.meta:
+            taken.meta["memory"] = x.meta["memory"]
+        node.replace_all_uses_with(copy)
+        graph.erase_node(node)
+
+
+def _neighbours(numbers: torch.Tensor | None, size: int) -> list[int]:
+    """The positions in a dim, if they are one after another; else none."""
+    if numbers is None or numbers.ndim != 1 or numbers.dtype not in (torch.int64, torch.int32):
+        return []
+    picked = [int(n) % size for n in numbers]
+    return picked if picked == list(range(picked[0], picked[0] + len(picked))) else []
 
 
 class _Memory:

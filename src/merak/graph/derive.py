@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -18,10 +18,11 @@ from merak.core.errors import ShardError
 from merak.graph.flow import is_embedding, is_weight_gemm
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.sharding_cost import Transfer
-from merak.graph.sharding_placement import Sharded
+from merak.graph.sharding_placement import Mixed, Sharded
 from merak.graph.sharding_search import Search
 
-Weights = Mapping[str, Sharded]
+Split = Sharded | Mixed
+Weights = Mapping[str, Split]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Deriver:
         if key not in self._known:
             search = Search(task.segment, self.parameters, self.degree, task.kept, task.given)
             found = search.run(task.heads)
-            weights = {n: p for n, p in found.weights.items() if isinstance(p, Sharded)}
+            weights = {n: p for n, p in found.weights.items() if isinstance(p, Split)}
             split = SegmentSplit(weights, found.inside, found.transfers)
             self._known[key] = (task.segment, split)
         return _carried_over(*self._known[key], task.segment)
@@ -83,7 +84,7 @@ class Deriver:
 
 def derive(
     model: ModelGraph, deriver: Deriver, given: Weights, kept: frozenset[str]
-) -> dict[str, Sharded]:
+) -> dict[str, Split]:
     """Choose how the weights of a model are split.
 
     Args:
@@ -197,7 +198,7 @@ def _structure(task: Task) -> Iterator[Any]:
             what = (kind,)
             if kind is Kind.PARAMETER:
                 given = task.given.get(name)
-                split = given and (given.dim, given.parts)
+                split = given and (given, given.dim)
                 what = (kind, split, name in task.kept, name in task.heads)
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{place[n]}")
         shown = "" if node.op == "placeholder" else f"{node.target} {args}"
@@ -210,5 +211,5 @@ def _carried_over(like: Segment, split: SegmentSplit, segment: Segment) -> Segme
         return split
     names = dict(zip(like.parameters, segment.parameters, strict=True))
     nodes = dict(zip(like.graph.nodes, segment.graph.nodes, strict=True))
-    weights = {names[n]: Sharded(p.dim, p.parts, names[n]) for n, p in split.weights.items()}
+    weights = {names[n]: replace(p, origin=names[n]) for n, p in split.weights.items()}
     return SegmentSplit(weights, frozenset(nodes[n] for n in split.inside), split.transfers)

@@ -9,12 +9,14 @@ from enum import Enum
 
 from torch import fx
 
+from merak.core.errors import ShardError
 from merak.graph.ir import Kind, TensorMeta
 from merak.graph.sharding_placement import (
     COPIED,
     REPLICATED,
     Copied,
     Decision,
+    Mixed,
     Partial,
     Placement,
     Replicated,
@@ -55,7 +57,7 @@ def need_of(node: fx.Node, decision: Decision, propagation: Propagation) -> Plac
     if node in decision.needs:
         return decision.needs[node]
     placed = propagation.placements[node]
-    if isinstance(placed, (tuple, Sharded)):
+    if isinstance(placed, (tuple, Sharded, Mixed)):
         return None
     if isinstance(placed, Partial) and isinstance(decision.output, Partial):
         return None
@@ -99,6 +101,9 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
     Args:
         graph: the segment's graph, before it is rewritten.
         propagation: what becomes of its operators.
+
+    Raises:
+        ShardError: a value would have to lie in a way that no collective gives.
     """
     weights = weights_only(graph)
     found: dict[tuple[fx.Node, Collective], Transfer] = {}
@@ -111,10 +116,16 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
     for node, need in conversions(graph, propagation):
         placed = propagation.placements[node]
         assert not isinstance(placed, tuple)
+        if isinstance(placed, Mixed) or isinstance(need, Mixed):
+            raise ShardError(f"{node} would have to be joined from split and whole parts.")
         if isinstance(need, Partial):
             continue  # every rank takes its share
         for kind in _kinds(placed, need, has_gradient(node)):
             add(node, kind)
+    for node, placed in propagation.placements.items():
+        entered = isinstance(placed, (Copied, Mixed)) and node.op == "placeholder"
+        if entered and has_gradient(node):
+            add(node, Collective.COPY)
     for node, decision in propagation.decisions.items():
         if decision.then:
             add(node, Collective.REDUCE)

@@ -201,8 +201,9 @@ def attention(op: Operator) -> Decision:
         wanted = Sharded(lead.dim, (size,) if grouped else lead.parts, lead.origin)
         if op.placement(node) not in (REPLICATED, wanted):
             raise op.error("attends over queries, keys and values that are split differently")
-        needs[node] = COPIED if kv_whole else wanted
-        if not kv_whole:
+        one_for_all = size == 1 and not grouped and op.placement(node) == REPLICATED
+        needs[node] = COPIED if kv_whole or one_for_all else wanted
+        if not kv_whole and not one_for_all:
             op.local(size)
     if mask is not None:
         needs[mask] = _mask_need(op, mask, len(shape_of(query)), lead)

@@ -49,7 +49,26 @@ class Sharded:
     origin: str = field(default="", compare=False)
 
 
-Placement = Replicated | Copied | Partial | Sharded
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Every rank holds its share of some fused parts and all of the others.
+
+    Each rank makes a part of the whole parts' gradient.
+
+    Args:
+        dim: the dim along which the parts lie, counted from the front.
+        parts: sizes along `dim` of the fused parts in the whole value.
+        whole: which of them every rank holds, by position.
+        origin: the parameter that is split so, for messages.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    whole: frozenset[int]
+    origin: str = field(default="", compare=False)
+
+
+Placement = Replicated | Copied | Partial | Sharded | Mixed
 Placed = Placement | tuple[Placement, ...]
 
 REPLICATED, COPIED, PARTIAL = Replicated(), Copied(), Partial()
@@ -184,10 +203,11 @@ def local_meta(meta: Any, placed: Placed, degree: int) -> Any:
     if isinstance(meta, tuple):
         each = placed if isinstance(placed, tuple) else (placed,) * len(meta)
         return tuple(local_meta(m, p, degree) for m, p in zip(meta, each, strict=True))
-    if not isinstance(meta, TensorMeta) or not isinstance(placed, Sharded):
+    if not isinstance(meta, TensorMeta) or not isinstance(placed, (Sharded, Mixed)):
         return meta
     shape = list(meta.shape)
-    shape[placed.dim] //= degree
+    whole = sum(placed.parts[i] for i in placed.whole) if isinstance(placed, Mixed) else 0
+    shape[placed.dim] = (shape[placed.dim] - whole) // degree + whole
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
 
 

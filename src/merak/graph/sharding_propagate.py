@@ -14,6 +14,7 @@ from merak.graph.ir import Kind, Segment, TensorMeta
 from merak.graph.sharding_placement import (
     REPLICATED,
     Decision,
+    Mixed,
     Operator,
     Placed,
     Placement,
@@ -82,12 +83,14 @@ def decide_or_gather(op: Operator) -> Decision:
     """What becomes of one operator; one that cannot work on split operands gets them whole.
 
     Raises:
-        ShardError: it writes into an operand, of which a whole copy would be of no use.
+        ShardError: it writes into an operand, of which a whole copy would be of no use; or reads
+            one of which only some parts are split.
     """
     try:
         return decide(op)
     except ShardError:
-        if getattr(getattr(op.node.target, "_schema", None), "is_mutable", False):
+        writes = getattr(getattr(op.node.target, "_schema", None), "is_mutable", False)
+        if writes or any(isinstance(op.raw(n), Mixed) for n in op.node.all_input_nodes):
             raise
         return Decision(REPLICATED, dict.fromkeys(op.sharded(), REPLICATED))
 

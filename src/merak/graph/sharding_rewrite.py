@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from merak.core.collectives import (
+    copy_parts_to,
     copy_to,
     gather_from,
     leave_copied,
@@ -26,6 +27,7 @@ from merak.graph.sharding_placement import (
     REPLICATED,
     Copied,
     Decision,
+    Mixed,
     Partial,
     Placement,
     Replicated,
@@ -82,9 +84,18 @@ class _Rewriter:
     def enter(self, node: fx.Node) -> None:
         """A whole weight whose gradient the ranks make together."""
         meta = node.meta["tensor"]
-        copied = isinstance(self.propagation.placements[node], Copied)
-        if copied and isinstance(meta, TensorMeta) and meta.requires_grad:
+        placed = self.propagation.placements[node]
+        if not isinstance(meta, TensorMeta) or not meta.requires_grad:
+            return
+        if isinstance(placed, Copied):
             self.env[node] = self.insert(copy_to, (self.env[node], AXIS), node, COPIED)
+        elif isinstance(placed, Mixed):
+            local = tuple(
+                size if i in placed.whole else size // self.degree
+                for i, size in enumerate(placed.parts)
+            )
+            args = (self.env[node], placed.dim, local, tuple(sorted(placed.whole)), AXIS)
+            self.env[node] = self.insert(copy_parts_to, args, node, placed)
 
     def local(self, node: fx.Node) -> dict[str, Any]:
         placed = self.propagation.placements[node]

@@ -12,6 +12,7 @@ from torch import fx
 from merak.graph import sharding_gemm as gemm
 from merak.graph import sharding_views as views
 from merak.graph.functions import is_elementwise
+from merak.graph.sharding_mixed import decide_mixed
 from merak.graph.sharding_placement import (
     AXIS,
     COPIED,
@@ -19,6 +20,7 @@ from merak.graph.sharding_placement import (
     REPLICATED,
     Copied,
     Decision,
+    Mixed,
     Operator,
     Partial,
     Placement,
@@ -50,6 +52,8 @@ def decide(op: Operator) -> Decision:
     operands = op.node.all_input_nodes
     if family(op.node.target) == "getitem":
         return _getitem(op)
+    if any(isinstance(op.raw(n), Mixed) for n in operands):
+        return decide_mixed(op)
     if any(isinstance(op.raw(n), Partial) for n in operands) and _carries_sums(op):
         return Decision(PARTIAL)
     if not op.sharded():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -25,7 +25,7 @@ from merak.graph.sharding_cost import (
     weights_only,
 )
 from merak.graph.sharding_fused import divides, fused_parts
-from merak.graph.sharding_placement import Copied, Placement, Sharded
+from merak.graph.sharding_placement import Copied, Mixed, Placement, Sharded
 from merak.graph.sharding_propagate import (
     Propagation,
     capacities,
@@ -96,7 +96,7 @@ class Search:
         self._weights = weights_only(self.graph)
         self._values = _sources(self.graph)
         self._alone: dict[tuple[str, Placement], Propagation | None] = {}
-        self._splits: dict[str, tuple[Sharded, ...]] = {}
+        self._splits: dict[str, tuple[Sharded | Mixed, ...]] = {}
 
     def run(self, followers: Collection[str] = ()) -> Found:
         """The best assignment found.
@@ -161,24 +161,28 @@ class Search:
                 break
             before = len(chosen)
             for node, need in conversions(self.graph, layout):
-                if isinstance(need, Sharded) and divides(need, self.degree):
+                if isinstance(need, Mixed) or (
+                    isinstance(need, Sharded) and divides(need, self.degree)
+                ):
                     chosen |= self._sources(node, need, chosen)
             if len(chosen) == before:
                 break
         return chosen
 
-    def _sources(self, node: fx.Node, need: Sharded, chosen: Assignment) -> dict[str, Placement]:
+    def _sources(
+        self, node: fx.Node, need: Sharded | Mixed, chosen: Assignment
+    ) -> dict[str, Placement]:
         """The weights that make a value lie as it must."""
         found: dict[str, Placement] = {}
         for name in sorted(self._above[node] & self.free):
             if name in chosen:
                 continue
-            like = [Sharded(d, need.parts) for d, n in enumerate(self.shapes[name])
-                    if n == sum(need.parts)]  # fmt: skip
+            sizes = enumerate(self.shapes[name])
+            like = [replace(need, dim=dim) for dim, n in sizes if n == sum(need.parts)]
             for split in (*self.splits(name), *like):
                 layout = self.alone(name, split)
                 if layout is not None and layout.placements[node] == need:
-                    found[name] = Sharded(split.dim, split.parts, name)
+                    found[name] = replace(split, origin=name)
                     break
         return found
 
@@ -225,7 +229,7 @@ class Search:
             if n is source or source in self._values[n]
         )
 
-    def splits(self, name: str) -> tuple[Sharded, ...]:
+    def splits(self, name: str) -> tuple[Sharded | Mixed, ...]:
         """The ways to split a parameter that the degree divides."""
         if name not in self._splits:
             found: list[Sharded] = []
@@ -234,7 +238,8 @@ class Search:
                 if any(dim == out for out, _ in self.dims[name]):
                     all_parts = fused_parts(self.graph, name, dim, size)
                 found += [Sharded(dim, parts, name) for parts in all_parts]
-            self._splits[name] = tuple(s for s in found if divides(s, self.degree))
+            mixed = (m for s in found if (m := _small_parts_whole(s, self.degree)))
+            self._splits[name] = (*(s for s in found if divides(s, self.degree)), *mixed)
         return self._splits[name]
 
     def alone(self, name: str, placed: Placement) -> Propagation | None:
@@ -255,11 +260,14 @@ class Search:
     def judge(self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()) -> Found | None:
         """What an assignment costs, in collectives of a whole activation."""
         layout = self.lay(weights, inside)
-        if layout is None:
+        try:
+            needed = None if layout is None else transfers(self.graph, layout)
+        except ShardError:
+            needed = None
+        if needed is None:
             return None
-        needed = transfers(self.graph, layout)
-        whole = sum(self._gemm_share(n) for n in self.nodes if not _is_split(weights.get(n)))
-        rest = sum(math.prod(self.shapes[n]) for n in self.nodes if not _is_split(weights.get(n)))
+        whole = sum(self._gemm_share(n) * _whole_share(weights.get(n)) for n in self.nodes)
+        rest = sum(math.prod(self.shapes[n]) * _whole_share(weights.get(n)) for n in self.nodes)
         total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
         value = self.num_blocks * _SAVED_PER_BLOCK * whole + 1e-3 * rest / total
         value += sum(map(self._price, needed))
@@ -284,8 +292,20 @@ class Search:
         return True
 
 
-def _is_split(placed: Placement | None) -> bool:
-    return placed is not None and not isinstance(placed, Copied)
+def _whole_share(placed: Placement | None) -> float:
+    """How much of a parameter every rank holds."""
+    if isinstance(placed, Mixed):
+        return sum(placed.parts[i] for i in placed.whole) / sum(placed.parts)
+    return 0.0 if isinstance(placed, Sharded) else 1.0
+
+
+def _small_parts_whole(placed: Sharded, degree: int) -> Mixed | None:
+    """The largest fused parts split and the others whole, as one kv-head for many queries."""
+    largest = max(placed.parts)
+    whole = frozenset(i for i, size in enumerate(placed.parts) if size < largest)
+    if not whole or largest % degree:
+        return None
+    return Mixed(placed.dim, placed.parts, whole, placed.origin)
 
 
 def _parameter_nodes(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
-from merak.graph.derive import Deriver, Task, check_limits, derive
+from merak.graph.derive import Deriver, Split, Task, Weights, check_limits, derive
 from merak.graph.features import Attribute, Column, Features, Replicate, Row, resolve_features
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
-from merak.graph.sharding_placement import Sharded
+from merak.graph.sharding_placement import Mixed, Sharded
 from merak.graph.sharding_propagate import (
     capacities,
     decide_or_gather,
@@ -27,9 +27,6 @@ from merak.graph.sharding_propagate import (
     propagate,
 )
 from merak.graph.sharding_rewrite import rewrite
-
-Weights = Mapping[str, Sharded]
-"""How the split parameters of a model lie, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +60,7 @@ class TensorParallel:
         own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
         split = self.deriver(Task(segment, own, frozenset(segment.parameters)))
         layout = propagate(segment.graph, own, degree, decide_or_gather, split.inside)
-        shards = {name: ParameterShard(p.dim, p.parts, degree) for name, p in own.items()}
+        shards = {name: _shard(p, degree) for name, p in own.items()}
         return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
 
 
@@ -180,6 +177,11 @@ def check_degree(
                 f"{name.rpartition('.')[0] or name}; the degrees that fit this model are "
                 f"{_listed(_divisors(math.gcd(*found.values())))}."
             )
+
+
+def _shard(placed: Split, degree: int) -> ParameterShard:
+    whole = tuple(sorted(placed.whole)) if isinstance(placed, Mixed) else ()
+    return ParameterShard(placed.dim, placed.parts, degree, whole)
 
 
 def _check_shared(segment: Segment, own: Weights, chosen: Weights) -> None:

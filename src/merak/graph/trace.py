@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
-from merak.graph.clean import clean_graph
+from merak.graph.clean import clean_graph, slice_neighbours
 from merak.graph.explain import explain
 from merak.graph.fakes import (
     eager_masks,
@@ -103,6 +103,7 @@ def trace(
     graph, constants = _lift(program, runner, tied)
     _refuse_state(constants, replaced)
     sources = clean_graph(graph)
+    slice_neighbours(graph, constants)
     refuse_seen_through(graph)
     return Trace(graph, runner.outputs(), names, tied, constants, dict(columns), sources)
 

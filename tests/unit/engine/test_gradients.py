@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from merak.core.shards import ParameterShard
 from merak.engine.gradients import (
     GradientReducer,
     StageGradients,
@@ -28,21 +29,31 @@ def make_parameters(scale: float = 1.0) -> list[nn.Parameter]:
 def test_the_norm_is_torchs() -> None:
     parameters = make_parameters()
     gradients = [p.grad for p in parameters if p.grad is not None]
-    found = global_norm(parameters, frozenset(), 1, (None, None), CPU)
+    found = global_norm(parameters, {}, 1, (None, None), CPU)
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-6)
 
 
 def test_whole_parameters_count_once_over_tp_ranks() -> None:
     parameters = make_parameters()
-    split = frozenset({id(parameters[0])})
+    split = {id(parameters[0]): ParameterShard(0, (12,), 4)}
     found = global_norm(parameters, split, 4, (None, None), CPU)
     squares = [float(p.grad.square().sum()) for p in parameters if p.grad is not None]
     assert found.item() ** 2 == pytest.approx(squares[0] + sum(squares[1:]) / 4, rel=1e-6)
 
 
+def test_whole_parts_of_a_fused_parameter_count_once_over_tp_ranks() -> None:
+    parameters = make_parameters()
+    split = {id(parameters[0]): ParameterShard(0, (8, 1), 4, whole=(1,))}
+    found = global_norm(parameters[:1], split, 4, (None, None), CPU)
+    gradient = parameters[0].grad
+    assert gradient is not None
+    expected = float(gradient[:2].square().sum()) + float(gradient[2].square().sum()) / 4
+    assert found.item() ** 2 == pytest.approx(expected, rel=1e-6)
+
+
 def test_no_gradients_have_the_norm_zero() -> None:
-    found = global_norm([nn.Parameter(torch.ones(3))], frozenset(), 1, (None, None), CPU)
+    found = global_norm([nn.Parameter(torch.ones(3))], {}, 1, (None, None), CPU)
     assert found.item() == 0.0
 
 
@@ -51,13 +62,13 @@ def test_what_is_not_finite_shows_in_the_norm(bad: float) -> None:
     parameters = make_parameters()
     assert parameters[1].grad is not None
     parameters[1].grad[2] = bad
-    assert not torch.isfinite(global_norm(parameters, frozenset(), 1, (None,), CPU))
+    assert not torch.isfinite(global_norm(parameters, {}, 1, (None,), CPU))
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
 def test_clipping_is_torchs(max_norm: float) -> None:
     own, other = make_parameters(3.0), make_parameters(3.0)
-    norm = global_norm(own, frozenset(), 1, (None, None), CPU)
+    norm = global_norm(own, {}, 1, (None, None), CPU)
     clip_gradients(own, norm, max_norm)
     nn.utils.clip_grad_norm_(other, max_norm)
     for one, two in zip(own, other, strict=True):

@@ -43,6 +43,20 @@ def _sum(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack(tensors).sum(0) for _ in tensors]
 
 
+def _sum_parts(
+    dim: int, sizes: Sequence[int], whole: Sequence[int]
+) -> Callable[[list[torch.Tensor]], Any]:
+    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        split = [list(g.split(sizes, dim)) for g in gradients]
+        for i in whole:
+            total = torch.stack([pieces[i] for pieces in split]).sum(0)
+            for pieces in split:
+                pieces[i] = total
+        return [torch.cat(pieces, dim) for pieces in split]
+
+    return backward
+
+
 def _divide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t / len(tensors) for t in tensors]
 
@@ -59,6 +73,8 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
     name = target.__name__
     if name == "copy_to":
         return _Together.apply(_keep, _sum, *tensors)
+    if name == "copy_parts_to":
+        return _Together.apply(_keep, _sum_parts(*args[:3]), *tensors)
     if name == "leave_copied":
         return _Together.apply(_keep, _divide, *tensors)
     if name == "summand_of":
@@ -71,7 +87,8 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
 
 
 _COLLECTIVES = (
-    "copy_to", "leave_copied", "summand_of", "reduce_from", "gather_from", "slice_to"
+    "copy_to",
+    "copy_parts_to", "leave_copied", "summand_of", "reduce_from", "gather_from", "slice_to"
 )  # fmt: skip
 
 

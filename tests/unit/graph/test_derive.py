@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import ShardError
+from merak.core.shards import ParameterShard, join, take
 from merak.graph.derive import Deriver, Task, derive
 from merak.graph.features import Column, Replicate
 from merak.graph.ir import ModelGraph
@@ -23,8 +24,8 @@ from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 from tests.unit.graph.lockstep import assert_parity
 
-NOT_YET = {"falcon": 0.77, "mixtral": 0.14}
-"""Share of block parameters that are split where it is not 95 %: fused single kv-heads, experts."""
+NOT_YET = {"mixtral": 0.14}
+"""Share of block parameters that are split where it is not 95 %: experts."""
 
 CROSS = {"t5": 4, "bart": 2, "deberta_v2": 2}
 """Further collectives in the backward: values that several blocks read, once for each block."""
@@ -136,6 +137,20 @@ def test_a_feature_dict_is_kept_to_and_the_rest_derived() -> None:
     assert not any("layers.0.mlp" in name for name in weights)
     assert weights["model.layers.1.mlp.down_proj.weight"].dim == 1
     assert weights["model.layers.0.self_attn.o_proj.weight"].dim == 1
+
+
+def test_a_fused_kv_head_stays_whole_beside_split_queries() -> None:
+    architecture = ARCHITECTURES["falcon"]
+    graph = cases.traced(architecture.build(), architecture.batch())
+    parallel = tensor_parallel(graph, None, 2)
+    name = "transformer.h.0.self_attention.query_key_value.weight"
+    _, shards = parallel(graph.segments[1])
+    assert shards[name] == ParameterShard(0, (64, 8, 8), 2, whole=(1, 2))
+    assert shards[name].ranges(1) == ((32, 64), (64, 72), (72, 80))
+    whole = torch.arange(80.0).reshape(80, 1)
+    shares = [take(whole, shards[name], rank) for rank in range(2)]
+    assert [share.shape[0] for share in shares] == [48, 48]
+    assert torch.equal(join(shares, shards[name]), whole)
 
 
 class Tower(nn.Module):
