@@ -143,6 +143,16 @@ def summand_of(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return result
 
 
+def start_sum(tensor: torch.Tensor, axis: str) -> dist.Work | None:
+    """Start to sum a contiguous tensor over the ranks of an axis, in place.
+
+    Returns:
+        What to wait for before the tensor is read; None where the axis has one rank.
+    """
+    group = current_mesh().group(axis)
+    return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+
+
 def axis_degree(axis: str) -> int:
     """The number of ranks along a mesh axis."""
     degree: int = getattr(current_mesh(), axis)

@@ -36,15 +36,24 @@ def set_random_state(device: torch.device, *key: int | str) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def random_state(device: torch.device) -> torch.Tensor:
+    """Where the default generator of a device stands; see `restore_random_state`."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def restore_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Let the default generator of a device go on from where it stood."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 @contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
     """Draws inside leave the default generator of a device, the user's, as it was."""
-    is_cuda = device.type == "cuda"
-    state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+    state = random_state(device)
     try:
         yield
     finally:
-        if is_cuda:
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
+        restore_random_state(device, state)

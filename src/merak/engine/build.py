@@ -51,7 +51,8 @@ def build_engine(
     check_limit(options.hang_limit_s)
     forecast = forecast_of(source, sample, mesh, options)
     layout = forecast.layout
-    programs = Programs(source, mesh, layout, forecast.rewrite)
+    in_halves = options.sub_pipelining and mesh.tp > 1
+    programs = Programs(source, mesh, layout, forecast.rewrite, in_halves)
     if not layout.schedule.is_synchronous:
         _refuse_tied(layout, programs.owners)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]

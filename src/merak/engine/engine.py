@@ -16,7 +16,8 @@ from merak.engine.microbatches import Microbatches
 from merak.engine.norms import clip_gradients, global_norm
 from merak.engine.parts import Parts, Signature
 from merak.engine.records import StepRecord, gather_records
-from merak.engine.stage import Microbatch, Values
+from merak.engine.stage import Microbatch
+from merak.engine.surroundings import Values
 from merak.engine.training import TrainingStep, Update
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from merak.engine.exchange import Exchange
 from merak.engine.parts import Parts
-from merak.engine.stage import Microbatch, Values
+from merak.engine.stage import Microbatch
+from merak.engine.surroundings import Values
 from merak.schedule.steps import Payload, Receive, Send
 
 

@@ -8,7 +8,8 @@ import torch
 
 from merak.core.mesh import Mesh
 from merak.engine.program import Program, SegmentProgram
-from merak.engine.stage import Microbatch, Values
+from merak.engine.stage import Microbatch
+from merak.engine.surroundings import Values
 
 
 class Microbatches:

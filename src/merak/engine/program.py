@@ -11,6 +11,7 @@ from torch import fx
 from merak.core.shards import ParameterShard
 from merak.graph.clean import is_random
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.graph.pieces import Crossing
 from merak.graph.shard import slice_outputs
 from merak.graph.writes import depending_on, find_writes
 
@@ -42,17 +43,98 @@ class SegmentProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceProgram:
+    """A piece as a function of (parameters, buffers, columns, inputs, derived).
+
+    Args:
+        segment: its names.
+        function: returns the tuple of its outputs.
+        crossings: what is summed after it, before any piece that reads the results.
+    """
+
+    segment: Segment
+    function: Callable[..., tuple[torch.Tensor, ...]]
+    crossings: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HalfProgram:
+    """One half of a segment.
+
+    Args:
+        pieces: in the order they run.
+        returned: per output of the segment, its name and what the pieces call it.
+    """
+
+    pieces: tuple[PieceProgram, ...]
+    returned: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HalvedSegment:
+    """A segment that runs in halves.
+
+    Args:
+        whole: the segment for all of a microbatch.
+        halves: the first half's samples, and the second's.
+        dims: the dim along which a half has its samples, by the name of an input, column, derived
+            value or output; what is not named is the same for both.
+    """
+
+    whole: SegmentProgram
+    halves: tuple[HalfProgram, HalfProgram]
+    dims: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HalvedRun:
+    """Consecutive segments that run in halves.
+
+    Args:
+        segments: in execution order.
+        inputs: what they read of others, and along which dim a half has its samples of it.
+        outputs: what others read of them, likewise.
+    """
+
+    segments: tuple[HalvedSegment, ...]
+    inputs: Mapping[str, int | None]
+    outputs: Mapping[str, int]
+
+
+Run = SegmentProgram | HalvedRun
+"""One thing after another on a stage: a segment, or several in halves."""
+
+Arrange = Callable[
+    [Sequence[Segment], Sequence[SegmentProgram], Sequence[Rewrite], frozenset[str]],
+    tuple[Run, ...],
+]
+"""Gives the order of work of a stage; see `engine.halved.arrange_in_halves`."""
+
+
+def arrange_whole(
+    segments: Sequence[Segment],
+    programs: Sequence[SegmentProgram],
+    rewrites: Sequence[Rewrite],
+    leaving: frozenset[str],
+) -> tuple[Run, ...]:
+    """One segment after the other, each for the whole microbatch."""
+    return tuple(programs)
+
+
+@dataclass(frozen=True, slots=True)
 class StageProgram:
     """Consecutive segments, and the values that enter and leave them.
 
     Args:
         segments: in execution order.
+        runs: the same in the order and the way they are run.
         received: values that come from the stage before, in the order they are sent.
         sent: values that go to the stage after.
         results: outputs of the model made here → value names.
     """
 
     segments: tuple[SegmentProgram, ...]
+    runs: tuple[Run, ...]
     received: tuple[str, ...]
     sent: tuple[str, ...]
     results: dict[str, str]
@@ -92,6 +174,7 @@ def compile_program(
     bounds: Sequence[int],
     rewrites: Mapping[int, Sequence[Rewrite]],
     kept: Container[int] = (),
+    arrange: Arrange = arrange_whole,
 ) -> Program:
     """Turn a rank's segments into functions.
 
@@ -100,6 +183,7 @@ def compile_program(
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
         rewrites: the stages this rank holds, and what is done in turn to the segments of each.
         kept: segments that keep their activations where their stage recomputes others.
+        arrange: gives the order of work of a stage.
     """
     crossing = ((), *graph.boundaries(), ())
     shards: dict[str, ParameterShard] = {}
@@ -119,7 +203,11 @@ def compile_program(
             programs.append(replace(program, kept=segment.index in kept))
         made = {name for p in programs for name in p.segment.outputs}
         results = {name: value for name, value in graph.outputs.items() if value in made}
-        stages[stage] = StageProgram(tuple(programs), crossing[first], crossing[stop], results)
+        leaving = frozenset((*crossing[stop], *results.values()))
+        runs = arrange(graph.segments[first:stop], programs, own_rewrites, leaving)
+        stages[stage] = StageProgram(
+            tuple(programs), runs, crossing[first], crossing[stop], results
+        )
     fixed, varying = _prologues(graph.prologue, derived, graph.values)
     return Program(
         stages=stages,

@@ -10,9 +10,10 @@ import torch
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
 from merak.engine.deferred import WeightGradients, defer_weights
+from merak.engine.halved import arrange_in_halves
 from merak.engine.layout import Layout, stage_bounds, stages_of_parameters
 from merak.engine.parts import Signature
-from merak.engine.program import Program, Rewrite, compile_program
+from merak.engine.program import Arrange, Program, Rewrite, arrange_whole, compile_program
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.features import Features
 from merak.graph.ir import ModelGraph, Segment
@@ -27,6 +28,7 @@ class Programs:
         mesh: the grid of ranks.
         layout: which segments form which stage.
         parallel: what tensor parallelism does to a segment; None for nothing.
+        in_halves: whether microbatches run in halves, where they can.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Programs:
         mesh: Mesh,
         layout: Layout,
         parallel: Rewrite | None,
+        in_halves: bool,
     ) -> None:
         self.source = source
         graph = layout.graph
@@ -44,6 +47,7 @@ class Programs:
         self.mesh = mesh
         self._partition = layout.partition
         self._kept = layout.kept
+        self._in_halves = in_halves
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
         self._rewrites = self._make_rewrites(graph, parallel, layout.plans.splits_backwards)
         self.base = self._compile(graph)
@@ -74,7 +78,17 @@ class Programs:
         bounds = stage_bounds(graph, self.owners, self._partition)
         # A graph that was cut otherwise has other segments: there nothing is kept by number.
         is_same = len(graph.segments) == self._partition.num_segments
-        return compile_program(graph, bounds, self._rewrites, self._kept if is_same else ())
+        kept = self._kept if is_same else ()
+        arrange: Arrange = arrange_whole
+        if self._in_halves and graph.loss is not None:
+            arrange = partial(arrange_in_halves, _batch_size(graph))
+        return compile_program(graph, bounds, self._rewrites, kept, arrange)
+
+
+def _batch_size(graph: ModelGraph) -> int:
+    """Samples of a microbatch: the first size of most of its columns."""
+    sizes = Counter(meta.shape[0] for meta in graph.columns.values() if meta.shape)
+    return sizes.most_common(1)[0][0] if sizes else 1
 
 
 def rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite | None:

@@ -1,22 +1,22 @@
 """One stage: runs its segments forward and backward, one microbatch at a time.
 
-Every segment is its own small autograd graph: its inputs are detached leaves, its backward is
-called explicitly. So the order of forwards, recomputations and backwards is the schedule's alone.
+The backward of every part is called explicitly, on autograd graphs as small as a segment or less.
+So the order of forwards, recomputations and backwards is the schedule's alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from merak.core.random import set_random_state
+from merak.engine import interleave, whole
 from merak.engine.deferred import WeightGradients
-from merak.engine.program import Program, SegmentProgram, StageProgram
+from merak.engine.program import HalvedRun, Program, SegmentProgram, StageProgram
+from merak.engine.surroundings import Surroundings, Values
 from merak.engine.weights import Leaves, Weights
-
-Values = dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -38,20 +38,27 @@ class Microbatch:
     scale: float = 1.0
 
 
-@dataclass(slots=True)
-class Saved:
-    """A segment's forward, kept for its backward: leaves and outputs of its autograd graph.
+class Runner(Protocol):
+    """A way to run a part of a stage; the modules `whole` and `interleave` are such."""
 
-    Args:
-        inputs: the leaves.
-        outputs: None until they are recomputed, where activations are not kept.
-        buffers: what the segment writes into, as its forward found it; for the recomputation alone,
-            which must neither see the forward's writes nor repeat them.
-    """
+    def forward(self, run: Any, values: Values, around: Surroundings, keep: bool) -> Any:
+        """Run it; returns what its backward needs."""
 
-    inputs: list[torch.Tensor]
-    outputs: tuple[torch.Tensor, ...] | None
-    buffers: Values
+    def recompute(self, run: Any, saved: Any, around: Surroundings) -> None:
+        """Bring back the activations that the forward did not keep."""
+
+    def backward(
+        self,
+        run: Any,
+        saved: Any,
+        gradients: Values,
+        around: Surroundings,
+        segment_done: Callable[[SegmentProgram], None],
+    ) -> None:
+        """Run its backward."""
+
+
+RUNNERS: Mapping[type, Runner] = {SegmentProgram: whole, HalvedRun: interleave}
 
 
 class Stage:
@@ -78,7 +85,8 @@ class Stage:
         self.waiting = waiting
         self.buffers = buffers
         self.device = device
-        self._saved: dict[int, list[Saved]] = {}
+        # Per microbatch in flight, what the backward of each run needs.
+        self._saved: dict[int, list[Any]] = {}
 
     def forward(self, number: int, microbatch: Microbatch, received: Values, keep: bool) -> Values:
         """Run all segments on one microbatch.
@@ -94,37 +102,28 @@ class Stage:
             The values of `sent`, and the model's outputs made here.
         """
         program = microbatch.program.stages[self.index]
+        around = self._around(self.weights.of(number), microbatch)
         values = dict(received)
-        saved = []
-        weights = self.weights.of(number)
-        for segment in program.segments:
-            stays = (keep or segment.kept) and segment.trains
-            record = self._start(segment, values, stays or not segment.trains)
-            held = (weights, self.buffers)
-            outputs = self._call(segment, held, microbatch, record.inputs, stays)
-            record.outputs = outputs if stays else None
-            saved.append(record if segment.trains else Saved([], (), {}))
-            values.update(zip(segment.segment.outputs, outputs, strict=True))
-        self._saved[number] = saved
+        self._saved[number] = [
+            RUNNERS[type(run)].forward(run, values, around, keep) for run in program.runs
+        ]
         return _detached(values, program)
 
     def evaluate(self, microbatch: Microbatch, received: Values) -> Values:
         """Run all segments on one microbatch without a backward to come."""
         program = microbatch.program.stages[self.index]
+        around = self._around(self.weights.live, microbatch)
         values = dict(received)
-        for segment in program.segments:
-            inputs = [values[name] for name in segment.segment.inputs]
-            held = (self.weights.live, self.buffers)
-            outputs = self._call(segment, held, microbatch, inputs, keep=False)
-            values.update(zip(segment.segment.outputs, outputs, strict=True))
+        for run in program.runs:
+            RUNNERS[type(run)].forward(run, values, around, keep=False)
         return _detached(values, program)
 
     def recompute(self, number: int, microbatch: Microbatch) -> None:
         """Bring back the activations that the forward of a microbatch did not keep."""
         program = microbatch.program.stages[self.index]
-        weights = self.weights.of(number)
-        for segment, record in zip(program.segments, self._saved[number], strict=True):
-            self._materialize(segment, record, weights, microbatch)
+        around = self._around(self.weights.of(number), microbatch)
+        for run, saved in zip(program.runs, self._saved[number], strict=True):
+            RUNNERS[type(run)].recompute(run, saved, around)
 
     def backward(
         self,
@@ -148,14 +147,10 @@ class Stage:
         """
         program = microbatch.program.stages[self.index]
         saved = self._saved.pop(number)
-        weights = self.weights.of(number)
+        around = self._around(self.weights.of(number), microbatch)
         self.waiting.start(number)
-        for segment in reversed(program.segments):
-            record = saved.pop()
-            if segment.trains:
-                self._materialize(segment, record, weights, microbatch)
-                _segment_backward(segment, record, gradients)
-            segment_done(segment)
+        for run in reversed(program.runs):
+            RUNNERS[type(run)].backward(run, saved.pop(), gradients, around, segment_done)
         wanted = microbatch.program.gradients_of(program.received)
         return {name: _gradient(name, gradients, microbatch, self.device) for name in wanted}
 
@@ -170,60 +165,15 @@ class Stage:
         self.waiting.forget()
         self.weights.forget()
 
-    def _start(self, segment: SegmentProgram, values: Values, keep: bool) -> Saved:
-        leaves = [
-            values[name].detach().requires_grad_(carries)
-            for name, carries in zip(segment.segment.inputs, segment.gradient_inputs, strict=True)
-        ]
-        before = () if keep else segment.written
-        return Saved(leaves, None, {name: self.buffers[name].clone() for name in before})
-
-    def _materialize(
-        self, segment: SegmentProgram, record: Saved, weights: Leaves, microbatch: Microbatch
-    ) -> None:
-        if record.outputs is None:
-            held = (weights, {**self.buffers, **record.buffers})
-            record.outputs = self._call(segment, held, microbatch, record.inputs, keep=True)
-
-    def _call(
-        self,
-        program: SegmentProgram,
-        held: tuple[Leaves, Leaves],
-        microbatch: Microbatch,
-        inputs: Sequence[torch.Tensor],
-        keep: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        segment = program.segment
-        weights, buffers = held
-        if program.draws:
-            set_random_state(self.device, *microbatch.random_key, segment.index)
-        with torch.set_grad_enabled(keep):
-            return program.function(
-                *(weights[name] for name in segment.parameters),
-                *(buffers[name] for name in segment.buffers),
-                *(microbatch.columns[name] for name in segment.columns),
-                *inputs,
-                *(microbatch.derived[name] for name in segment.derived),
-            )
-
-
-def _segment_backward(segment: SegmentProgram, record: Saved, gradients: Values) -> None:
-    """One segment's backward; `gradients` loses its outputs' and gains its inputs'."""
-    assert record.outputs is not None
-    pairs = [
-        (output, gradients.pop(name))
-        for name, output in zip(segment.segment.outputs, record.outputs, strict=True)
-        if name in gradients
-    ]
-    pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
-    if not pairs:
-        return
-    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-    for name, leaf in zip(segment.segment.inputs, record.inputs, strict=True):
-        if leaf.grad is not None:
-            # Later readers come first in the backward, as in autograd's own order of summing.
-            known = gradients.get(name)
-            gradients[name] = leaf.grad if known is None else known + leaf.grad
+    def _around(self, weights: Leaves, microbatch: Microbatch) -> Surroundings:
+        return Surroundings(
+            weights=weights,
+            buffers=self.buffers,
+            columns=microbatch.columns,
+            derived=microbatch.derived,
+            random_key=microbatch.random_key,
+            device=self.device,
+        )
 
 
 def _gradient(

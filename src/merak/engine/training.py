@@ -13,7 +13,8 @@ from merak.engine.microbatches import Microbatches
 from merak.engine.parts import Parts
 from merak.engine.plans import Plan
 from merak.engine.program import SegmentProgram
-from merak.engine.stage import Microbatch, Values
+from merak.engine.stage import Microbatch
+from merak.engine.surroundings import Values
 from merak.engine.weights import StashedWeights
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
 from merak.schedule.steps import (

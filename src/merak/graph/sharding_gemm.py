@@ -216,6 +216,7 @@ def attention(op: Operator) -> Decision:
         "enable_gqa": grouped,
         "layout": (lead.dim, lead.parts, AXIS),
         "kv_whole": kv_whole,
+        "rows": op.arg("rows"),
     }
     return Decision(lead, needs, attend_sharded, args, kwargs)
 

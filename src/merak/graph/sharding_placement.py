@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,10 +135,9 @@ class Operator:
         return {n: p for n, p in placed.items() if isinstance(p, Sharded)}
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """An argument by its name in the operator's schema."""
-        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
-        for i, argument in enumerate(schema):
-            if argument.name != name:
+        """An argument by its name in the operator's schema, or in a function's signature."""
+        for i, known in enumerate(_argument_names(self.node.target)):
+            if known != name:
                 continue
             if i < len(self.node.args):
                 return self.node.args[i]
@@ -173,6 +173,12 @@ class Operator:
             f"tensor parallelism cannot go on at {self.node.name} ({where(self.node)}): "
             f"it {what}; {fix}."
         )
+
+
+def _argument_names(target: Any) -> list[str]:
+    if isinstance(target, torch._ops.OpOverload):
+        return [argument.name for argument in target._schema.arguments]
+    return list(inspect.signature(target).parameters)
 
 
 def where(node: fx.Node) -> str:

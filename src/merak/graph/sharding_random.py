@@ -22,15 +22,25 @@ from merak.core.shards import ParameterShard, take
 Layout = tuple[int, tuple[int, ...], str]
 """(dim, parts, axis) of a split tensor, as for `merak.core.collectives.gather_from`."""
 
+Rows = tuple[int, int, int]
+"""(dim, start, size of the whole) of what half a microbatch has of a tensor."""
 
-def dropout_sharded(x: torch.Tensor, p: float, train: bool, layout: Layout) -> torch.Tensor:
+
+def dropout_sharded(
+    x: torch.Tensor,
+    p: float,
+    train: bool,
+    layout: Layout | None,
+    rows: Rows | None = None,
+) -> torch.Tensor:
     """Dropout of a split tensor, with the own slice of the pattern that the whole would get.
 
     Args:
         x: the rank's share, of any shape.
         p: probability that an element is zeroed.
         train: whether to drop at all.
-        layout: how the whole is split.
+        layout: how the whole is split over ranks; None where it is not.
+        rows: which samples of the microbatch they are, where not all.
 
     Returns:
         The share after dropout.
@@ -39,21 +49,22 @@ def dropout_sharded(x: torch.Tensor, p: float, train: bool, layout: Layout) -> t
         return x
     if p == 1.0:
         return x * torch.zeros_like(x)
-    return x * _noise_slice(x, p, layout)
+    return x * _noise_slice(x, p, layout, rows)
 
 
 def attend_sharded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    attn_mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
     *,
     scale: float | None,
     enable_gqa: bool,
-    layout: Layout,
+    layout: Layout | None,
     kv_whole: bool = False,
+    rows: Rows | None = None,
 ) -> torch.Tensor:
     """Scaled-dot-product attention with dropout over the rank's own heads.
 
@@ -66,33 +77,37 @@ def attend_sharded(
         query: (…, heads of this rank, sequence, head size).
         key: (…, heads or kv-heads of this rank, sequence, head size).
         value: like `key`.
-        mask: boolean or added to the scores; broadcasts to (…, heads, sequence, sequence).
+        attn_mask: boolean or added to the scores; broadcasts to (…, heads, sequence, sequence).
         dropout_p: probability that an attention weight is zeroed.
         is_causal: whether a position sees only itself and those before.
         scale: factor of the scores; 1/√(head size) if None.
         enable_gqa: whether several query heads share a kv-head.
-        layout: how the heads are split.
+        layout: how the heads are split over ranks; None where they are not.
         kv_whole: whether `key` and `value` hold all kv-heads of the model, which are too few to
             split; those that the rank's queries read are picked.
+        rows: which samples of the microbatch they are, where not all.
 
     Returns:
         The attention's result, shaped like `query`.
     """
     if kv_whole:
+        assert layout is not None
         key, value = (_heads_for(query, x, layout) for x in (key, value))
     if dropout_p == 0.0:
         return functional.scaled_dot_product_attention(
-            query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if query.device.type == "cpu":
-        weights = _attention_weights(query, key, mask, is_causal, scale, enable_gqa)
-        dropped = weights * _noise_slice(weights, dropout_p, layout)
+        weights = _attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
+        dropped = weights * _noise_slice(weights, dropout_p, layout, rows)
         return (dropped @ _repeat_heads(value, query, enable_gqa).to(dropped.dtype)).to(query.dtype)
     generator = torch.cuda.default_generators[query.device.index or 0]
     seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.manual_seed(seed_for(seed, offset, "attention", axis_rank(layout[2])))
+    position = axis_rank(layout[2]) if layout is not None else 0
+    start = rows[1] if rows is not None else 0
+    generator.manual_seed(seed_for(seed, offset, "attention", position, start))
     result = functional.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     used = generator.get_offset()
     generator.manual_seed(seed)
@@ -138,20 +153,29 @@ def _repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> tor
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3)
 
 
-def _noise_slice(like: torch.Tensor, p: float, layout: Layout) -> torch.Tensor:
-    """What dropout multiplies the rank's share by: 0 or 1/(1 − p).
+def _noise_slice(
+    like: torch.Tensor, p: float, layout: Layout | None, rows: Rows | None
+) -> torch.Tensor:
+    """What dropout multiplies the share by: 0 or 1/(1 − p).
 
     The whole pattern is drawn into a tensor laid out in memory like the share, in which order
     torch's dropout draws as well.
     """
-    dim, parts, axis = layout
-    shard = ParameterShard(dim, parts, axis_degree(axis))
     sizes = list(like.shape)
-    sizes[dim] *= shard.degree
+    if layout is not None:
+        shard = ParameterShard(layout[0], layout[1], axis_degree(layout[2]))
+        sizes[shard.dim] *= shard.degree
+    if rows is not None:
+        sizes[rows[0]] = rows[2]
     strides = like.stride()
     order = sorted(range(like.ndim), key=lambda d: -strides[d])
     whole = torch.empty_permuted(sizes, order, dtype=like.dtype, device=like.device)
     if like.device.type == "cpu":
-        return take(whole.bernoulli_(1 - p), shard, axis_rank(axis)).div_(1 - p)
-    _, kept = torch.native_dropout(whole, p, True)
-    return take(kept, shard, axis_rank(axis)).to(like.dtype).div_(1 - p)
+        kept = whole.bernoulli_(1 - p)
+    else:
+        kept = torch.native_dropout(whole, p, True)[1]
+    if rows is not None:
+        kept = kept.narrow(rows[0], rows[1], like.shape[rows[0]])
+    if layout is not None:
+        kept = take(kept, shard, axis_rank(layout[2]))
+    return kept.to(like.dtype).div(1 - p)

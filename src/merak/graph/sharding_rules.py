@@ -226,11 +226,11 @@ def _reduce_split(op: Operator) -> Decision:
 def dropout(op: Operator) -> Decision:
     """dropout: the own slice of the whole pattern."""
     (operand, placed), *_ = op.sharded().items()
-    p, train = op.arg("p"), op.arg("train")
+    p, train, rows = op.arg("p"), op.arg("train"), op.arg("rows")
     if not train or p == 0:
         return Decision(placed)
-    layout = (placed.dim, placed.parts, AXIS)
-    return Decision(placed, target=dropout_sharded, args=(operand, p, train, layout), kwargs={})
+    args = (operand, p, train, (placed.dim, placed.parts, AXIS))
+    return Decision(placed, target=dropout_sharded, args=args, kwargs={"rows": rows})
 
 
 def split(op: Operator) -> Decision:
@@ -365,7 +365,7 @@ _FAMILIES: dict[Rule, str] = {
     gemm.baddbmm: "baddbmm",
     gemm.einsum: "einsum",
     gemm.convolution: "conv1d conv2d conv3d",
-    gemm.attention: "scaled_dot_product_attention",
+    gemm.attention: "scaled_dot_product_attention attend_sharded",
     views.view: "view reshape _unsafe_view flatten unflatten view_as reshape_as",
     views.transpose: "transpose swapaxes swapdims t",
     views.permute: "permute",
@@ -386,7 +386,7 @@ _FAMILIES: dict[Rule, str] = {
     last_two_dims: "tril triu",
     normalise: "layer_norm rms_norm",
     reduce: "sum mean amax amin max min var std all any logsumexp prod",
-    dropout: "dropout",
+    dropout: "dropout dropout_sharded",
     split: "split split_with_sizes chunk tensor_split unbind",
     narrow: "slice narrow",
     select: "select",

@@ -10,7 +10,8 @@ from torch import nn
 
 from merak.engine.deferred import WeightGradients
 from merak.engine.program import Program, SegmentProgram, compile_program
-from merak.engine.stage import Microbatch, Stage, Values
+from merak.engine.stage import Microbatch, Stage
+from merak.engine.surroundings import Values
 from merak.engine.weights import LiveWeights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.ir import ModelGraph, TensorMeta

@@ -67,7 +67,7 @@ def count_runs(engine: Engine) -> Counter[int]:
                 return segment.function(*args)
 
             counted.append(replace(segment, function=call))
-        program.stages[number] = replace(stage, segments=tuple(counted))
+        program.stages[number] = replace(stage, segments=tuple(counted), runs=tuple(counted))
     return runs
 
 

@@ -1,0 +1,42 @@
+"""What the segments of a stage read besides values of other segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from merak.engine.weights import Leaves
+
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """For one microbatch on one stage.
+
+    Args:
+        weights: the parameters by name.
+        buffers: the buffers and the trace's constants by name.
+        columns: of the microbatch.
+        derived: its derived values.
+        random_key: names the microbatch, for its draws.
+        device: where it computes.
+    """
+
+    weights: Leaves
+    buffers: Mapping[str, torch.Tensor]
+    columns: Mapping[str, torch.Tensor]
+    derived: Mapping[str, torch.Tensor]
+    random_key: tuple[int | str, ...]
+    device: torch.device
+
+
+def add_to(gradients: Values, name: str, gradient: torch.Tensor) -> None:
+    """Sum the gradients of a value's readers.
+
+    Later readers come first in the backward, as in autograd's own order of summing.
+    """
+    known = gradients.get(name)
+    gradients[name] = gradient if known is None else known + gradient

@@ -1,0 +1,139 @@
+"""Runs one segment on a whole microbatch: its forward, recomputation and backward.
+
+The segment is a small autograd graph of its own: its inputs are detached leaves, and its backward
+is called explicitly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from merak.core.random import set_random_state
+from merak.engine.program import SegmentProgram
+from merak.engine.surroundings import Surroundings, Values, add_to
+
+
+@dataclass(slots=True)
+class Saved:
+    """A segment's forward, kept for its backward: leaves and outputs of its autograd graph.
+
+    Args:
+        inputs: the leaves.
+        outputs: None until they are recomputed, where activations are not kept.
+        buffers: what the segment writes into, as its forward found it; for the recomputation alone,
+            which must neither see the forward's writes nor repeat them.
+    """
+
+    inputs: list[torch.Tensor]
+    outputs: tuple[torch.Tensor, ...] | None
+    buffers: Values
+
+
+def forward(run: SegmentProgram, values: Values, around: Surroundings, keep: bool) -> Saved:
+    """Run a segment.
+
+    Args:
+        run: the segment.
+        values: what it reads of others; gains its outputs.
+        around: what else it reads.
+        keep: keep its activations for the backward; else only if its program says so.
+    """
+    stays = (keep or run.kept) and run.trains
+    leaves = [
+        values[name].detach().requires_grad_(carries)
+        for name, carries in zip(run.segment.inputs, run.gradient_inputs, strict=True)
+    ]
+    again = run.trains and not stays
+    before = {name: around.buffers[name].clone() for name in run.written} if again else {}
+    outputs = call(run, leaves, around, stays)
+    values.update(zip(run.segment.outputs, outputs, strict=True))
+    if not run.trains:
+        return Saved([], (), {})
+    return Saved(leaves, outputs if stays else None, before)
+
+
+def recompute(run: SegmentProgram, saved: Saved, around: Surroundings) -> None:
+    """Bring back the activations that the forward did not keep."""
+    if saved.outputs is None:
+        before = replace(around, buffers={**around.buffers, **saved.buffers})
+        saved.outputs = call(run, saved.inputs, before, keep=True)
+
+
+def backward(
+    run: SegmentProgram,
+    saved: Saved,
+    gradients: Values,
+    around: Surroundings,
+    segment_done: Callable[[SegmentProgram], None],
+) -> None:
+    """Run a segment's backward.
+
+    Args:
+        run: the segment.
+        saved: from the forward.
+        gradients: loses those of its outputs and gains those of its inputs.
+        around: as in the forward.
+        segment_done: called afterwards.
+    """
+    recompute(run, saved, around)
+    assert saved.outputs is not None
+    if run.trains:
+        propagate(run.segment.outputs, saved.outputs, run.segment.inputs, saved.inputs, gradients)
+    segment_done(run)
+
+
+def propagate(
+    outputs: Sequence[str],
+    results: Sequence[torch.Tensor],
+    inputs: Sequence[str],
+    leaves: Sequence[torch.Tensor],
+    gradients: Values,
+) -> None:
+    """One autograd graph's backward.
+
+    Args:
+        outputs: names of its results.
+        results: what the forward gave.
+        inputs: names of its leaves.
+        leaves: what the forward took.
+        gradients: by name; loses those of the outputs and gains those of the inputs.
+    """
+    pairs = [
+        (result, gradients.pop(name))
+        for name, result in zip(outputs, results, strict=True)
+        if name in gradients
+    ]
+    pairs = [(result, gradient) for result, gradient in pairs if result.requires_grad]
+    if not pairs:
+        return
+    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+    for name, leaf in zip(inputs, leaves, strict=True):
+        if leaf.grad is not None:
+            add_to(gradients, name, leaf.grad)
+
+
+def call(
+    program: SegmentProgram, inputs: Sequence[torch.Tensor], around: Surroundings, keep: bool
+) -> tuple[torch.Tensor, ...]:
+    """Call a segment's function.
+
+    Args:
+        program: the segment.
+        inputs: what it reads of other segments, in its order.
+        around: what else it reads.
+        keep: whether autograd records.
+    """
+    segment = program.segment
+    if program.draws:
+        set_random_state(around.device, *around.random_key, segment.index)
+    with torch.set_grad_enabled(keep):
+        return program.function(
+            *(around.weights[name] for name in segment.parameters),
+            *(around.buffers[name] for name in segment.buffers),
+            *(around.columns[name] for name in segment.columns),
+            *inputs,
+            *(around.derived[name] for name in segment.derived),
+        )
