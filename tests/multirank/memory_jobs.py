@@ -86,12 +86,13 @@ def batch_of(family: str) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class MemoryJob:
-    """One model, one layout, one choice of what recomputes."""
+    """One model, one layout, one choice of what recomputes; parameters by name may be frozen."""
 
     family: str
     dropout: float = 0.0
     schedule: str = "1f1b"
     num_microbatches: int = 3
+    frozen: str = "nothing"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -117,6 +118,8 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
     for job in jobs:
         torch.manual_seed(0)
         model, batch = MODELS[job.family](job.dropout), batch_of(job.family)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(job.frozen not in name)
         sample = signature(batch).columns
         source, count = GraphSource(model, cache_dir=cache), job.num_microbatches
         options = EngineOptions(
@@ -130,7 +133,7 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
         ranks = forecast.ranks(schedule, forecast.kept)
         peak = ranks[mesh.pp_rank].peak
         engine = build_engine(source, sample, mesh, options)
-        optimizer = adam(engine.parameters.values())
+        optimizer = adam(p for p in engine.parameters.values() if p.requires_grad)
         known = [*model.buffers(), *forecast.layout.graph.constants.values()]
         for step in range(2):
             optimizer.zero_grad()

@@ -19,6 +19,8 @@ def assert_close(ranks):
 def test_pipelines_take_what_was_foreseen(pool, tmp_path):
     jobs = [MemoryJob(family, 0.1, options=choice) for family in MODELS for choice in CHOICES[:2]]
     jobs += [MemoryJob("gpt2", 0.0, options=choice) for choice in CHOICES]
+    jobs += [MemoryJob("llama", 0.1, frozen=part) for part in ("embed", "layers.0", "norm")]
+    jobs += [MemoryJob("llama", frozen="embed", options={"recompute": "full"})]
     assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
 
 

@@ -46,7 +46,7 @@ class Forecast:
         whole = {
             i for own, recomputes in zip(stages, flags, strict=True) if not recomputes for i in own
         }
-        return self.layout.kept | whole
+        return self.layout.kept | self.untrained | whole
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -65,7 +65,18 @@ class Forecast:
 
     def recomputing(self, schedule: Schedule, kept: frozenset[int]) -> Schedule:
         """A schedule in which exactly the stages recompute that have a segment not kept."""
-        return recomputing(schedule, recomputing_stages(self.layout.partition, kept))
+        free = kept | self.untrained
+        return recomputing(schedule, recomputing_stages(self.layout.partition, free))
+
+    @property
+    def untrained(self) -> frozenset[int]:
+        """Segments without a backward, which keep nothing and are never run twice."""
+        graph = self.layout.graph
+        return frozenset(
+            segment.index
+            for segment in graph.segments
+            if not any(graph.values[name].requires_grad for name in segment.outputs)
+        )
 
     def positions(self, schedule: Schedule, times: Sequence[Timed]) -> tuple[Position, ...]:
         """What there is to keep on every pipeline position, and what it costs and saves."""

@@ -49,7 +49,7 @@ def settle_recompute(forecast: Forecast, times: Times) -> Forecast:
     decided: list[tuple[frozenset[int], str | None]] = [(frozenset(), None)]
     if mesh.rank == 0:
         try:
-            kept = _choose(forecast, wish, times, min(known, default=None))
+            kept = _choose(forecast, wish, times, min(known, default=None)) | forecast.untrained
             decided = [(kept, _misfit(forecast, kept, min(known, default=None), times))]
         except PlanError as error:
             decided = [(frozenset(), str(error))]

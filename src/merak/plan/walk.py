@@ -155,11 +155,13 @@ class Walk:
         records = self._records[stage, number] = []
         keeps_all = not self.around.schedule.recompute[stage]
         for segment in program.segments:
-            record = _Record(_storages({n: values[n] for n in segment.segment.inputs}))
+            # One without a backward keeps nothing.
+            inputs = {n: values[n] for n in segment.segment.inputs} if segment.trains else {}
+            record = _Record(_storages(inputs))
             for key in record.inputs:
                 self.ledger.again(key)
             memory = self.around.memory[segment.segment.index]
-            stays = keeps_all or segment.kept
+            stays = (keeps_all or segment.kept) and segment.trains
             taken = memory.kept_forward_bytes if stays else memory.forward_bytes
             self.ledger.look(self.around.schedule.label(action), taken, stage)
             outputs = self._outputs(segment, "F", (stage, number), values)
@@ -213,7 +215,7 @@ class Walk:
             self._bring_back(segment, record, action)
 
     def _bring_back(self, segment: SegmentProgram, record: _Record, action: Action) -> None:
-        if record.activations is not None:
+        if record.activations is not None or not segment.trains:
             return
         memory = self.around.memory[segment.segment.index]
         place = (action.stage, action.microbatch)
@@ -234,6 +236,8 @@ class Walk:
         records = self._records.pop((stage, number))
         for segment in reversed(program.segments):
             record = records.pop()
+            if not segment.trains:
+                continue
             self._bring_back(segment, record, action)
             self._segment_backward(segment, action, gradients)
             self.ledger.release_all([*record.inputs, *(record.activations or ())])
@@ -281,7 +285,7 @@ class Walk:
         names = [name for segment in segments for name in trained(segment)]
         largest = max((self._bytes[name] for name in names), default=0)
         self.ledger.look(self.around.schedule.label(action), largest, action.stage)
-        for segment in segments:
+        for segment in (s for s in segments if s.trains):
             key = ("waiting", action.stage, action.microbatch, segment.segment.index)
             self.ledger.release(key)
         for name in names:
