@@ -15,6 +15,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
+from merak.engine.scaling import LossScale
 from merak.graph.build import GraphSource
 from merak.graph.trace import LossFunction
 
@@ -30,6 +31,7 @@ class ParallelModel:
         num_microbatches: how many parts each batch is cut into.
         optimizer: makes this rank's optimizer from its parameters; None steps nothing.
         max_grad_norm: clip the global gradient norm to this; None leaves it.
+        scaler: the loss scale of fp16; None for other precisions.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class ParallelModel:
         num_microbatches: int,
         optimizer: OptimizerFactory | None,
         max_grad_norm: float | None,
+        scaler: LossScale | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
         self.num_microbatches = num_microbatches
         self.max_grad_norm = max_grad_norm
+        self.scaler = scaler
         trained = [p for p in engine.parameters.values() if p.requires_grad]
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         self._update = self._step_optimizer if optimizer is not None else None
@@ -75,6 +79,7 @@ class ParallelModel:
             microbatches,
             scale,
             self._update,
+            1.0 if self.scaler is None else self.scaler.scale,
         )
         loss = losses.sum()
         group = self.engine.mesh.group("dp")
@@ -82,12 +87,22 @@ class ParallelModel:
             peers = self.engine.mesh.peers("dp")
             with self.engine.progress.waiting("the sum of losses over dp with", peers):
                 dist.all_reduce(loss, group=group)
-        if self.max_grad_norm is not None:
-            self.engine.clip_gradients(self.max_grad_norm)
-        if not self.engine.updates_inside:
+        if not self._clip_gradients() and not self.engine.updates_inside:
             self._step_optimizer()
         self.num_steps += 1
         return loss
+
+    def _clip_gradients(self) -> bool:
+        """Clip the gradients; whether one of them has overflowed, which every rank knows."""
+        engine = self.engine
+        norm = None
+        if self.max_grad_norm is not None:
+            norm = engine.clip_gradients(self.max_grad_norm)
+        if self.scaler is None:
+            return False
+        overflow = not bool(torch.isfinite(engine.gradient_norm() if norm is None else norm))
+        self.scaler.update(overflow)
+        return overflow
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
@@ -125,6 +140,7 @@ def parallelize(
     optimizer: OptimizerFactory | None = None,
     num_microbatches: int = 1,
     max_grad_norm: float | None = None,
+    autocast: torch.dtype | None = None,
     **options: Any,
 ) -> ParallelModel:
     """Lay a model out over the ranks of `merak.init`, to train it in a loop of one's own.
@@ -138,6 +154,8 @@ def parallelize(
         optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`.
         num_microbatches: parts that every batch is cut into; the pipeline's microbatches.
         max_grad_norm: clip the global gradient norm to this.
+        autocast: mixed precision: the model runs under torch.autocast with this type, over
+            parameters of float32; float16 comes with a loss scale.
         **options: further fields of `merak.engine.layout.EngineOptions`, such as `schedule`,
             `recompute` and `memory_budget_bytes`.
 
@@ -150,7 +168,7 @@ def parallelize(
     """
     mesh = current_mesh()
     sample = signature(split_batch(example_batch, num_microbatches)[0]).columns
-    source = GraphSource(model=model, loss_fn=loss_fn, device=mesh.device)
+    source = GraphSource(model=model, loss_fn=loss_fn, device=mesh.device, autocast=autocast)
     chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)
     engine = build_engine(source, sample, mesh, chosen)
     if engine.updates_inside and max_grad_norm is not None:
@@ -158,7 +176,13 @@ def parallelize(
             f"schedule={chosen.schedule!r} updates stages at different times, so there is no norm "
             f"of all gradients to clip; leave max_grad_norm={max_grad_norm} out."
         )
-    return ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm)
+    scaler = LossScale() if autocast == torch.float16 else None
+    if engine.updates_inside and scaler is not None:
+        raise ScheduleError(
+            f"schedule={chosen.schedule!r} updates stages before a step's last gradient is known, "
+            "so no rank can tell whether float16 has overflowed; use autocast=torch.bfloat16."
+        )
+    return ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm, scaler)
 
 
 def split_batch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from merak.arguments.rules import Layout, Rule, honoured, no_effect, refused
 
-_PRECISION = "this release trains and evaluates in the model's own precision; leave it unset"
+_FULL_EVAL = "evaluation uses the weights that are trained; bf16=True or fp16=True autocasts it too"
 _RECOMPUTE = "Merak recomputes segments of the traced model, not modules; use recompute='full', a"
 _RECOMPUTE += " share of them, or 'auto'"
 _COMPILE = "segments run as traced, without torch.compile, in this release; leave it unset"
@@ -74,10 +74,12 @@ OPTIMIZATION = {
 }
 
 PRECISION = {
-    "bf16": refused(_PRECISION),
-    "fp16": refused(_PRECISION),
-    "bf16_full_eval": refused(_PRECISION),
-    "fp16_full_eval": refused(_PRECISION),
+    "bf16": honoured("autocast inside the traced graph; parameters and gradients stay float32"),
+    "fp16": honoured(
+        "as bf16, with a loss scale: all ranks see an overflow alike and skip the same steps"
+    ),
+    "bf16_full_eval": refused(_FULL_EVAL),
+    "fp16_full_eval": refused(_FULL_EVAL),
     "tf32": honoured("switched on or off in every rank"),
 }
 

@@ -159,6 +159,8 @@ class MerakArguments(TrainingArguments):
         """Refuse what cannot be honoured, then settle defaults as transformers does."""
         mesh = current_mesh()
         raise_first(problems(self, RULES, OWN_FIELDS, mesh))
+        if mesh.device.type == "cpu" and self.bf16:
+            self.use_cpu = True  # transformers would look for a GPU that has it
         super().__post_init__()  # type: ignore[no-untyped-call]
         check_arguments(self)
         self._settle()
@@ -191,6 +193,13 @@ class MerakArguments(TrainingArguments):
         self.distributed_state = fresh_state()
         self._n_gpu = 1 if mesh.device.type == "cuda" else 0
         return mesh.device
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What the model's forward is autocast to; None for its own precision."""
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.fp16 else None
 
     @property
     def world_size(self) -> int:

@@ -21,6 +21,7 @@ from torch import fx
 from merak.engine.gradients import add_gradient
 from merak.graph.ir import Kind, Segment
 from merak.graph.shard import copy_graph
+from merak.graph.writes import eliminate_dead_code
 
 Share = Callable[[], None]
 """Adds one weight's share of one microbatch to its gradient."""
@@ -70,10 +71,21 @@ def defer_weights(segment: Segment, kept: frozenset[str], waiting: WeightGradien
     }
     for node in list(graph.nodes):
         function, position = functions.get(str(node.target), (None, 0))
-        if function is None or not _is_weight(node.args[position], kept) or node.kwargs:
+        if function is None or node.kwargs:
             continue
-        node.target = function
+        weight = _unconverted(node.args[position])
+        if _is_weight(weight, kept):
+            node.target = function
+            node.update_arg(position, weight)
+    eliminate_dead_code(graph)
     return replace(segment, graph=graph)
+
+
+def _unconverted(argument: Any) -> Any:
+    """What autocast has converted; the GEMM's function converts it again."""
+    if isinstance(argument, fx.Node) and str(argument.target) == "aten.to.dtype":
+        return argument.args[0]
+    return argument
 
 
 def _is_weight(argument: Any, kept: frozenset[str]) -> bool:
@@ -106,7 +118,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight  # the leaf itself, whatever hooks there are on saved tensors
         ctx.waiting = waiting
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -116,7 +128,7 @@ class _Linear(torch.autograd.Function):
             inputs = x.reshape(-1, x.shape[-1])
             ctx.waiting.add(lambda: add_gradient(weight, rows.t().mm(inputs)))
         shape = (*gradient.shape[:-1], weight.shape[1])
-        of_x = rows.mm(weight).view(shape) if ctx.needs_input_grad[0] else None
+        of_x = rows.mm(weight.to(rows.dtype)).view(shape) if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return of_x, None, of_bias, None
 
@@ -129,7 +141,7 @@ class _Addmm(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias_shape = weight, bias.shape
         ctx.waiting = waiting
-        return torch.addmm(bias, x, weight)
+        return torch.addmm(bias, x, weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -137,5 +149,5 @@ class _Addmm(torch.autograd.Function):
         if weight.requires_grad:
             ctx.waiting.add(lambda: add_gradient(weight, x.t().mm(gradient)))
         of_bias = gradient.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[0] else None
-        of_x = gradient.mm(weight.t()) if ctx.needs_input_grad[1] else None
+        of_x = gradient.mm(weight.to(gradient.dtype).t()) if ctx.needs_input_grad[1] else None
         return of_bias, of_x, None, None

@@ -13,7 +13,7 @@ from merak.core.shards import ParameterShard
 from merak.engine.evaluation import evaluate_microbatch
 from merak.engine.exchange import Exchange
 from merak.engine.microbatches import Microbatches
-from merak.engine.norms import clip_gradients, global_norm
+from merak.engine.norms import clip_gradients, global_norm, unscale
 from merak.engine.parts import Parts, Signature
 from merak.engine.records import StepRecord, gather_records
 from merak.engine.stage import Microbatch
@@ -79,6 +79,7 @@ class Engine:
         batches: Sequence[Mapping[str, torch.Tensor]],
         scale: float = 1.0,
         update: Update | None = None,
+        loss_scale: float = 1.0,
     ) -> torch.Tensor:
         """Forward and backward of all microbatches.
 
@@ -93,6 +94,8 @@ class Engine:
             batches: per microbatch, at least the columns this rank reads.
             scale: the factor of each microbatch's loss in the step's loss.
             update: steps the optimizer for those parameters of this rank that have a gradient.
+            loss_scale: multiplies the gradients on their way, against underflow in fp16; they are
+                divided by it before this returns.
 
         Returns:
             The microbatches' losses times `scale`, (number of microbatches,), float32, on every
@@ -108,7 +111,7 @@ class Engine:
         try:
             with self.progress.step(step), own_random_state(self.mesh.device):
                 microbatches = [
-                    self._microbatch(signature, batch, step, number, scale)
+                    self._microbatch(signature, batch, step, number, (scale, loss_scale))
                     for number, (signature, batch) in enumerate(
                         zip(signatures, batches, strict=True)
                     )
@@ -121,6 +124,7 @@ class Engine:
                 else:
                     run.run_empty()
                 self._sum(run.losses)
+                unscale(self.parameters.values(), loss_scale)
         except BaseException:
             self.forget()
             raise
@@ -138,11 +142,11 @@ class Engine:
         batch: Mapping[str, torch.Tensor],
         step: int,
         number: int,
-        scale: float,
+        scales: tuple[float, float],
     ) -> Microbatch:
         program = self._parts.program_for(signature, True)
         microbatch = self._microbatches.make(program, batch, step, number)
-        microbatch.scale = scale
+        microbatch.scale, microbatch.loss_scale = scales
         return microbatch
 
     def _check_asynchronous(self, num_microbatches: int, update: Update | None) -> None:

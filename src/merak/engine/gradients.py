@@ -142,6 +142,11 @@ def others_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient, as autograd does."""
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
         parameter.grad += gradient
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What a parameter's gradient is summed in."""
+    return parameter.grad_dtype or parameter.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -65,3 +65,10 @@ def clip_gradients(
     if gradients:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(gradients, factor)
+
+
+def unscale(parameters: Iterable[torch.nn.Parameter], loss_scale: float) -> None:
+    """Divide gradients by the scale that the loss had."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and loss_scale != 1.0:
+        torch._foreach_mul_(gradients, 1.0 / loss_scale)

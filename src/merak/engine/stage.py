@@ -29,6 +29,7 @@ class Microbatch:
         derived: this rank's derived values.
         random_key: names the microbatch among all of the job, for its random draws.
         scale: the factor of its loss in the step's loss.
+        loss_scale: a further factor of its gradients, which the step's end takes out.
     """
 
     program: Program
@@ -36,6 +37,7 @@ class Microbatch:
     derived: Values
     random_key: tuple[int | str, ...]
     scale: float = 1.0
+    loss_scale: float = 1.0
 
 
 class Runner(Protocol):

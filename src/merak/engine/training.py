@@ -185,7 +185,7 @@ class TrainingStep:
         gradients = self._taken(Payload.GRADIENT, stage + 1, number)
         if (loss := _loss_made_by(stage, microbatch)) is not None:
             dtype = microbatch.program.values[loss].dtype
-            scale = microbatch.scale * self._share(number)
+            scale = microbatch.scale * microbatch.loss_scale * self._share(number)
             gradients[loss] = torch.full((), scale, dtype=dtype, device=self._parts.mesh.device)
         made = self._parts.stages[stage].backward(number, microbatch, gradients, segment_done)
         if stage > 0:

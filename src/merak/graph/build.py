@@ -31,6 +31,7 @@ class GraphSource:
         fixed: keyword arguments of the model that are no tensors.
         device: device type the model will run on.
         cache_dir: where traces are kept; None keeps none.
+        autocast: the type of mixed precision, as of `merak.graph.trace.trace`.
 
     It remembers the whole parameters' shapes from when it is made: once the model is laid out over
     the ranks, it holds one rank's share of them.
@@ -42,6 +43,7 @@ class GraphSource:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     device: torch.device = torch.device("cpu")
     cache_dir: Path | None = None
+    autocast: torch.dtype | None = None
     parameters: Mapping[str, TensorMeta] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +120,7 @@ def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
         loss_columns=source.loss_columns,
         fixed=source.fixed,
         device=source.device,
+        autocast=source.autocast,
     )
     if not traced.outputs:
         raise TraceError(
@@ -142,7 +145,7 @@ def _check_loss(model: nn.Module, graph: ModelGraph) -> None:
 
 
 def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
-    what = (source.loss_fn, source.loss_columns, source.fixed, source.device.type)
+    what = (source.loss_fn, source.loss_columns, source.fixed, source.device.type, source.autocast)
     return fingerprint(source.model, dict(columns), *what)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
@@ -65,6 +67,7 @@ def trace(
     loss_columns: tuple[str, ...] = (),
     fixed: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Trace:
     """Run the model once on fake tensors and write down its operators.
 
@@ -75,6 +78,8 @@ def trace(
         loss_columns: columns that go to the loss function alone.
         fixed: further keyword arguments that are no tensors, passed as they are.
         device: device type the model will run on; fake tensors claim to be there.
+        autocast: the model's forward runs under torch.autocast with this type, its outputs become
+            float32, and the loss function is outside, as transformers.Trainer has it.
 
     Returns:
         The trace.
@@ -84,7 +89,8 @@ def trace(
     """
     device = torch.device((device or torch.device("cpu")).type)
     names, tied = parameter_names(model)
-    call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns)
+    casts = None if autocast is None else partial(torch.autocast, device.type, autocast)
+    call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
     _refuse_trained_loss(loss_fn)
     runner = _Runner(model, call)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -145,12 +151,14 @@ class Call:
         fixed: keyword arguments that are no tensors.
         loss_fn: the loss function, where the model does not compute a loss itself.
         loss_columns: columns that go to the loss function alone.
+        autocast: makes the context that the model runs under in mixed precision.
     """
 
     columns: tuple[str, ...]
     fixed: dict[str, Any]
     loss_fn: LossFunction | None
     loss_columns: tuple[str, ...]
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 class _Runner(nn.Module):
@@ -199,10 +207,18 @@ def call_model(
     transformers has it; a bare scalar tensor is the loss.
     """
     if call.loss_fn is None:
-        return dict(_named_tensors(model(**batch, **call.fixed)))
-    result = model(**_taken(model, batch, call.loss_columns), **call.fixed)
+        return dict(_named_tensors(_run(model, batch, call)))
+    result = _run(model, _taken(model, batch, call.loss_columns), call)
     loss = call.loss_fn(result, batch)
     return {"loss": loss} | {k: v for k, v in _named_tensors(result) if k != "loss"}
+
+
+def _run(model: nn.Module, batch: dict[str, torch.Tensor], call: Call) -> Any:
+    if call.autocast is None:
+        return model(**batch, **call.fixed)
+    with call.autocast():
+        result = model(**batch, **call.fixed)
+    return convert_to_fp32(result)
 
 
 def _taken(

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from merak.checkpoint.export import save_pretrained
 from merak.checkpoint.state import load_state, save_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.engine.engine import Engine
+from merak.engine.scaling import LossScale
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
@@ -37,6 +38,7 @@ class Saving(Trainer):
     args: MerakArguments
     mesh: Mesh
     engine: Engine | None
+    scaler: LossScale | None
     # transformers types these as perhaps None; they are there when the methods below run.
     model: Any
     optimizer: Any
@@ -116,6 +118,17 @@ class Saving(Trainer):
     def _inner_optimizer(self) -> Any:
         """The optimizer itself, inside accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self.scaler is not None and self.args.should_save:
+            torch.save(self.scaler.state_dict(), os.path.join(output_dir, SCALER_NAME))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self.scaler is None or checkpoint is None:
+            return
+        path = os.path.join(checkpoint, SCALER_NAME)
+        if os.path.isfile(path):  # else it was saved without fp16
+            self.scaler.load_state_dict(torch.load(path, weights_only=True))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: draws are keyed by what they are for."""

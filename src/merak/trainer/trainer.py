@@ -21,18 +21,23 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
-from merak.core.errors import ArgumentsError, DataError, TrainingError
+from merak.core.errors import DataError, TrainingError
 from merak.core.mesh import current_mesh
 from merak.data import check_columns, check_not_empty, example_batch, shard_loader
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.local import LocalParameters
+from merak.engine.scaling import LossScale
 from merak.graph.build import GraphSource
 from merak.graph.feature_file import parse_features
 from merak.graph.proxies import empty_weights
 from merak.trainer.batches import Agreement, Council
 from merak.trainer.evaluation import Evaluation, EvaluationOptions
+from merak.trainer.refusals import (
+    refuse_what_needs_all_gradients,
+    refuse_what_ranks_cannot_share,
+)
 from merak.trainer.saving import Saving
 from merak.trainer.similar import similar_optimizer
 from merak.trainer.tokens import TOKENS, TokenCounter
@@ -60,7 +65,7 @@ class MerakTrainer(Saving, Trainer):
         self, model: nn.Module | None = None, args: MerakArguments | None = None, **kwargs: Any
     ) -> None:
         self.mesh = current_mesh()
-        _refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
+        refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
         self.engine: Engine | None = None
         self._council: Council | None = None
         self._counter: TokenCounter | None = None
@@ -73,12 +78,15 @@ class MerakTrainer(Saving, Trainer):
         self._losses = torch.zeros(0)
         self._next_round = 0
         arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
+        self.scaler = LossScale() if arguments.fp16 else None
         super().__init__(model=model, args=arguments, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let accelerate believe that this rank is alone, and leave the model where it is."""
+        """Let accelerate believe that this rank is alone, and leave the model as it is."""
+        precision, self.args.mixed_precision = self.args.mixed_precision, "no"
         with single_process_accelerate():
             super().create_accelerator_and_postprocess()
+        self.args.mixed_precision = precision  # which is in the traced graph
         self.accelerator.device_placement = False
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -116,7 +124,7 @@ class MerakTrainer(Saving, Trainer):
         self.engine = build_engine(source, columns, self.mesh, self._engine_options())
         self._council = Council(self.mesh, self.engine.progress)
         if self.engine.updates_inside:
-            _refuse_what_needs_all_gradients(self.args)
+            refuse_what_needs_all_gradients(self.args)
         return self.engine
 
     def _graph_source(self) -> GraphSource:
@@ -133,6 +141,7 @@ class MerakTrainer(Saving, Trainer):
             loss_columns=("labels",) if compute is not None else (),
             device=self.mesh.device,
             cache_dir=Path(self.args.trace_cache) if self.args.trace_cache else None,
+            autocast=self.args.autocast,
         )
 
     def _engine_options(self) -> EngineOptions:
@@ -243,6 +252,7 @@ class MerakTrainer(Saving, Trainer):
             [{**self._batches[number], **extra} for number, _ in own],
             self._loss_scale(agreement, num_items_in_batch is not None),
             self._inner_optimizer().step if engine.updates_inside else None,
+            1.0 if self.scaler is None else self.scaler.scale,
         )
         everything = torch.zeros(len(self._batches), device=losses.device)
         everything[[number for number, _ in own]] = losses
@@ -276,15 +286,19 @@ class MerakTrainer(Saving, Trainer):
         """Stop, or skip the step, on all ranks alike: each knows the same losses and norm."""
         is_finite = bool(torch.isfinite(norm) & torch.isfinite(self._losses).all())
         self.optimizer._is_overflow = not is_finite  # the learning rate then does not move either
+        is_overflow = not is_finite and self.scaler is not None and self.scaler.may_overflow
+        if self.scaler is not None:
+            self.scaler.update(overflow=not is_finite)
         if is_finite:
             return
         step, loss = self.state.global_step + 1, float(self._losses.sum())
-        if self.args.nan_policy == "stop":
+        if self.args.nan_policy == "stop" and not is_overflow:
             raise TrainingError(
                 f"step {step} has loss {loss} and gradient norm {float(norm)}; lower the learning "
                 "rate or look at its data, or leave such steps out with nan_policy='skip'."
             )
-        logger.warning("step %d skipped: loss %s, gradient norm %s", step, loss, float(norm))
+        if self.args.should_log:
+            logger.warning("step %d skipped: loss %s, gradient norm %s", step, loss, float(norm))
         self.model.zero_grad()  # an optimizer leaves a parameter without a gradient as it is
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -366,38 +380,3 @@ def _main_inputs(model: nn.Module | None, batch: Mapping[str, Any]) -> tuple[str
     """The column that a model of transformers needs, though its `forward` has a default for it."""
     name = getattr(model, "main_input_name", None)
     return (name,) if name is not None and "inputs_embeds" not in batch else ()
-
-
-def _refuse_what_needs_all_gradients(args: MerakArguments) -> None:
-    """An asynchronous schedule updates stages at different times."""
-    if args.max_grad_norm:
-        raise ArgumentsError(
-            f"schedule={args.schedule!r} updates stages at different times, so there is no norm of "
-            f"all gradients to clip, but max_grad_norm={args.max_grad_norm}; set max_grad_norm=0."
-        )
-    if args.nan_policy == "skip":
-        raise ArgumentsError(
-            f"schedule={args.schedule!r} updates stages before a step's last loss is known, so "
-            "nan_policy='skip' cannot leave the step out; use nan_policy='stop'."
-        )
-
-
-def _refuse_what_ranks_cannot_share(
-    cls: type, args: object, kwargs: Mapping[str, Any], world_size: int
-) -> None:
-    if args is not None and not isinstance(args, MerakArguments):
-        raise ArgumentsError(
-            f"args is a {type(args).__name__}; MerakTrainer takes merak.MerakArguments, which has "
-            "the same fields."
-        )
-    if kwargs.get("optimizers", (None, None))[0] is not None and world_size > 1:
-        raise ArgumentsError(
-            "optimizers=(optimizer, …) holds parameters of the whole model, but each rank trains "
-            "its own part; pass optimizer_cls_and_kwargs=(class, {…}) instead."
-        )
-    for method in ("compute_loss", "compute_loss_context_manager"):
-        if getattr(cls, method) is not getattr(Trainer, method):
-            raise ArgumentsError(
-                f"{cls.__name__} overrides {method}, which Merak does not call: the loss is part "
-                "of the traced graph; pass compute_loss_func=… instead."
-            )

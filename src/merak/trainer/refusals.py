@@ -1,0 +1,66 @@
+"""What a trainer cannot do on many ranks, said in a sentence before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer
+
+from merak.arguments import MerakArguments
+from merak.core.errors import ArgumentsError
+
+
+def refuse_what_needs_all_gradients(args: MerakArguments) -> None:
+    """An asynchronous schedule updates stages at different times.
+
+    Raises:
+        ArgumentsError: an argument that looks at all gradients of a step.
+    """
+    if args.max_grad_norm:
+        raise ArgumentsError(
+            f"schedule={args.schedule!r} updates stages at different times, so there is no norm of "
+            f"all gradients to clip, but max_grad_norm={args.max_grad_norm}; set max_grad_norm=0."
+        )
+    if args.fp16:
+        raise ArgumentsError(
+            f"schedule={args.schedule!r} updates stages before a step's last gradient is known, so "
+            "no rank can tell whether fp16=True has overflowed; use bf16=True."
+        )
+    if args.nan_policy == "skip":
+        raise ArgumentsError(
+            f"schedule={args.schedule!r} updates stages before a step's last loss is known, so "
+            "nan_policy='skip' cannot leave the step out; use nan_policy='stop'."
+        )
+
+
+def refuse_what_ranks_cannot_share(
+    cls: type, args: object, kwargs: Mapping[str, Any], world_size: int
+) -> None:
+    """A trainer's class and arguments may ask for what only one process has.
+
+    Args:
+        cls: of the trainer.
+        args: its arguments.
+        kwargs: what else it was given.
+        world_size: the number of ranks.
+
+    Raises:
+        ArgumentsError: they do.
+    """
+    if args is not None and not isinstance(args, MerakArguments):
+        raise ArgumentsError(
+            f"args is a {type(args).__name__}; MerakTrainer takes merak.MerakArguments, which has "
+            "the same fields."
+        )
+    if kwargs.get("optimizers", (None, None))[0] is not None and world_size > 1:
+        raise ArgumentsError(
+            "optimizers=(optimizer, …) holds parameters of the whole model, but each rank trains "
+            "its own part; pass optimizer_cls_and_kwargs=(class, {…}) instead."
+        )
+    for method in ("compute_loss", "compute_loss_context_manager"):
+        if getattr(cls, method) is not getattr(Trainer, method):
+            raise ArgumentsError(
+                f"{cls.__name__} overrides {method}, which Merak does not call: the loss is part "
+                "of the traced graph; pass compute_loss_func=… instead."
+            )
