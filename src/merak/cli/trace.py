@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 import resource
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from merak.cli import options
 from merak.cli.output import count, show, size, stdout_to_stderr
+
+Degree = Annotated[
+    int,
+    typer.Option("--tp", metavar="T", min=1, help="Tensor parallel degree to derive splits for."),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +30,18 @@ class Part:
     Args:
         name: the module path it mostly comes from.
         parameters: numbers in the parameters it reads.
+        split: how tensor parallelism splits them, by name.
+        whole: why it leaves the others whole, by name.
+        forward_collectives: how many activations tensor parallel ranks then sum or gather.
+        backward_collectives: likewise gradients of activations.
     """
 
     name: str
     parameters: int
+    split: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    forward_collectives: int = 0
+    backward_collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +57,8 @@ class TraceReport:
             is loaded during `trace`.
         cached: whether the graph came from the cache.
         peak_rss_bytes: the most memory this process had.
+        tp: the tensor parallel degree for which the splits are.
+        tp_sharded_fraction: share of the parameters (numbers, not tensors) that it splits.
         parts: the segments, in order.
     """
 
@@ -49,6 +69,8 @@ class TraceReport:
     seconds: dict[str, float]
     cached: bool
     peak_rss_bytes: int
+    tp: int
+    tp_sharded_fraction: float
     parts: list[Part] = field(default_factory=list)
 
 
@@ -57,12 +79,15 @@ def trace(
     config: options.Config = None,
     batch: options.Batch = 1,
     seq: options.Sequence = None,
+    tp: Degree = 2,
     no_cache: options.NoCache = False,
     as_json: options.Json = False,
 ) -> None:
     """Trace a model without its weights and show the segments it is cut into."""
     with stdout_to_stderr():
-        report = trace_report(model, config, batch=batch, sequence=seq, use_cache=not no_cache)
+        report = trace_report(
+            model, config, batch=batch, sequence=seq, tp=tp, use_cache=not no_cache
+        )
     show(report, _page, as_json)
 
 
@@ -72,6 +97,7 @@ def trace_report(
     *,
     batch: int = 1,
     sequence: int | None = None,
+    tp: int = 2,
     use_cache: bool = True,
 ) -> TraceReport:
     """Trace and cut a transformers model, as for training.
@@ -81,6 +107,7 @@ def trace_report(
         config: JSON object of config fields, as `--config`.
         batch: samples of a microbatch.
         sequence: tokens of a sequence; None for the model's longest, up to 512.
+        tp: tensor parallel degree to derive splits for.
         use_cache: look for the graph among those of earlier runs, and keep it.
 
     Raises:
@@ -93,6 +120,8 @@ def trace_report(
     from merak.cli.model import parse_overrides, resolve_model
     from merak.graph.build import GraphSource, build_timed
     from merak.graph.proxies import empty_weights
+    from merak.graph.split_report import report_splits
+    from merak.graph.tensor_parallel import derived
 
     source = resolve_model(model, parse_overrides(config))
     columns = example_columns(source.model_class, source.config, batch=batch, sequence=sequence)
@@ -107,6 +136,8 @@ def trace_report(
     )
     shapes = {name: math.prod(meta.shape) for name, meta in timed.graph.parameters.items()}
     segments = timed.graph.segments
+    parallel = derived(timed.graph, tp)
+    split = report_splits(timed.graph, parallel)
     return TraceReport(
         model=source.name,
         parameters=sum(shapes.values()),
@@ -120,7 +151,19 @@ def trace_report(
         },
         cached=timed.cached,
         peak_rss_bytes=peak_rss_bytes(),
-        parts=[Part(s.name, sum(shapes[name] for name in s.parameters)) for s in segments],
+        tp=tp,
+        tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (sum(shapes.values()) or 1),
+        parts=[
+            Part(
+                segment.name,
+                sum(shapes[name] for name in segment.parameters),
+                found.split,
+                found.whole,
+                found.forward,
+                found.backward,
+            )
+            for segment, found in zip(segments, split, strict=True)
+        ],
     )
 
 
@@ -137,10 +180,33 @@ def _page(report: TraceReport) -> str:
         f"{report.model}: {count(report.parameters)} parameters, {report.segments} segments, "
         f"at most {most} tensor{'s' if most != 1 else ''} across a cut",
         "",
-        *(f"  {i:>4}  {p.name:<48} {count(p.parameters):>14}" for i, p in enumerate(report.parts)),
+        *_segments(report.parts),
         "",
+        f"with tp={report.tp}, {report.tp_sharded_fraction:.0%} of the parameters are split; "
+        f"{sum(p.forward_collectives for p in report.parts)} collectives of activations in the "
+        f"forward, {sum(p.backward_collectives for p in report.parts)} in the backward",
         f"built in {seconds['build']:.2f} s, traced in {seconds['trace']:.2f} s, cut in "
         f"{seconds['shard']:.2f} s{', from the cache' if report.cached else ''}; "
         f"{size(report.peak_rss_bytes)} of memory at the most",
     ]
     return "\n".join(lines)
+
+
+def _segments(parts: Sequence[Part]) -> Iterator[str]:
+    """The segments; how one is split is said for the first of its kind."""
+    shown: set[tuple[str, ...]] = set()
+    for index, part in enumerate(parts):
+        yield f"  {index:>4}  {part.name:<48} {count(part.parameters):>14}"
+        lines = tuple(_ways(part))
+        if lines not in shown:
+            shown.add(lines)
+            yield from (f"        {line}" for line in lines)
+
+
+def _ways(part: Part) -> Iterator[str]:
+    groups: dict[str, list[str]] = {}
+    for kind, named in (("split", part.split), ("whole", part.whole)):
+        for name, why in named.items():
+            short = re.sub(r"^.*\.\d+\.", "", name.removeprefix(f"{part.name}."))
+            groups.setdefault(f"{kind}: {why}", []).append(short)
+    yield from (f"{how}: {', '.join(names)}" for how, names in groups.items())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
@@ -17,7 +19,10 @@ from merak.engine.program import Arrange, Program, Rewrite, arrange_whole, compi
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.features import Features
 from merak.graph.ir import ModelGraph, Segment
+from merak.graph.split_report import indivisible
 from merak.graph.tensor_parallel import tensor_parallel
+
+logger = logging.getLogger(__name__)
 
 
 class Programs:
@@ -95,7 +100,11 @@ def rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite |
     """How this job makes segments tensor parallel; every rank checks the whole model."""
     if tp == 1:
         return None
-    return tensor_parallel(graph, features, tp)
+    parallel = tensor_parallel(graph, features, tp)
+    left = indivisible(graph, parallel)
+    if left is not None and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning("%s", left)
+    return parallel
 
 
 def _defer(

@@ -133,17 +133,16 @@ def _largest(model: ModelGraph, names: Iterable[str]) -> list[str]:
 
 def limits_of(model: ModelGraph) -> dict[str, int]:
     """Into how many pieces each weight can be cut for itself along its outputs, by name."""
-    alone = Deriver(model.parameters, 1)
     found: dict[str, int] = {}
-    seen: set[Any] = set()
-    whole = embeddings(model) | loss_weights(model)
+    known: dict[Any, tuple[int | None, ...]] = {}
+    whole = frozenset(embeddings(model) | loss_weights(model))
     for segment in model.segments:
-        key = tuple(_structure(Task(segment, {}, frozenset())))
-        if key in seen:
-            continue
-        seen.add(key)
-        search = Search(segment, alone.parameters, 1, whole, {})
-        found |= search.limits()
+        key = tuple(_structure(Task(segment, {}, whole)))
+        if key not in known:
+            limits = Search(segment, model.parameters, 1, whole, {}).limits()
+            known[key] = tuple(limits.get(name) for name in segment.parameters)
+        pairs = zip(segment.parameters, known[key], strict=True)
+        found |= {name: pieces for name, pieces in pairs if pieces is not None}
     return found
 
 

@@ -162,3 +162,9 @@ def weights_only(graph: fx.Graph) -> set[fx.Node]:
         if inside:
             found.add(node)
     return found
+
+
+def parameter_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The placeholders of a segment's parameters, by name."""
+    nodes = graph.find_nodes(op="placeholder")
+    return {n.meta["name"]: n for n in nodes if n.meta["kind"] is Kind.PARAMETER}

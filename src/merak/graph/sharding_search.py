@@ -21,6 +21,7 @@ from merak.graph.sharding_cost import (
     Transfer,
     conversions,
     has_gradient,
+    parameter_nodes,
     transfers,
     weights_only,
 )
@@ -85,7 +86,7 @@ class Search:
     ) -> None:
         self.graph = segment.graph
         self.degree = degree
-        self.nodes = _parameter_nodes(self.graph)
+        self.nodes = parameter_nodes(self.graph)
         self.shapes = {name: parameters[name].shape for name in self.nodes}
         self.free = frozenset(n for n in self.nodes if n not in kept and n not in fixed)
         self.fixed = dict(fixed)
@@ -306,11 +307,6 @@ def _small_parts_whole(placed: Sharded, degree: int) -> Mixed | None:
     if not whole or largest % degree:
         return None
     return Mixed(placed.dim, placed.parts, whole, placed.origin)
-
-
-def _parameter_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
-    nodes = graph.find_nodes(op="placeholder")
-    return {n.meta["name"]: n for n in nodes if n.meta["kind"] is Kind.PARAMETER}
 
 
 def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:

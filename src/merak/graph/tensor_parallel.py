@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
-from merak.graph.derive import Deriver, Split, Task, Weights, check_limits, derive
+from merak.graph.derive import Deriver, SegmentSplit, Split, Task, Weights, check_limits, derive
 from merak.graph.features import Attribute, Column, Features, Replicate, Row, resolve_features
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
 from merak.graph.sharding_placement import Mixed, Sharded
@@ -57,11 +57,15 @@ class TensorParallel:
         degree = self.deriver.degree
         if degree == 1:
             return segment, {}
-        own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
-        split = self.deriver(Task(segment, own, frozenset(segment.parameters)))
-        layout = propagate(segment.graph, own, degree, decide_or_gather, split.inside)
-        shards = {name: _shard(p, degree) for name, p in own.items()}
+        split = self.split(segment)
+        layout = propagate(segment.graph, split.weights, degree, decide_or_gather, split.inside)
+        shards = {name: _shard(p, degree) for name, p in split.weights.items()}
         return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
+
+    def split(self, segment: Segment) -> SegmentSplit:
+        """How one segment is split, and the collectives it runs."""
+        own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
+        return self.deriver(Task(segment, own, frozenset(segment.parameters)))
 
 
 def tensor_parallel(model: ModelGraph, features: Features | None, degree: int) -> TensorParallel:
@@ -88,6 +92,13 @@ def tensor_parallel(model: ModelGraph, features: Features | None, degree: int) -
     weights = derive(model, deriver, given, kept)
     if not weights and not attributes:
         check_limits(model, degree)
+    return TensorParallel(deriver, weights)
+
+
+def derived(model: ModelGraph, degree: int) -> TensorParallel:
+    """The splits derived from a model's graph alone; none where the degree is too large."""
+    deriver = Deriver(model.parameters, degree)
+    weights = derive(model, deriver, {}, frozenset()) if degree > 1 else {}
     return TensorParallel(deriver, weights)
 
 

@@ -10,6 +10,23 @@ from merak.cli.main import app, main
 TINY = '{"n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}'
 
 
+def test_a_trace_shows_how_weights_are_split(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--no-cache", "--tp", "2"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    attention = report["parts"][1]
+    assert attention["split"]["transformer.h.0.attn.c_proj.weight"] == "row"
+    assert attention["split"]["transformer.h.0.attn.c_attn.weight"].startswith("column (")
+    assert attention["whole"]["transformer.h.0.ln_1.weight"] == "it works on whole values"
+    assert (attention["forward_collectives"], attention["backward_collectives"]) == (1, 1)
+    assert report["parts"][-1]["whole"]["transformer.wte.weight"]
+    assert 0 < report["tp_sharded_fraction"] < 1
+    assert main(words) == 0
+    page = capsys.readouterr().out
+    assert page.count("split: row: c_proj.weight") == 3  # the last block has a norm more
+    assert "6 collectives of activations in the forward, 6 in the backward" in page
+
+
 def test_json_is_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--no-cache", "--json"]
     assert main(words) == 0

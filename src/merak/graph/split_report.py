@@ -1,0 +1,103 @@
+"""What tensor parallelism makes of a model, for people to read: what it splits, and why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from merak.graph.derive import Split, embeddings, limits_of, loss_weights
+from merak.graph.ir import ModelGraph, Segment
+from merak.graph.sharding_cost import FORWARD, parameter_nodes
+from merak.graph.sharding_placement import Mixed
+from merak.graph.sharding_propagate import weight_dims
+from merak.graph.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """How one segment is split.
+
+    Args:
+        split: how each split parameter lies, by name: "column", "row (64, 64)", ….
+        whole: why each other parameter is whole, by name.
+        forward: collectives of activations in its forward.
+        backward: those in its backward.
+    """
+
+    split: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    forward: int = 0
+    backward: int = 0
+
+
+def report_splits(model: ModelGraph, parallel: TensorParallel) -> tuple[SegmentReport, ...]:
+    """How every segment of a model is split."""
+    reasons = whole_reasons(model, parallel)
+    return tuple(_report(segment, parallel, reasons) for segment in model.segments)
+
+
+def whole_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:
+    """Why parameters are whole on every rank, by name."""
+    degree, pieces = parallel.deriver.degree, limits_of(model)
+    found = dict.fromkeys(embeddings(model), "rows of it are looked up")
+    found |= dict.fromkeys(loss_weights(model), "the loss reads its outputs")
+    for name in model.parameters:
+        count = pieces.get(name)
+        if name in found or name in parallel.weights:
+            continue
+        if count is None:
+            found[name] = "it works on whole values"
+        elif count % degree:
+            found[name] = f"its outputs are {count} pieces, which tp={degree} does not divide"
+        else:
+            found[name] = "splitting it costs more than it saves"
+    return {name: why for name, why in found.items() if name not in parallel.weights}
+
+
+def indivisible(model: ModelGraph, parallel: TensorParallel) -> str | None:
+    """A sentence about weights that the degree does not divide; None if they are few."""
+    degree = parallel.deriver.degree
+    sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
+    pieces = limits_of(model)
+    whole = [n for n, count in pieces.items() if count % degree and n not in parallel.weights]
+    kept, split = sum(sizes[n] for n in whole), sum(sizes[n] for n in parallel.weights)
+    if kept <= 0.05 * (kept + split):
+        return None
+    name = max(whole, key=lambda n: sizes[n])
+    return (
+        f"tp={degree} leaves {kept / (kept + split):.0%} of what could be split whole on every "
+        f"rank: the outputs of {name}, for one, are {pieces[name]} pieces, which it does not "
+        "divide; `merak trace --tp` lists all."
+    )
+
+
+def _report(
+    segment: Segment, parallel: TensorParallel, reasons: Mapping[str, str]
+) -> SegmentReport:
+    found = parallel.split(segment)
+    nodes = parameter_nodes(segment.graph)
+    split = {
+        name: describe(found.weights[name], [out for out, _ in weight_dims(node)])
+        for name, node in nodes.items()
+        if name in found.weights
+    }
+    sent = [transfer.kind in FORWARD for transfer in found.transfers if not transfer.of_weights]
+    whole = {name: reasons[name] for name in nodes if name not in split}
+    return SegmentReport(split, whole, sent.count(True), sent.count(False))
+
+
+def describe(placed: Split, outputs: Sequence[int]) -> str:
+    """An attribute in words: "column", "row", with the sizes of fused parts.
+
+    Args:
+        placed: how the parameter lies.
+        outputs: its output dims in matrix products; none for other parameters, which are split
+            along with some outputs.
+    """
+    words = "row" if outputs and placed.dim not in outputs else "column"
+    if len(placed.parts) == 1:
+        return words
+    whole = placed.whole if isinstance(placed, Mixed) else frozenset[int]()
+    sizes = (f"{size} whole" if i in whole else str(size) for i, size in enumerate(placed.parts))
+    return f"{words} ({', '.join(sizes)})"
