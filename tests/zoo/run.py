@@ -33,7 +33,7 @@ LAYOUTS = {
 }
 """The columns of the table."""
 
-OPTIONS = CheckOptions(num_microbatches=2, steps=2)
+OPTIONS = CheckOptions(num_microbatches=2, microbatch=4, steps=2)
 EAGER = "eager"
 """Stands for the layout where plain PyTorch fails already."""
 

@@ -51,10 +51,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Allowed:
-    """What is taken for rounding: for the losses, and by kind for tensors that need more."""
+    """What is taken for rounding: for the losses, and by kind for tensors that need more.
+
+    Args:
+        loss: the most that a loss may be off.
+        tensors: the most that tensors may be off, by kind and name.
+        own: how far gradients in float32 are from those in float64, at the most; 0 if unknown.
+    """
 
     loss: float
     tensors: Mapping[str, Distances]
+    own: float = 0.0
 
     def of(self, kind: str, name: str) -> float:
         """The most that one tensor may be off."""
@@ -94,7 +101,8 @@ def judge(job: Job, graph: ModelGraph, ranks: Sequence[Outcome], expected: Outco
         gradient=max(off["gradients"].values(), default=0.0),
         parameter=max(off["parameters"].values(), default=0.0),
         tolerance=allowed.most(),
-        reason=_reason(graph, loss if not loss <= allowed.loss else None, off, wrong),
+        reason=_chaos(allowed, wrong)
+        or _reason(graph, loss if not loss <= allowed.loss else None, off, wrong),
     )
 
 
@@ -108,20 +116,28 @@ def _own_rounding(job: Job, expected: Outcome, kinds: Sequence[str]) -> _Allowed
         exact = train_alone(job, torch.float64)
     except Exception:  # a model that fixes its own types: then there is no excuse
         return _Allowed(TOLERANCE, {})
+    own = {k: distances(getattr(expected, k), getattr(exact, k)) for k in kinds}
     return _Allowed(
         _limit(loss_difference(expected.losses, exact.losses)),
-        {
-            kind: {
-                name: _limit(own)
-                for name, own in distances(getattr(expected, kind), getattr(exact, kind)).items()
-            }
-            for kind in kinds
-        },
+        {kind: {name: _limit(d) for name, d in found.items()} for kind, found in own.items()},
+        max(own["gradients"].values(), default=0.0),
     )
 
 
 def _limit(rounding: float) -> float:
     return max(TOLERANCE, min(MOST_ROUNDING, ROUNDING_FACTOR * rounding))
+
+
+def _chaos(allowed: _Allowed, wrong: Mapping[str, Sequence[str]]) -> str | None:
+    """What to say where one process in float32 is as far from the truth as the ranks from it."""
+    later = wrong["parameters"] or wrong.get("buffers")
+    if allowed.own < MOST_ROUNDING or wrong["gradients"] or not later:
+        return None
+    return (
+        "the first step's gradients are right, but nothing can be said of later steps: in float32 "
+        f"this model's own gradients are off by {allowed.own:.1e} from those in float64, as of a "
+        "batch norm over very few numbers; try a larger --batch."
+    )
 
 
 def _reason(

@@ -83,6 +83,5 @@ def _draws(case: Case, options: CheckOptions) -> bool:
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        with torch.no_grad():
-            losses.append(float(loss_of(case, model, batch)))
+        losses.append(float(loss_of(case, model, batch).detach()))
     return losses[0] != losses[1]

@@ -35,6 +35,7 @@ POSITIONS = 128
 IMAGE = 64
 EXPERTS = 4
 CHOSEN_EXPERTS = 2
+AXIAL = [4, 8]
 WINDOW = 16
 STATE = 16
 
@@ -172,7 +173,8 @@ class _Shrinker:
             if isinstance(value, PreTrainedConfig):
                 inner = self.given.get(name)
                 inside = replace(self, given=inner if isinstance(inner, Mapping) else {})
-                changes[name] = inside.fields(value)
+                fields = inside.fields(value)
+                changes[name] = {"model_type": value.model_type, **fields} if fields else {}
             elif not name.startswith("_") and name not in self.given:
                 changes[name] = _small(name, self.token(name, value), sizes)
         old = vars(config)
@@ -248,8 +250,9 @@ def _fewer_layers(name: str, value: Any, sizes: _Sizes) -> Any:
     if isinstance(value, (list, tuple)):
         if name in _DEPTHS and all(map(_is_count, value)):
             return [min(depth, STAGE_DEPTH) for depth in value]
-        if _LAYER_NUMBERS.search(name):
-            return [i for i in value if not _is_count(i) or i < sizes.layers]
+        if _LAYER_NUMBERS.search(name) and all(map(_is_count, value)):
+            # The last layer of a small version is of the rarest kind.
+            return [i for i in value if i < sizes.layers] or [sizes.layers - 1][: len(value)]
         if sizes.old_layers > sizes.layers and len(value) == sizes.old_layers:
             return _one_of_each(value, sizes.layers)
         return value
@@ -286,6 +289,8 @@ def _shorter(name: str, value: Any, sizes: _Sizes) -> Any:
         if isinstance(value, (list, tuple)):
             return [min(side, IMAGE) for side in value]
         return min(value, IMAGE) if _is_count(value) else value
+    if name == "axial_pos_shape":  # a grid of positions, which training fills
+        return AXIAL
     if not _is_count(value) or value <= 0:
         return value
     if _POSITIONS.search(name):

@@ -34,10 +34,10 @@ def first_that_trains(versions: Iterable[Callable[[], Job]]) -> Trained:
         EagerError: none trains; it says why the last one does not.
     """
     error: MerakError | None = None
-    for make in versions:
+    for number, make in enumerate(versions):
         try:
             job = make()
-            _refuse_large(job)
+            _refuse_large(job, is_smallest=number == 0)
             return Trained(job, reference(job))
         except FinalError:
             raise
@@ -55,12 +55,14 @@ class _TooLarge(EagerError):
     """A version that nobody wants to train for a check."""
 
 
-def _refuse_large(job: Job) -> None:
+def _refuse_large(job: Job, *, is_smallest: bool) -> None:
     try:
         with torch.device("meta"):
             model: nn.Module = job.case.build()
     except Exception:
-        return  # some models look at numbers while they are built; then it is simply built
+        if is_smallest:
+            return  # some models look at numbers while they are built; this one cannot be large
+        raise
     size = sum(p.numel() for p in model.parameters())
     if size > MOST_PARAMETERS:
         raise _TooLarge(

@@ -63,7 +63,7 @@ class CheckOptions:
 
     schedule: str = "1f1b"
     num_microbatches: int = 4
-    microbatch: int = 2
+    microbatch: int = 4
     steps: int = 3
     seed: int = 42
     device: str | None = None

@@ -27,7 +27,7 @@ def check(  # one argument for each option
         int, typer.Option("--microbatches", metavar="M", help="Microbatches of a step.")
     ] = 4,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Optimizer steps.")] = 3,
-    batch: options.Batch = 2,
+    batch: options.Batch = 4,
     seq: Annotated[
         int | None, typer.Option("--seq", metavar="S", help="Tokens of a sequence; 32 at most.")
     ] = None,
