@@ -19,7 +19,7 @@ TESTS := $(wildcard tests/unit tests/golden tests/multirank)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs examples bench check clean
+.PHONY: help setup demo test lint format docs examples bench zoo check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,12 @@ bench: ## list the benchmarks and what each measures
 		echo "  $(BIN)/python $$script"; \
 		awk -F '"""' '/"""/ {print "      " $$2; exit}' $$script; \
 	done
+
+ZOO_SHARDS ?= 2
+zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and write docs/zoo.md
+	@seq 0 $$(($(ZOO_SHARDS) - 1)) | xargs -P $(ZOO_SHARDS) -I N \
+		$(BIN)/python -m tests.zoo.run runs/zoo/N-of-$(ZOO_SHARDS).jsonl --shard N/$(ZOO_SHARDS)
+	$(BIN)/python -m tests.zoo.table docs/zoo.md runs/zoo/*-of-$(ZOO_SHARDS).jsonl
 
 check: lint docs test examples ## all of the above that can fail: what the continuous integration runs
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from merak.core.errors import TraceError
 from merak.graph.autocast import SETTLED, write_out_autocast
 from merak.graph.explain import refuse_dynamic_shape
 from merak.graph.ir import Kind, TensorMeta
@@ -61,6 +62,7 @@ def clean_graph(graph: fx.Graph) -> frozenset[str]:
     sources: set[str] = set()
     memory = _Memory()
     for node in list(graph.nodes):
+        _refuse_vmap(node)
         if str(node.target) in _ASSERTIONS:
             graph.erase_node(node)
         else:
@@ -112,6 +114,23 @@ def _neighbours(numbers: torch.Tensor | None, size: int) -> list[int]:
         return []
     picked = [int(n) % size for n in numbers]
     return picked if picked == list(range(picked[0], picked[0] + len(picked))) else []
+
+
+def _refuse_vmap(node: fx.Node) -> None:
+    if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+        where = _source(_FRAME.findall(node.meta.get("stack_trace") or ""))
+        raise TraceError(
+            f"the model cannot be traced at {where or 'an unknown line'}: torch.vmap runs there, "
+            "the inside of which cannot be cut; write it with broadcasting, or switch the feature "
+            "off in the model's config."
+        )
+
+
+def _source(frames: list[tuple[str, str]]) -> str:
+    """The innermost line outside Merak, and outside torch where there is one: path:number."""
+    frames = [f for f in frames if "/merak/graph/" not in f[0]]
+    own = [f for f in frames if "/torch/nn/" not in f[0]] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 class _Memory:
@@ -233,8 +252,7 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [f for f in frames if "/merak/graph/" not in f[0]]
     sources.update(f[0] for f in frames)
-    own = [f for f in frames if "/torch/nn/" not in f[0]] or frames
-    where = f"{own[-1][0]}:{own[-1][1]}" if own else ""
+    where = _source(frames)
     modules = node.meta.get("nn_module_stack") or {}
     path = f"{next((p for p, _ in reversed(modules.values())), '')}.".removeprefix("model.")
     value = node.meta.get("val")

@@ -1,0 +1,63 @@
+"""Architectures of the zoo that differ most, checked in every run; `make zoo` checks all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from merak.check import CheckOptions, Job, Layout, Workshop, check_against
+from merak.cli.small import Request, small_version
+from tests.multirank.ranks import RankPool
+from tests.zoo.architectures import architectures
+from tests.zoo.run import Result
+from tests.zoo.table import render
+
+SAMPLE = {
+    "T5ForConditionalGeneration": "an encoder that every layer of the decoder reads",
+    "MixtralForCausalLM": "experts with routing by numbers",
+    "DeepseekV3ForCausalLM": "latent attention, groups of experts",
+    "Qwen3NextForCausalLM": "linear and full attention in turn, shared experts",
+    "MambaForCausalLM": "a state-space model",
+    "BloomForCausalLM": "positions as a bias of attention",
+    "SwinForImageClassification": "shifted windows, a hierarchy",
+}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_gradients_of_an_architecture(pool: RankPool, name: str, tmp_path: Path) -> None:
+    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
+        return pool.run(function, num_ranks, *arguments)
+
+    options = CheckOptions(num_microbatches=2, steps=2)
+    trained = small_version(Request(name), Layout(pp=2), options)
+    job = Job(trained.job.case, Layout(pp=2), options)
+    report = check_against(trained.outcome, job, Workshop(tmp_path, launch))
+    assert (report.ok, report.reason) == (True, None)
+    assert report.segments >= 4
+
+
+def test_the_lists_are_those_of_transformers() -> None:
+    found = architectures()
+    assert set(SAMPLE) <= set(found)
+    assert len(found) > 300
+
+
+def test_the_page_tells_what_was_found() -> None:
+    report = {"ok": True, "segments": 5, "gradient_max_rel_diff": 2e-7, "tp_sharded_fraction": 0.5}
+    wrong = report | {"ok": False, "gradient_max_rel_diff": 0.3, "reason": "a | wrong_one"}
+    results = [
+        Result("A", "pp=2", report),
+        Result("A", "tp=2", report),
+        Result("B", "pp=2", wrong),
+        Result("C", "eager", reason="EagerError: /x/site-packages/torch/y.py: never"),
+    ]
+    tasks = {"A": "causal LM", "B": "causal LM", "C": "masked LM", "D": "masked LM"}
+    page = "".join(render({(r.architecture, r.layout): r for r in results}, tasks))
+    assert "| causal LM | 2 | 0 | 2 | 1 of 2 | 1 of 1 | 0 of 0 |" in page
+    assert "| `A` | yes | 2e-07 | 2e-07 (50%) |  |" in page
+    assert "| `B` | yes | **differs** 3e-01 |  |  |" in page
+    assert "| `C` | not trained |" in page and "| `D` | not run |" in page
+    assert "- `B`: a \\| wrong\\_one\n- `C`: torch/y.py: never\n" in page

@@ -1,0 +1,134 @@
+"""Write the zoo's table: `python -m tests.zoo.table docs/zoo.md RESULTS.jsonl …`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from tests.zoo.architectures import architectures
+from tests.zoo.run import EAGER, LAYOUTS, OPTIONS, Result, read
+
+Results = Mapping[tuple[str, str], Result]
+
+HEAD = """# The zoo
+
+Every architecture in transformers' lists of causal and masked language models,
+sequence-to-sequence models and image classifiers, in a small version that `merak check` makes of
+its default config: {steps} steps of {microbatches} microbatches of {samples} samples in one
+process, in plain PyTorch, and on ranks over gloo on the CPU. A number is the largest difference of
+a gradient in the first step, by the largest magnitude of its tensor. Behind a layout with tp, the
+share of the parameters that are split is given in brackets.
+
+`make zoo` runs it and writes this page; it takes hours and goes on where it stopped. It is not
+part of the tests, which check a few architectures that differ most.
+
+{counts}
+
+"""
+
+MOST_OF_A_REASON = 260
+
+
+def main() -> None:
+    """Write the page from the files that the arguments name."""
+    page, *files = map(Path, sys.argv[1:])
+    results: dict[tuple[str, str], Result] = {}
+    for file in files:
+        results |= read(file)
+    page.write_text("".join(render(results, architectures())), encoding="utf-8")
+
+
+def render(results: Results, tasks: Mapping[str, str]) -> Iterable[str]:
+    """The page, part by part."""
+    yield HEAD.format(
+        steps=OPTIONS.steps,
+        microbatches=OPTIONS.num_microbatches,
+        samples=OPTIONS.microbatch,
+        counts="\n".join(_counts(results, tasks)),
+    )
+    for task in dict.fromkeys(tasks.values()):
+        names = sorted(name for name, of in tasks.items() if of == task)
+        yield f"## {task[0].upper()}{task[1:]}\n\n"
+        yield from _row(["architecture", "traces", *LAYOUTS])
+        yield from _row(["---"] * (2 + len(LAYOUTS)))
+        for name in names:
+            yield from _row([f"`{name}`", _traces(results, name), *_cells(results, name)])
+        yield "\n"
+    yield "## Reasons\n\n"
+    for name in sorted(tasks):
+        for reason in dict.fromkeys(_reasons(results, name)):
+            yield f"- `{name}`: {reason}\n"
+
+
+def _row(cells: Sequence[str]) -> Iterable[str]:
+    yield f"| {' | '.join(cells)} |\n"
+
+
+def _counts(results: Results, tasks: Mapping[str, str]) -> Iterable[str]:
+    yield from _line("", "architectures", "not trained by one process", "traced", *LAYOUTS)
+    yield from _line(*["---"] * (4 + len(LAYOUTS)))
+    for task in dict.fromkeys(tasks.values()):
+        names = [name for name, of in tasks.items() if of == task]
+        marks = Counter(_traces(results, name) for name in names)
+        fine = [f"{_right(results, names, layout)}" for layout in LAYOUTS]
+        alone = str(marks["not trained"])
+        yield from _line(task, str(len(names)), alone, str(marks["yes"]), *fine)
+
+
+def _line(*cells: str) -> Iterable[str]:
+    yield f"| {' | '.join(cells)} |"
+
+
+def _right(results: Results, names: Iterable[str], layout: str) -> str:
+    found = [results[name, layout] for name in names if (name, layout) in results]
+    right = sum(bool(r.report and r.report["ok"]) for r in found)
+    return f"{right} of {len(found)}"
+
+
+def _traces(results: Results, name: str) -> str:
+    eager = results.get((name, EAGER))
+    if eager is not None and eager.reason:
+        return "not trained"
+    reports = [r.report for layout in LAYOUTS if (r := results.get((name, layout)))]
+    if not reports:
+        return "not run"
+    return "yes" if any(report and report["segments"] for report in reports) else "no"
+
+
+def _cells(results: Results, name: str) -> Iterable[str]:
+    for layout, degrees in LAYOUTS.items():
+        result = results.get((name, layout))
+        if result is None:
+            yield ""
+        elif result.report is None or result.report["gradient_max_rel_diff"] is None:
+            yield "no"
+        else:
+            report = result.report
+            split = f" ({report['tp_sharded_fraction']:.0%})" if degrees.tp > 1 else ""
+            mark = "" if report["ok"] else "**differs** "
+            yield f"{mark}{report['gradient_max_rel_diff']:.0e}{split}"
+
+
+def _reasons(results: Results, name: str) -> Iterable[str]:
+    for layout in (EAGER, *LAYOUTS):
+        result = results.get((name, layout))
+        if result is None:
+            continue
+        reason = result.reason or (result.report or {}).get("reason")
+        if reason:
+            yield _plain(reason)
+
+
+def _plain(reason: str) -> str:
+    """A reason in one line of the page, with the paths of packages from their own root."""
+    text = re.sub(r"\S*/(site|dist)-packages/", "", " ".join(reason.split()))
+    text = re.sub(r"^\w+Error: ", "", text)
+    text = text if len(text) <= MOST_OF_A_REASON else f"{text[:MOST_OF_A_REASON]} …"
+    return re.sub(r"([<>|*_\[\]{}])", r"\\\1", text.replace("`", "'"))
+
+
+if __name__ == "__main__":
+    main()
