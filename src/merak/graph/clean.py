@@ -28,6 +28,7 @@ _ASSERTIONS = {
     "aten.sym_constrain_range_for_size.default",
 }
 _CONVERSIONS = {"aten.to.dtype_layout", "aten.to.dtype", "aten.to.device", "aten.to.other"}
+_RETURN_THEMSELVES = {"aten.contiguous.default"}
 _COPIES = {"aten.lift_fresh_copy.default"}
 _DROPOUTS = {
     f"aten.{name}.default" for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
@@ -221,13 +222,14 @@ def _inline(
     Detached arguments, rather than results: some operators refuse arguments that carry a gradient.
     """
     results: tuple[Any, ...] = ()
+    outer = dict(zip(body.find_nodes(op="placeholder"), args, strict=True))
     with graph.inserting_before(call):
-        inner = tuple(_detach(graph, a) for a in args) if detached else args
-        env: dict[fx.Node, Any] = dict(zip(body.find_nodes(op="placeholder"), inner, strict=True))
+        env = {p: _detach(graph, a) if detached else a for p, a in outer.items()}
         for node in body.nodes:
             if node.op == "output":
                 found = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
-                results = tuple(env[n] if isinstance(n, fx.Node) else n for n in found)
+                found = [_same_tensor(n) if isinstance(n, fx.Node) else n for n in found]
+                results = tuple(outer.get(n, env.get(n, n)) for n in found)
             elif node.op != "placeholder":
                 env[node] = graph.node_copy(node, lambda n: env[n])
     for user in list(call.users):
@@ -238,6 +240,30 @@ def _inline(
         user.replace_all_uses_with(results[place])
         graph.erase_node(user)
     graph.erase_node(call)
+
+
+def _same_tensor(node: fx.Node) -> fx.Node:
+    """What a node returns as it got it, gradient and all, whether gradients are on or not.
+
+    A conversion to what a tensor is already returns that tensor, and a write the one written into.
+    """
+    source = node.args[0] if node.args else None
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(source, fx.Node):
+        return node
+    given, made = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return node
+    same = (given.dtype, given.device, given.stride()) == (made.dtype, made.device, made.stride())
+    copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
+    returned = node.target._schema.returns
+    if (
+        len(returned) == 1
+        and returned[0].alias_info is not None
+        and returned[0].alias_info.is_write
+    ):
+        return _same_tensor(source)
+    unchanged = str(node.target) in (_CONVERSIONS | _RETURN_THEMSELVES) and same and not copies
+    return _same_tensor(source) if unchanged else node
 
 
 def _detach(graph: fx.Graph, source: Any) -> Any:

@@ -370,6 +370,21 @@ class DataclassOutput(Layers):
         return Output(g.pow(2).mean(), (h, g))
 
 
+class PassedThrough(Layers):
+    """Tensors that a function without gradient gives back as they are keep theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            same = h.to(h.dtype).contiguous()
+            chosen = self.c(same).argmax(dim=-1)
+        g = self.b(same) * chosen.unsqueeze(-1)
+        with torch.no_grad():
+            scale = g.abs().amax()
+            g.mul_(0.5)
+        return (g / scale).pow(2).mean()
+
+
 class ParameterIsLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -403,4 +418,5 @@ TRAINABLE: tuple[type[nn.Module], ...] = (
     IntegersCross, WithoutGradient, Autocast, Checkpointed, CheckpointedReentrant, OwnBackward,
     PlainTensors, PlainArguments, DerivedFirst, Recurrent, Normalised, Chunks, NumberOfTheBatch,
     Everything, LossTwice, DataclassOutput, ParameterIsLoss,
+    PassedThrough,
 )  # fmt: skip
