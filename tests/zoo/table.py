@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.zoo.architectures import architectures
-from tests.zoo.run import EAGER, LAYOUTS, OPTIONS, Result, read
+from tests.zoo.run import EAGER, LAYOUTS, OPTIONS, RUNNING, Result, read
 
 Results = Mapping[tuple[str, str], Result]
 
@@ -37,7 +37,7 @@ def main() -> None:
     page, *files = map(Path, sys.argv[1:])
     results: dict[tuple[str, str], Result] = {}
     for file in files:
-        results |= read(file)
+        results |= {key: r for key, r in read(file).items() if r.reason != RUNNING}
     page.write_text("".join(render(results, architectures())), encoding="utf-8")
 
 
