@@ -368,7 +368,7 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--sizes", nargs="+", default=["4x8", "8x16"], help="ranks × microbatches")
     parser.add_argument("--schedules", nargs="+", default=[*names(), RECOMPUTING])
-    parser.add_argument("--forward-ms", type=float, default=30.0, help="that a forward lasts")
+    parser.add_argument("--forward-ms", type=float, default=50.0, help="that a forward lasts")
     parser.add_argument("--steps", type=int, default=5, help="steps that are measured")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--draw", default="shifted_critical_path", help="schedule to draw")
