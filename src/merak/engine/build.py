@@ -27,6 +27,7 @@ from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
 from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
+from merak.graph.tp_plan import given_plan
 
 
 def build_engine(
@@ -86,11 +87,12 @@ def forecast_of(
     plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
+    features = given_plan(source.model) if options.features is None else options.features
     forecast = Forecast(
         source.model,
         Layout(graph, partition, plans),
         mesh,
-        rewriter(graph, options.features, mesh.tp),
+        rewriter(graph, features, mesh.tp),
         options,
     )
     return settle_recompute(forecast, lambda: segment_times(graph, options, mesh, source.cache_dir))

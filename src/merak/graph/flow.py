@@ -36,7 +36,7 @@ _GEMMS = frozenset(
         "rnn_relu",
         "_grouped_mm",
     )
-)
+) | {"transformers.grouped_mm_fallback"}
 
 
 @dataclass(frozen=True, slots=True)

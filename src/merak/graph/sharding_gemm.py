@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -118,6 +119,19 @@ def matmul(op: Operator) -> Decision:
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     labels_a, labels_b, result = _matmul_labels(shape_of(a), shape_of(b))
     return contract(op, [(a, labels_a), (b, labels_b)], result)
+
+
+def grouped(op: Operator) -> Decision:
+    """_grouped_mm: rows in groups, each with its own weight of (groups, inputs, outputs)."""
+    args: Any = op.node.args
+    x, weight, *rest = args
+    if (len(shape_of(x)), len(shape_of(weight))) != (2, 3) or any(rest[1:]):
+        raise op.error("multiplies groups in another form than rows by a stack of weights")
+    operands: list[Operand] = [(x, ("row", "in")), (weight, ("group", "in", "out"))]
+    placed = [(labels, op.placement(n)) for n, labels in operands]
+    if any(isinstance(p, Sharded) and labels[p.dim] in ("row", "group") for labels, p in placed):
+        raise op.error("multiplies groups of rows that are split")
+    return contract(op, operands, ("row", "out"))
 
 
 def convolution(op: Operator) -> Decision:

@@ -23,6 +23,7 @@ from merak.graph.sharding_placement import (
 )
 from merak.graph.sharding_rules import decide
 
+_GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
 _SAME = frozenset(("to", "_to_copy", "contiguous", "clone", "alias", "detach"))
 
 
@@ -172,7 +173,9 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
             yield dims[-1], dims[-2]
         elif name in ("mm", "matmul", "bmm"):
             yield dims[-2], dims[-1]
-        elif name == "addmm" and user.args[2] is node:
+        elif (name == "addmm" and user.args[2] is node) or (
+            name in _GROUPED and user.args[1] is node
+        ):
             yield dims[-1], dims[-2]
         elif name in ("conv1d", "conv2d", "conv3d") and user.args[1] is node:
             yield dims[0], dims[1]

@@ -364,6 +364,7 @@ _FAMILIES: dict[Rule, str] = {
     gemm.matmul: "matmul mm bmm",
     gemm.baddbmm: "baddbmm",
     gemm.einsum: "einsum",
+    gemm.grouped: "_grouped_mm grouped_mm_fallback",
     gemm.convolution: "conv1d conv2d conv3d",
     gemm.attention: "scaled_dot_product_attention attend_sharded",
     views.view: "view reshape _unsafe_view flatten unflatten view_as reshape_as",
