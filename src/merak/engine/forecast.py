@@ -11,7 +11,7 @@ from torch import nn
 from merak.core.mesh import Mesh
 from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
 from merak.engine.program import Program, Rewrite, compile_program
-from merak.engine.tied import find_holders
+from merak.engine.tied import Holder, find_holders
 from merak.plan.balance import Timed
 from merak.plan.memory import Job, MemoryModel, RankMemory
 from merak.plan.recompute import Position, fill, recomputing_stages
@@ -147,11 +147,20 @@ class Forecast:
         schedule = self.layout.schedule
         if not schedule.is_synchronous:
             return {}
+        plan = self.layout.plans.base
+
+        def open_sends(pipe: int, place: int, found: Sequence[Holder]) -> int:
+            if place + 1 == len(found):
+                return 0
+            return plan.open_sends(pipe, found[place].stage, found[place + 1].stage)
+
         return {
-            (name, pipe): SharedHere(holder.first, holder is found[-1], len(found))
+            (name, pipe): SharedHere(
+                holder.first, holder is found[-1], len(found), open_sends(pipe, place, found)
+            )
             for pipe in range(len(schedule.pipes))
             for name, found in find_holders(self.layout.readers(pipe)).items()
-            for holder in found
+            for place, holder in enumerate(found)
             if holder.rank == rank
         }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from merak.schedule.ir import Kind, Schedule
+from merak.schedule.lags import most_ahead
 from merak.schedule.lower import lower
 from merak.schedule.recompute import recomputing
 from merak.schedule.registry import is_file, options, resolve
@@ -15,6 +16,9 @@ from merak.schedule.steps import Step
 _CHOSEN = {"recompute": False, "early_everywhere": True, "max_copies": 1}
 """What a job asks of schedules that have the option: keep activations and one copy of weights."""
 
+_SLACK = 2
+"""Sends that may be open beyond those that a schedule needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -22,6 +26,18 @@ class Plan:
 
     schedule: Schedule
     steps: tuple[tuple[Step, ...], ...]
+    _ahead: dict[tuple[int, int, int], int] = field(default_factory=dict, compare=False)
+
+    def open_sends(self, pipe: int, stage: int, behind: int) -> int:
+        """How many sends of a pipe's backwards to another stage may be open at a time.
+
+        With as many as one stage may be ahead of the other nothing can wait for ever; a few more
+        keep the one from waiting where transfers take their time.
+        """
+        key = (pipe, stage, behind)
+        if key not in self._ahead:
+            self._ahead[key] = most_ahead(self.schedule, stage, behind, pipe) + _SLACK
+        return self._ahead[key]
 
     def order(self, stage: int, pipe: int, kinds: Collection[Kind]) -> tuple[int, ...]:
         """The order in which a pipe's microbatches meet actions of some kinds on a stage."""

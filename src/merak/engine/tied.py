@@ -111,14 +111,20 @@ class TiedGradients:
         self._deliveries = {name: _deliveries([p[name] for p in pipes]) for name in names}
         self._rank = mesh.pp_rank
 
-    def start_step(self, orders: Callable[[int, int], Sequence[int]]) -> None:
+    def start_step(
+        self,
+        orders: Callable[[int, int], Sequence[int]],
+        open_sends: Callable[[int, int, int], int],
+    ) -> None:
         """A step begins.
 
         Args:
             orders: the order in which a pipe's (first) stage's (second) microbatches go backward.
+            open_sends: in a pipe (first), how many sums of a stage (second) to another (third) may
+                be under way at a time.
         """
         for pipe, chain in enumerate(self._chains):
-            chain.start_step(partial(orders, pipe))
+            chain.start_step(partial(orders, pipe), partial(open_sends, pipe))
 
     def collect(self, segment: SegmentProgram, pipe: int, microbatch: int) -> None:
         """Take the gradients that a segment's backward has left on its leaves."""
@@ -186,7 +192,8 @@ class Chain:
             if holder.rank == mesh.pp_rank and shared.parameters[name].requires_grad
         }
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
-        self._sent: list[tuple[str, int, dist.Work, torch.Tensor]] = []
+        self._sent: dict[str, deque[tuple[int, dist.Work, torch.Tensor]]] = {}
+        self._most_open: dict[str, int] = {}
         self._arriving: dict[str, deque[tuple[int, dist.Work, torch.Tensor]]] = {}
         self._expected: dict[str, deque[int]] = {}
         self._orders: Orders = lambda stage: ()
@@ -203,9 +210,14 @@ class Chain:
         group, _ = dist.new_subgroups_by_enumeration(lines)
         return group
 
-    def start_step(self, orders: Orders) -> None:
-        """A step begins."""
+    def start_step(self, orders: Orders, open_sends: Callable[[int, int], int]) -> None:
+        """A step begins; arguments as of `TiedGradients.start_step`, for this pipe."""
         self._orders = orders
+        self._most_open = {
+            name: open_sends(holder.stage, after.stage)
+            for name, holder in self._own.items()
+            if (after := self._after(name)) is not None and orders(holder.stage)
+        }
         self._expected = {
             name: deque(orders(before.stage) if self._every_microbatch else (0,))
             for name in self._own
@@ -230,8 +242,8 @@ class Chain:
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        for name, to_rank, work, _ in self._sent:
-            self.wait(work, f"the gradient of tied {name} to be taken by", to_rank)
+        for name in self._sent:
+            self._close(name, 0)
         self._sent.clear()
 
     def wait(self, work: dist.Work, what: str, pp_rank: int) -> None:
@@ -258,12 +270,27 @@ class Chain:
         if name in self._expected and (total is None or not self._comes_first(name)):
             received = self._take(name, key)
             total = received if total is None else received + total
-        found = self._holders[name]
-        if found[-1].rank != self._mesh.pp_rank:
+        after = self._after(name)
+        if after is not None:
             total = torch.zeros_like(parameter) if total is None else total
-            self.send(name, total.contiguous(), found[found.index(self._own[name]) + 1].rank)
+            self.send(name, total.contiguous(), after.rank)
+            # By then those before have been taken, or can be without anything more of this rank.
+            self._close(name, self._most_open[name])
         elif total is not None:
             add_gradient(parameter, total)
+
+    def _close(self, name: str, most_open: int) -> None:
+        """Wait for the oldest sends of a parameter's gradients, until so many are open."""
+        sends = self._sent[name]
+        while len(sends) > most_open:
+            to_rank, work, _ = sends.popleft()
+            self.wait(work, f"the gradient of tied {name} to be taken by", to_rank)
+
+    def _after(self, name: str) -> Holder | None:
+        """The holder that this rank gives its sum to; None for the owner."""
+        found = self._holders[name]
+        place = found.index(self._own[name])
+        return found[place + 1] if place + 1 < len(found) else None
 
     def _before(self, name: str) -> Holder | None:
         """The holder whose sum comes in before this rank adds its own."""
@@ -295,7 +322,7 @@ class Chain:
         """Start to send a gradient to another pipeline position."""
         work = dist.isend(gradient, self._mesh.rank_at(to_rank), self._groups[name])
         assert work is not None
-        self._sent.append((name, to_rank, work, gradient))
+        self._sent.setdefault(name, deque()).append((to_rank, work, gradient))
 
     def receive(self, name: str, from_rank: int) -> tuple[dist.Work, torch.Tensor]:
         """Start to receive a gradient from another pipeline position."""

@@ -83,7 +83,7 @@ class TrainingStep:
 
     def run_empty(self) -> None:
         """Take part in the reductions of a step in which this replica has no microbatch."""
-        self._parts.tied.start_step(lambda pipe, stage: ())
+        self._parts.tied.start_step(lambda pipe, stage: (), lambda pipe, stage, behind: 0)
         self._parts.reducer.start_step(self._reductions())
         for stage in self._reductions():
             self._parts.reducer.complete(stage)
@@ -93,7 +93,9 @@ class TrainingStep:
     def _start(self) -> None:
         plan = self._plan
         self._parts.reducer.start_step(self._reductions())
-        self._parts.tied.start_step(lambda pipe, stage: plan.order(stage, pipe, GRADIENT_KINDS))
+        self._parts.tied.start_step(
+            lambda pipe, stage: plan.order(stage, pipe, GRADIENT_KINDS), plan.open_sends
+        )
         for number, stage in self._parts.stages.items():
             if isinstance(stage.weights, StashedWeights):
                 stage.weights.start_step(self._schedule.weight_versions[number])

@@ -27,11 +27,13 @@ class SharedHere:
         first: the first segment here that reads it.
         owned: whether this rank has the first segment of all, and so sums what the others send.
         num_holders: how many ranks of the pipe read it.
+        open_sends: gradients of it that this rank may have sent and not yet seen taken.
     """
 
     first: int
     owned: bool
     num_holders: int
+    open_sends: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Walk:
     # Bytes of final gradients in the open bucket, and buckets that are being summed.
     _bucket: int = 0
     _num_buckets: int = 0
+    _shares: dict[str, Window] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Nothing has been sent."""
@@ -116,7 +119,8 @@ class Walk:
                 handlers[type(step)](step)
         self._flush()
         self.ledger.look("end")
-        self._sends.close()
+        for sends in (self._sends, *self._shares.values()):
+            sends.close()
 
     # ---- transfers ----
 
@@ -349,8 +353,9 @@ class Walk:
         if segment.segment.index != shared.first or not (self.around.every_microbatch or is_last):
             return
         if not shared.owned:
-            # Every share that is sent stays until the step ends; the owner's sum comes then.
-            if is_last:
+            sends = self._shares.setdefault(name, Window(self.ledger, shared.open_sends))
+            sends.add([key])
+            if is_last:  # the owner's sum comes at the end
                 self._gradient_exists(name)
             return
         self._gradient_exists(name)
