@@ -93,6 +93,7 @@ class MemoryJob:
     schedule: str = "1f1b"
     num_microbatches: int = 3
     frozen: str = "nothing"
+    autocast: torch.dtype | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -121,7 +122,10 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(job.frozen not in name)
         sample = signature(batch).columns
-        source, count = GraphSource(model, cache_dir=cache), job.num_microbatches
+        source, count = (
+            GraphSource(model, cache_dir=cache, autocast=job.autocast),
+            job.num_microbatches,
+        )
         options = EngineOptions(
             schedule=job.schedule,
             num_microbatches=count,

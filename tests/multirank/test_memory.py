@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.multirank.memory_jobs import MODELS, MemoryJob, measure
 
@@ -34,5 +35,6 @@ def test_schedules_take_what_was_foreseen(pool, tmp_path):
     names = ("gpipe", "early_recompute", "shifted_critical_path", "interleaved_1f1b")
     names = (*names, "zero_bubble_h1", "zero_bubble_v", "dualpipe_v", "chimera", "gems")
     jobs = [MemoryJob("gpt2", 0.1, schedule=name, num_microbatches=4) for name in names]
+    jobs += [MemoryJob("llama", autocast=torch.bfloat16, options=choice) for choice in CHOICES[:2]]
     jobs += [MemoryJob("gpt2", 0.1, num_microbatches=12)]  # gradients of the tied table do not heap
     assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
