@@ -48,7 +48,9 @@ def gradients(
         for in_halves in (True, False):
             torch.manual_seed(0)
             model = MODELS[family](0.1)
-            options = EngineOptions(schedule=schedule, num_microbatches=4, sub_pipelining=in_halves)
+            options = EngineOptions(
+                schedule=schedule, num_microbatches=4, sub_pipelining="on" if in_halves else "off"
+            )
             engine = build_engine(GraphSource(model, cache_dir=cache), sample, mesh, options)
             losses = engine.train_step(0, [sample] * 4, own, 0.25)
             grads = {name: p.grad.clone() for name, p in engine.parameters.items()}

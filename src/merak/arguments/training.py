@@ -60,6 +60,7 @@ class MerakArguments(TrainingArguments):
         tied_gradients: "microbatch" or "step": when gradients of tied parameters are summed.
         hang_limit_s: seconds that a rank may wait before every rank says where it stands and the
             job ends.
+        sub_pipelining: "auto", "on" or "off": whether microbatches run in two halves.
         recompute: what is computed again for the backward instead of kept.
         memory_budget: bytes that a rank may hold.
 
@@ -136,6 +137,15 @@ class MerakArguments(TrainingArguments):
         metadata={
             "help": "Seconds that a rank may wait for others, or be in one action of the pipeline; "
             "after them every rank prints where it stands, and the job ends."
+        },
+    )
+    sub_pipelining: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether tensor parallel work runs every microbatch in two halves, so that "
+            "one's all-reduces run beside the other's computation: 'on', 'off', or 'auto' for "
+            "where it pays by an estimate, which takes a GPU.",
+            "choices": ["auto", "on", "off"],
         },
     )
     recompute: str | None = field(

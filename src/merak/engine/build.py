@@ -14,6 +14,7 @@ from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer
 from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times
+from merak.engine.overlap import choose_halves
 from merak.engine.parts import Parts, Signature
 from merak.engine.plans import Plans
 from merak.engine.programs import Programs, num_readers, rewriter
@@ -52,7 +53,12 @@ def build_engine(
     check_limit(options.hang_limit_s)
     forecast = forecast_of(source, sample, mesh, options)
     layout = forecast.layout
-    in_halves = options.sub_pipelining and mesh.tp > 1
+    in_halves = choose_halves(
+        options.sub_pipelining,
+        layout.graph,
+        mesh,
+        lambda: segment_times(layout.graph, options, mesh, source.cache_dir),
+    )
     programs = Programs(source, mesh, layout, forecast.rewrite, in_halves)
     if not layout.schedule.is_synchronous:
         _refuse_tied(layout, programs.owners)

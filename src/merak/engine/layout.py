@@ -38,8 +38,8 @@ class EngineOptions:
         bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.
         exact_tied_gradients: exchange gradients of tied parameters after every microbatch, which
             sums them as one process does; else once per step.
-        sub_pipelining: run every microbatch in halves, so that the all-reduces of tensor
-            parallelism run beside the other half's work.
+        sub_pipelining: "on" runs every microbatch in halves, so that the all-reduces of tensor
+            parallelism run beside the other half's work; "off" does not; "auto" where it pays.
         hang_limit_s: seconds that a rank may wait, or be in one action; after them every rank says
             where it stands, and the job ends.
         recorded_steps: so many past steps are recorded, for `Engine.recorded_steps`.
@@ -57,7 +57,7 @@ class EngineOptions:
     segment_times: Path | None = None
     bucket_bytes: int = 25 * 2**20
     exact_tied_gradients: bool = True
-    sub_pipelining: bool = False
+    sub_pipelining: str = "auto"
     hang_limit_s: float = 600.0
     recorded_steps: int = 4
     recompute: Recompute = None

@@ -158,6 +158,7 @@ class MerakTrainer(Saving, Trainer):
             segment_times=Path(args.segment_times) if args.segment_times else None,
             bucket_bytes=args.bucket_bytes,
             exact_tied_gradients=args.tied_gradients == "microbatch",
+            sub_pipelining=args.sub_pipelining,
             hang_limit_s=args.hang_limit_s,
             recompute=args.recompute,
             memory_budget_bytes=args.memory_budget,

@@ -1,0 +1,312 @@
+"""Tensor parallelism in halves against blocking all-reduces, over the ratio of both times.
+
+Two ranks and the engine are real; the all-reduces go over gloo through a link whose rate is limited
+(two network namespaces, which take root), or last a known time where namespaces are not allowed.
+Computation is made to last a known time by sleeping, so that it takes no core from the link. Both
+ways run in turn in one job; medians of several steps. The last columns are the times by the paper's
+formula and by the planner's model (`merak.plan.overlap`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tools import report
+from torch import nn
+
+import merak
+from merak.core import collectives
+from merak.engine.engine import Engine
+from merak.engine.program import HalvedRun, HalvedSegment, SegmentProgram
+from merak.graph.features import Column, Replicate, Row
+from merak.parallel import ParallelModel
+from merak.plan.overlap import Layers
+
+WIDTH, HIDDEN, SAMPLES, TOKENS = 64, 8, 8, 256
+NUM_BYTES = SAMPLES * TOKENS * WIDTH * 4
+NAMESPACES, DEVICE, PORT = ("merak0", "merak1"), "veth", 29571
+RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+
+
+class Blocks(nn.Module):
+    """Feed-forward blocks around residuals: one all-reduce each in both directions."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(WIDTH, HIDDEN) for _ in range(num_layers))
+        self.down = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(num_layers))
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return x.square().mean()
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, whose backward takes a known time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+def lasting(function: Callable[..., Any], forward_s: float) -> Callable[..., Any]:
+    """A function that computes for a known time, and for twice that in its backward."""
+
+    def call(*args: Any) -> tuple[torch.Tensor, ...]:
+        time.sleep(forward_s)
+        first, *others = function(*args)
+        return (Sleep.apply(first, 2 * forward_s), *others)
+
+    return call
+
+
+def slow_down(engine: Engine, compute_s: float) -> None:
+    """Let every block of the engine's stage compute for a known time."""
+    stages = engine._parts.base.stages
+    (stage,) = stages.values()
+    runs = [
+        replace(run, segments=tuple(_slow_halves(s, compute_s) for s in run.segments))
+        if isinstance(run, HalvedRun)
+        else _slow_whole(run, compute_s)
+        for run in stage.runs
+    ]
+    stages[0] = replace(stage, runs=tuple(runs))
+
+
+def _is_block(segment: Any) -> bool:
+    return any(".weight" in name and name.startswith("up") for name in segment.parameters)
+
+
+def _slow_whole(run: SegmentProgram, compute_s: float) -> SegmentProgram:
+    if not _is_block(run.segment):
+        return run
+    return replace(run, function=lasting(run.function, compute_s))
+
+
+def _slow_halves(segment: HalvedSegment, compute_s: float) -> HalvedSegment:
+    if not _is_block(segment.whole.segment):
+        return segment
+    halves = []
+    for half in segment.halves:
+        pieces = [
+            replace(p, function=lasting(p.function, compute_s / 2)) if _is_block(p.segment) else p
+            for p in half.pieces
+        ]
+        halves.append(replace(half, pieces=tuple(pieces)))
+    return replace(segment, halves=(halves[0], halves[1]))
+
+
+def build(num_layers: int, in_halves: bool) -> ParallelModel:
+    """The blocks on two ranks, not yet slowed down."""
+    torch.manual_seed(0)
+    return merak.parallelize(
+        Blocks(num_layers),
+        {"x": torch.zeros(SAMPLES, TOKENS, WIDTH)},
+        sub_pipelining="on" if in_halves else "off",
+        features={"up.*": Column(), "down.*": Row(), "first": Replicate()},
+    )
+
+
+class KnownLink:
+    """All-reduces that last a known time, one after another, in place of real ones."""
+
+    def __init__(self) -> None:
+        self.seconds_per_byte = 0.0
+        self._free_at = 0.0
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        begin = max(time.perf_counter(), self._free_at)
+        self._free_at = begin + self.seconds_per_byte * tensor.nbytes
+        end = self._free_at
+        if async_op:
+            return KnownWork(end)
+        KnownWork(end).wait()
+        return None
+
+
+class KnownWork:
+    """A transfer that is over at a known time."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+
+
+def limit_rate(bytes_per_s: float) -> None:
+    """Limit what leaves this rank's namespace."""
+    rate = f"{int(bytes_per_s * 8)}bit"
+    command = ["tc", "qdisc", "replace", "dev", DEVICE + os.environ["RANK"], "root", "tbf"]
+    subprocess.run([*command, "rate", rate, "burst", "16kb", "latency", "2s"], check=True)
+
+
+def measure_sum(repeats: int) -> float:
+    """Seconds of one all-reduce of a block's result, here and now."""
+    tensor = torch.zeros(SAMPLES, TOKENS, WIDTH)
+    group = merak.core.mesh.current_mesh().group("tp")
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def seconds(model: ParallelModel, step: int) -> float:
+    batch = {"x": torch.randn(SAMPLES, TOKENS, WIDTH)}
+    dist.barrier()
+    begin = time.perf_counter()
+    model.step(batch)
+    return time.perf_counter() - begin
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """One of the two ranks."""
+    torch.set_num_threads(1)
+    merak.init(tp=2, device="cpu")
+    rows = []
+    link = KnownLink()
+    for ratio in args.ratios:
+        wanted_s = ratio * args.compute_ms / 1e3
+        models = [build(args.layers, in_halves) for in_halves in (False, True)]
+        for model in models:
+            slow_down(model.engine, args.compute_ms / 1e3)
+        if args.link == "known":
+            link.seconds_per_byte = wanted_s / NUM_BYTES
+            communication_s = wanted_s
+        else:
+            limit_rate(NUM_BYTES / wanted_s)
+            communication_s = measure_sum(args.steps)
+        with _through(link if args.link == "known" else None):
+            times = [[seconds(m, step) for m in models] for step in range(args.steps + 1)][1:]
+        blocking, halves = (statistics.median(column) for column in zip(*times, strict=True))
+        layers = Layers(args.layers, args.compute_ms / 1e3, communication_s)
+        model_s = layers.forward_s(True) + layers.backward_s(True)
+        rows.append(
+            {
+                "T_a / T_m": round(communication_s / layers.compute_s, 2),
+                "blocking s": blocking,
+                "in halves s": halves,
+                "faster": blocking / halves,
+                "formula s": layers.paper_s(),
+                "measured / formula": halves / layers.paper_s(),
+                "model s": model_s,
+                "measured / model": halves / model_s,
+            }
+        )
+    if dist.get_rank() == 0:
+        title = f"{args.layers} layers, T_m = {args.compute_ms:g} ms, {args.link} link"
+        report.show({title: rows}, args.json)
+
+
+@contextlib.contextmanager
+def _through(link: KnownLink | None) -> Iterator[None]:
+    if link is None:
+        yield
+        return
+    real = collectives.dist
+    collectives.dist = link  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        collectives.dist = real
+
+
+def start(args: argparse.Namespace) -> None:
+    """Start both ranks, each in a namespace of its own where that is allowed."""
+    apart = args.link == "namespaces"
+    if apart:
+        join_namespaces()
+    try:
+        ranks = [subprocess.Popen(*_command(rank, apart)) for rank in range(2)]  # type: ignore
+        if any([rank.wait() for rank in ranks]):
+            raise SystemExit("a rank failed")
+    finally:
+        if apart:
+            for name in NAMESPACES:
+                subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _command(rank: int, apart: bool) -> tuple[list[str]]:
+    own = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": PORT,
+        "MASTER_ADDR": "10.77.0.1" if apart else "127.0.0.1", "OMP_NUM_THREADS": 1,
+    }  # fmt: skip
+    if apart:
+        own["GLOO_SOCKET_IFNAME"] = f"{DEVICE}{rank}"
+    before = ["ip", "netns", "exec", NAMESPACES[rank]] if apart else []
+    settings = [f"{name}={value}" for name, value in own.items()]
+    script = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--rank"]
+    return ([*before, "env", *settings, *script],)
+
+
+def join_namespaces() -> None:
+    """Two namespaces with a cable between them."""
+    first, second = NAMESPACES
+    commands = [
+        f"netns add {first}",
+        f"netns add {second}",
+        f"link add {DEVICE}0 netns {first} type veth peer name {DEVICE}1 netns {second}",
+    ]
+    for i, name in enumerate(NAMESPACES):
+        commands += [
+            f"-n {name} addr add 10.77.0.{i + 1}/24 dev {DEVICE}{i}",
+            f"-n {name} link set {DEVICE}{i} up",
+            f"-n {name} link set lo up",
+        ]
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+def namespaces_allowed() -> bool:
+    """Whether this user may make network namespaces."""
+    try:
+        made = subprocess.run(["ip", "netns", "add", "merak-try"], capture_output=True, check=False)
+    except OSError:
+        return False
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", "merak-try"], check=False)
+    return made.returncode == 0
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--compute-ms", type=float, default=40.0, help="T_m, a layer's forward")
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="T_a / T_m")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--link", choices=("namespaces", "known"))
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.link = args.link or ("namespaces" if namespaces_allowed() else "known")
+    if args.rank:
+        run_rank(args)
+    else:
+        start(args)
+
+
+if __name__ == "__main__":
+    main()
