@@ -5,6 +5,7 @@ Rank 0 decides for all ranks, since estimates rest on speeds that differ from ra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from merak.plan.recompute import Mode, Wish, keep_share, parse_recompute, recomp
 
 _SHARE_TO_FILL = 0.92
 """What `auto` takes of a GPU's memory; the rest is for its context, libraries and fragments."""
+
+logger = logging.getLogger(__name__)
 
 Times = Callable[[], Sequence[Timed]]
 """Gives the times of the segments, which may have to be measured."""
@@ -53,6 +56,9 @@ def settle_recompute(forecast: Forecast, times: Times) -> Forecast:
             decided = [(kept, _misfit(forecast, kept, min(known, default=None), times))]
         except PlanError as error:
             decided = [(frozenset(), str(error))]
+        except Exception as error:
+            # Code of the model's own may look at numbers, which tensors without them do not have.
+            decided = [(frozenset(), _unforeseen(error, _was_asked_for(wish, options)))]
     if mesh.device_mesh is not None:
         dist.broadcast_object_list(decided, src=0)
     kept, problem = decided[0]
@@ -62,6 +68,20 @@ def settle_recompute(forecast: Forecast, times: Times) -> Forecast:
         return forecast
     plans = layout.plans.recomputing(recomputing_stages(layout.partition, kept))
     return replace(forecast, layout=replace(layout, plans=plans, kept=kept))
+
+
+def _was_asked_for(wish: Wish, options: EngineOptions) -> bool:
+    """Whether the user said anything for which the memory must be known."""
+    return wish.mode is not Mode.SCHEDULE or options.memory_budget_bytes is not None
+
+
+def _unforeseen(error: Exception, was_asked_for: bool) -> str | None:
+    """What to say when segments do not run on tensors without numbers: a refusal, if need be."""
+    what = f"the memory of this model cannot be foreseen ({type(error).__name__}: {error})"
+    if was_asked_for:
+        return f"{what}; leave memory_budget unset, and recompute 'off', 'full' or a list."
+    logger.warning("%s; it is not compared with the device's.", what)
+    return None
 
 
 def _budget(options: EngineOptions, mesh: Mesh) -> int | None:

@@ -144,6 +144,21 @@ def test_auto_without_a_budget_is_refused_on_the_cpu() -> None:
         forecast(recompute="auto")
 
 
+def test_a_memory_that_cannot_be_foreseen_stops_nobody_who_did_not_ask(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(job: object) -> None:
+        raise RuntimeError("no numbers here")
+
+    monkeypatch.setattr("merak.engine.forecast.MemoryModel", fail)
+    with pytest.raises(PlanError, match=r"cannot be foreseen \(RuntimeError: no numbers"):
+        forecast(memory_budget_bytes=10**9)
+    # As on a GPU, whose memory is known without asking.
+    monkeypatch.setattr("merak.engine.recompute._budget", lambda *_: 10**9)
+    assert forecast().kept == frozenset(range(6))
+    assert "it is not compared with the device's" in caplog.text
+
+
 def test_unset_leaves_it_to_the_schedule() -> None:
     assert forecast().layout.plans.base.schedule == build("1f1b", 1, 2, recompute=False)
     early = forecast(schedule="early_recompute")
