@@ -18,6 +18,7 @@ from merak.core.errors import ShardError
 from merak.graph.flow import is_weight_gemm
 from merak.graph.ir import Kind, Segment, TensorMeta
 from merak.graph.sharding_cost import (
+    FORWARD,
     Transfer,
     conversions,
     has_gradient,
@@ -95,7 +96,8 @@ class Search:
         self.num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
         self._above = _ancestors(self.graph)
         self._weights = weights_only(self.graph)
-        self._values = _sources(self.graph)
+        self._place = {node: i for i, node in enumerate(self.graph.nodes)}
+        self._values = _sources(self.graph, self._place)
         self._alone: dict[tuple[str, Placement], Propagation | None] = {}
         self._splits: dict[str, tuple[Sharded | Mixed, ...]] = {}
 
@@ -134,7 +136,14 @@ class Search:
         if weights == best.weights:
             return best
         found = self.judge(weights)
-        return best if found is None else self._keep(best, self._enter_earlier(found))
+        if found is None or found.value - self._late_price(found) >= best.value:
+            return best
+        return self._keep(best, self._enter_earlier(found))
+
+    def _late_price(self, found: Found) -> float:
+        """The most that `_enter_earlier` can save."""
+        late = (t for t in found.transfers if t.kind not in FORWARD and not t.of_weights)
+        return sum(map(self._price, late))
 
     def _keep(self, best: Found, found: Found | None) -> Found:
         is_better = found is not None and found.value < best.value - 1e-9
@@ -193,7 +202,7 @@ class Search:
             before = best
             late = self._late(best)
             for source in self._common(late):
-                inside = best.inside | (self._between(source, late) - {source})
+                inside = best.inside | self._between(source, late)
                 if inside != best.inside:
                     best = self._keep(best, self.judge(best.weights, inside))
             if best is before:
@@ -214,21 +223,26 @@ class Search:
         }
 
     def _common(self, late: set[fx.Node]) -> Iterator[fx.Node]:
-        """Values from which at least two of some others are made, latest first."""
-        for node in reversed(list(self.graph.nodes)):
+        """The latest values from which the same two or more of some others are made."""
+        seen: set[frozenset[fx.Node]] = set()
+        for node in reversed(self.graph.nodes):
             if node in self._weights or not has_gradient(node):
                 continue
-            reached = {n for n in late if node in self._values[n]}
-            if len(reached) > 1:
+            reached = frozenset(n for n in late if self._is_made_from(n, node))
+            if len(reached) > 1 and reached not in seen:
+                seen.add(reached)
                 yield node
 
     def _between(self, source: fx.Node, ends: set[fx.Node]) -> frozenset[fx.Node]:
         return frozenset(
-            n
-            for end in ends
-            for n in (end, *self._values[end])
-            if n is source or source in self._values[n]
+            node
+            for node in self.graph.nodes
+            if self._is_made_from(node, source)
+            and (node in ends or any(self._is_made_from(end, node) for end in ends))
         )
+
+    def _is_made_from(self, node: fx.Node, source: fx.Node) -> bool:
+        return bool(self._values[node] >> self._place[source] & 1)
 
     def splits(self, name: str) -> tuple[Sharded | Mixed, ...]:
         """The ways to split a parameter that the degree divides."""
@@ -318,13 +332,13 @@ def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     return found
 
 
-def _sources(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """The values that every value is made from."""
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
+def _sources(graph: fx.Graph, place: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """The values that every value is made from, each as a bit at its place."""
+    found: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        found[node] = frozenset(node.all_input_nodes).union(
-            *(found[n] for n in node.all_input_nodes)
-        )
+        found[node] = 0
+        for source in node.all_input_nodes:
+            found[node] |= found[source] | 1 << place[source]
     return found
 
 
