@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -84,6 +85,45 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
         stack.enter_context(
             patch(masking_utils, "is_torchdynamo_exporting", lambda: False, create=True)
         )
+        yield
+
+
+@contextmanager
+def seemingly_eager() -> Iterator[None]:
+    """Let models of transformers take the way that they take while nothing records them.
+
+    Some leave out a mask, and then fail without it, where they find that they are compiled.
+    """
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("transformers.")]
+    with ExitStack() as stack:
+        for module in modules:
+            if "is_torchdynamo_compiling" in vars(module):
+                stack.enter_context(
+                    mock.patch.object(module, "is_torchdynamo_compiling", lambda: False)
+                )
+        yield
+
+
+@contextmanager
+def unmoved_modules() -> Iterator[None]:
+    """Let a model that moves or converts its own modules while it runs find that already done.
+
+    Raises:
+        TraceError: a conversion that changes something, which the trace would forget.
+    """
+
+    def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+            made = function(tensor)
+            if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+                raise TraceError(
+                    f"the model converts a {type(module).__name__} from {tensor.dtype} on "
+                    f"{tensor.device} to {made.dtype} on {made.device} while it runs; convert it "
+                    "before training."
+                )
+        return module
+
+    with mock.patch.object(nn.Module, "_apply", apply):
         yield
 
 

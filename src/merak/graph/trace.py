@@ -28,6 +28,8 @@ from merak.graph.fakes import (
     fake_weights,
     kept_attributes,
     no_draws_in_python,
+    seemingly_eager,
+    unmoved_modules,
 )
 from merak.graph.functions import kept_functions, refuse_seen_through
 from merak.graph.ir import Kind, TensorMeta
@@ -98,10 +100,11 @@ def trace(
         stack.enter_context(fake_weights(model, mode, device))
         stack.enter_context(eager_masks(columns))
         stack.enter_context(kept_functions(model))
+        stack.enter_context(unmoved_modules())
         values = fake_batch(columns, mode, device)
         try:
             with no_draws_in_python(model), kept_attributes(model) as replaced:
-                program = torch.export.export(runner, values, strict=False)
+                program = _export(runner, values)
         except Exception as error:
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
                 None if isinstance(error, TraceError) else error
@@ -112,6 +115,19 @@ def trace(
     slice_neighbours(graph, constants)
     refuse_seen_through(graph)
     return Trace(graph, runner.outputs(), names, tied, constants, dict(columns), sources)
+
+
+def _export(runner: _Runner, values: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(runner, values, strict=False)
+    except TraceError:
+        raise
+    except Exception as error:
+        try:
+            with seemingly_eager():
+                return torch.export.export(runner, values, strict=False)
+        except Exception:
+            raise error from None  # of the two ways, the usual one is told
 
 
 def _call_eagerly(runner: _Runner, values: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -299,3 +300,29 @@ def test_an_autograd_function_by_another_name() -> None:
     said = message(odd_models.OwnBackwardByAnotherName())
     assert "the autograd function StraightThrough is called by another name" in said
     assert "odd_models.py:" in said
+
+
+class MovesItself(Layers):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.b = self.b.to(self.dtype)
+        return self.b(self.a(x).to(self.dtype)).float().mean()
+
+
+def test_a_module_that_is_converted_to_what_it_is_stays() -> None:
+    model = MovesItself(torch.float32)
+    assert set(trace(model, metas(odd_models.rows())).parameters) >= {"b.weight", "b.bias"}
+    with pytest.raises(TraceError, match=r"Linear from torch\.float32 on cpu to"):
+        trace(MovesItself(torch.bfloat16), metas(odd_models.rows()))
+
+
+def test_a_mask_left_out_while_compiled_is_made_as_in_eager() -> None:
+    config = transformers.LongT5Config(
+        d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, vocab_size=20, local_radius=3
+    )
+    model = transformers.LongT5ForConditionalGeneration(config)
+    batch = {name: torch.zeros(2, 12, dtype=torch.long) for name in ("input_ids", "labels")}
+    assert trace(model, metas(batch)).outputs[0] == "loss"
