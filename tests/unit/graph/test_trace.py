@@ -321,7 +321,15 @@ def test_a_module_that_is_converted_to_what_it_is_stays() -> None:
 
 def test_a_mask_left_out_while_compiled_is_made_as_in_eager() -> None:
     config = transformers.LongT5Config(
-        d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, vocab_size=20, local_radius=3
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_heads=2,
+        num_layers=1,
+        vocab_size=20,
+        local_radius=3,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     model = transformers.LongT5ForConditionalGeneration(config)
     batch = {name: torch.zeros(2, 12, dtype=torch.long) for name in ("input_ids", "labels")}
