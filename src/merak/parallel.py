@@ -48,7 +48,7 @@ class ParallelModel:
         self.num_microbatches = num_microbatches
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
-        trained = [p for p in engine.parameters.values() if p.requires_grad]
+        trained = list(engine.trained.named.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
@@ -71,8 +71,7 @@ class ParallelModel:
         """
         microbatches = split_batch(batch, self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
-        for parameter in self.engine.parameters.values():
-            parameter.grad = None
+        self.engine.trained.clear_gradients()
         losses = self.engine.train_step(
             self.num_steps,
             [signature(b).columns for b in microbatches],
@@ -107,6 +106,7 @@ class ParallelModel:
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
+        self.engine.trained.write_back()
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one batch, without training.

@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from merak.arguments.alone import fresh_state
 from merak.arguments.features import write_features
 from merak.arguments.optimizers import OPTIMIZERS
-from merak.arguments.rules import UNKNOWN, Policy, problems, raise_first, refusal
+from merak.arguments.rules import UNKNOWN, Layout, Policy, problems, raise_first, refusal
 from merak.arguments.table import ACCELERATOR, RULES
 from merak.core.errors import ArgumentsError, PlanError
 from merak.core.mesh import Mesh, current_mesh
@@ -57,6 +57,8 @@ class MerakArguments(TrainingArguments):
         trace_cache: folder where traced models are kept; empty for none.
         nan_policy: "stop" or "skip", for a step whose loss or gradient is not finite.
         bucket_bytes: bytes of gradients reduced together over the replicas.
+        master_weights: keep float32 masters of bfloat16 and float16 parameters.
+        zero: 1 shards the optimizer over the replicas, 2 also the gradients.
         tied_gradients: "microbatch" or "step": when gradients of tied parameters are summed.
         hang_limit_s: seconds that a rank may wait before every rank says where it stands and the
             job ends.
@@ -121,6 +123,21 @@ class MerakArguments(TrainingArguments):
         metadata={
             "help": "Bytes of gradients that replicas reduce together, while the backward pass "
             "still runs. If unset, 25 MiB, or ddp_bucket_cap_mb."
+        },
+    )
+    master_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep a float32 master of every parameter of a lower precision, which the "
+            "optimizer steps. Gradients are summed in float32 either way."
+        },
+    )
+    zero: int = field(
+        default=0,
+        metadata={
+            "help": "What replicas share instead of each having all of it: 1 the optimizer's state "
+            "and update, 2 also the gradients, 0 nothing.",
+            "choices": [0, 1, 2],
         },
     )
     tied_gradients: str = field(
@@ -287,6 +304,17 @@ def _optimizer_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
     rule = OPTIMIZERS.get(name, UNKNOWN)
     if rule.policy is Policy.REFUSED and rule.layout.holds(mesh):
         yield refusal("optim", name, rule)
+    elif arguments.zero and mesh.dp > 1 and rule.layout is Layout.TENSOR_PARALLEL:
+        yield (
+            f"optim={name!r} cannot be honoured with zero={arguments.zero}: its update looks at "
+            "whole parameters, of which each replica steps some rows; use 'adamw_torch', or zero=0."
+        )
+    elif (arguments.zero or arguments.master_weights) and name.startswith("schedule_free"):
+        yield (
+            f"optim={name!r} cannot be honoured with zero={arguments.zero} and master_weights="
+            f"{arguments.master_weights}: it also changes the parameters between steps, which then "
+            "are not its own; use 'adamw_torch'."
+        )
 
 
 def _accelerator_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
@@ -297,7 +325,7 @@ def _accelerator_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str
 
 
 def _own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
-    for name in ("nan_policy", "tied_gradients"):
+    for name in ("nan_policy", "tied_gradients", "zero"):
         choices = MerakArguments.__dataclass_fields__[name].metadata["choices"]
         if getattr(arguments, name) not in choices:
             named = " or ".join(repr(choice) for choice in choices)

@@ -10,7 +10,7 @@ from torch import nn
 
 from merak.checkpoint.ranks import gather_objects
 from merak.core.mesh import Mesh
-from merak.core.shards import ParameterShard
+from merak.core.shards import ParameterShard, Stepped
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,8 @@ class RankView:
         buffers: those that are buffers.
         shards: layouts of the parameters of which it holds a part.
         shard_index: which part.
+        stepped: by name what the optimizer steps in the place of a parameter, where it is not the
+            parameter itself.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -80,18 +82,30 @@ class RankView:
     buffers: frozenset[str]
     shards: Mapping[str, ParameterShard]
     shard_index: int
+    stepped: Mapping[str, Stepped]
+
+    def stepped_of(self, name: str) -> Stepped:
+        """What the optimizer steps of a parameter."""
+        return self.stepped.get(name) or Stepped(self.tensors[name])
 
 
 def view_of_rank(
-    model: nn.Module, owned: Collection[str], shards: Mapping[str, ParameterShard], mesh: Mesh
+    model: nn.Module,
+    owned: Collection[str],
+    shards: Mapping[str, ParameterShard],
+    mesh: Mesh,
+    stepped: Mapping[str, Stepped] | None = None,
 ) -> RankView:
     """What this rank holds; names that the model's state dict does not have are left out."""
     named = named_tensors(model)
     firsts = first_names(named)
     tensors = {firsts[name]: tensor for name, tensor in named.items()}
+    others = {firsts[n]: found for n, found in (stepped or {}).items() if n in firsts}
+    names = {id(tensor): name for name, tensor in tensors.items()}
     return RankView(
         tensors=tensors,
-        names={id(tensor): name for name, tensor in tensors.items()},
+        names=names | {id(found.tensor): name for name, found in others.items()},
+        stepped=others,
         owned=frozenset(firsts[name] for name in owned if name in firsts),
         buffers=frozenset(n for n, t in tensors.items() if not isinstance(t, nn.Parameter)),
         shards={firsts[name]: shard for name, shard in shards.items() if name in firsts},

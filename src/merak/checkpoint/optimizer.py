@@ -11,11 +11,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from merak.checkpoint.layout import RankView, whole_shape
-from merak.checkpoint.parts import Part, State, part_of
+from merak.checkpoint.parts import Part, State, part_of, part_of_rows
 from merak.core.errors import WeightsError
 
 PREFIX = "optimizer/"
 """Keys are `optimizer/parameter name/optimizer's key`."""
+
+MASTER = "master"
+"""The key of the precise copy of a parameter that is stepped in its place."""
 
 MARK = "@"
 """After the key of a tensor that cannot be divided: which part of the parameter it is for."""
@@ -40,12 +43,14 @@ def optimizer_parts(optimizer: Optimizer, view: RankView) -> State:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = _name(parameter, view)
+            if view.stepped_of(name).is_master:
+                state[f"{PREFIX}{name}/{MASTER}"] = _part(parameter, name, view)
             for key, value in optimizer.state.get(parameter, {}).items():
                 full_key = f"{PREFIX}{name}/{key}"
                 if not isinstance(value, torch.Tensor):
                     state[full_key] = value
                 elif value.shape == parameter.shape:
-                    state[full_key] = part_of(value, view.shards.get(name), view.shard_index)
+                    state[full_key] = _part(value, name, view)
                 elif value.numel() <= 1 or name not in view.shards:
                     state[full_key] = part_of(value, None, 0)
                 else:
@@ -109,7 +114,10 @@ def fill_optimizer(
     values: dict[str, dict[str, Any]] = {}
     for key, value in loaded.items():
         name, state_key = _split_key(key)
-        values.setdefault(name, {})[state_key] = value
+        if state_key != MASTER:
+            values.setdefault(name, {})[state_key] = value
+        elif view.stepped_of(name).is_master:
+            view.stepped_of(name).tensor.detach().copy_(value)
     packed = optimizer.state_dict()
     states: dict[int, dict[str, Any]] = {}
     for packed_group, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
@@ -157,10 +165,19 @@ def _target(
     parameter, shard = view.tensors[name], view.shards.get(name)
     size, dtype = tuple(entry.size), entry.properties.dtype
     if MARK not in key and size == whole_shape(parameter, shard):
-        made = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        return made, part_of(made, shard, view.shard_index)
+        shape = view.stepped_of(name).tensor.shape
+        made = torch.empty(shape, dtype=dtype, device=parameter.device)
+        return made, _part(made, name, view)
     made = torch.empty(size, dtype=dtype, device=parameter.device)
     return made, part_of(made, None, 0)
+
+
+def _part(value: torch.Tensor, name: str, view: RankView) -> Part:
+    """A tensor of the shape of what is stepped of a parameter here, as a part of the whole."""
+    shard, rows = view.shards.get(name), view.stepped_of(name).rows
+    if rows is None:
+        return part_of(value, shard, view.shard_index)
+    return part_of_rows(value, rows, view.tensors[name], shard, view.shard_index)
 
 
 def _is_foreign(key: str, size: tuple[int, ...], name: str, view: RankView) -> bool:

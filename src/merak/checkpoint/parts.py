@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from merak.checkpoint.layout import whole_shape
 from merak.checkpoint.ranks import is_distributed
-from merak.core.shards import ParameterShard
+from merak.core.shards import ParameterShard, RowShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,40 @@ def part_of(tensor: torch.Tensor, shard: ParameterShard | None, index: int) -> P
         boxes.append((offsets, data.narrow(shard.dim, start, end - begin)))
         start += end - begin
     return Part(whole_shape(data, shard), tuple(boxes))
+
+
+def part_of_rows(
+    tensor: torch.Tensor,
+    rows: RowShare,
+    like: torch.Tensor,
+    shard: ParameterShard | None,
+    index: int,
+) -> Part:
+    """Some rows of a rank's tensor as a part of the whole; its pieces are views.
+
+    Args:
+        tensor: the rows.
+        rows: which.
+        like: the rank's whole tensor, for its shape.
+        shard: as in `part_of`.
+        index: as in `part_of`.
+    """
+    data = tensor.detach()
+    if not like.dim():
+        return part_of(data.view(()), None, 0)
+    # Where the pieces of the rank's whole tensor lie, from one that costs nothing.
+    whole = part_of(torch.empty(like.shape, device="meta"), shard, index)
+    dim = 0 if shard is None else shard.dim
+    boxes, start = [], 0
+    for offsets, piece in whole.boxes:
+        end = start + piece.shape[dim]
+        if dim:
+            boxes.append(((rows.start, *offsets[1:]), data.narrow(dim, start, end - start)))
+        elif (first := max(rows.start, start)) < (stop := min(rows.stop, end)):
+            place = (offsets[0] + first - start, *offsets[1:])
+            boxes.append((place, data[first - rows.start : stop - rows.start]))
+        start = end
+    return Part(whole.size, tuple(boxes))
 
 
 State = dict[str, Any]

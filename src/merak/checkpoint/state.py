@@ -26,7 +26,7 @@ from merak.checkpoint.parts import State, load_parts, part_of, read_index, save_
 from merak.checkpoint.ranks import gather_objects
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
-from merak.core.shards import ParameterShard
+from merak.core.shards import ParameterShard, Stepped
 
 GROUPS = "optimizer_groups"
 """The key of the optimizer's hyperparameters, by parameter name."""
@@ -39,6 +39,7 @@ def save_state(
     owned: Collection[str],
     shards: Mapping[str, ParameterShard],
     mesh: Mesh,
+    stepped: Mapping[str, Stepped] | None = None,
 ) -> None:
     """Save parameters, buffers and optimizer, each rank its own; all ranks call this together.
 
@@ -52,6 +53,7 @@ def save_state(
         owned: names of the parameters and buffers that this rank holds.
         shards: layouts of those of which it holds a part.
         mesh: the grid of ranks.
+        stepped: what the optimizer steps of this rank's parameters, where not those themselves.
 
     Raises:
         WeightsError: the folder cannot be written or holds other files, or the optimizer has
@@ -59,7 +61,7 @@ def save_state(
     """
     target = Path(folder)
     unfinished = target.with_name(f".{target.name}.partial")
-    view = view_of_rank(model, owned, shards, mesh)
+    view = view_of_rank(model, owned, shards, mesh, stepped)
     state = _model_parts(view, _buffers_to_save(model, owned, shards, mesh))
 
     def start() -> None:
@@ -85,6 +87,7 @@ def load_state(
     owned: Collection[str],
     shards: Mapping[str, ParameterShard],
     mesh: Mesh,
+    stepped: Mapping[str, Stepped] | None = None,
 ) -> None:
     """Load what `save_state` saved, in place, under this layout; all ranks call this together.
 
@@ -95,13 +98,14 @@ def load_state(
         owned: names of the parameters and buffers that this rank holds.
         shards: layouts of those of which it holds a part.
         mesh: the grid of ranks.
+        stepped: what the optimizer steps of this rank's parameters, where not those themselves.
 
     Raises:
         WeightsError: the folder holds no complete checkpoint, or that of another model, or no
             optimizer where one is to be loaded.
     """
     target = Path(folder)
-    view = view_of_rank(model, owned, shards, mesh)
+    view = view_of_rank(model, owned, shards, mesh, stepped)
     state: State = {}
     tensors: dict[str, torch.Tensor] = {}
 
@@ -121,10 +125,21 @@ def load_state(
 
     _together(prepare, f"{target} could not be read")
     _together(partial(load_parts, target, state), f"{target} could not be read")
+    _refresh_masters(view)
     if optimizer is not None:
         loaded = {k: tensors.get(k, v) for k, v in state.items() if k.startswith(PREFIX)}
         fill = partial(fill_optimizer, optimizer, view, loaded, state[GROUPS])
         _together(fill, f"{target} could not be loaded")
+
+
+def _refresh_masters(view: RankView) -> None:
+    """Let precise copies be those of the parameters just loaded, until their own are."""
+    for name, found in view.stepped.items():
+        if found.is_master:
+            data = view.tensors[name].detach()
+            if found.rows is not None:
+                data = (data if data.dim() else data.view(1))[found.rows.start : found.rows.stop]
+            found.tensor.detach().copy_(data)
 
 
 def _index_of(target: Path) -> Metadata:

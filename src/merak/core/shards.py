@@ -57,3 +57,31 @@ def join(shares: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
         for share in (split[:1] if part in shard.whole else split)
     ]
     return torch.cat(pieces, dim=shard.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """The rows along its first dim of a rank's tensor that are stepped or stored here.
+
+    Args:
+        start: the first row.
+        stop: the row after the last.
+    """
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What an optimizer steps in the place of a parameter.
+
+    Args:
+        tensor: the parameter itself, a copy of it in another precision, or rows of either.
+        rows: which rows of the parameter; None for all.
+        is_master: whether its numbers are not the parameter's own memory.
+    """
+
+    tensor: torch.Tensor
+    rows: RowShare | None = None
+    is_master: bool = False

@@ -24,6 +24,7 @@ from merak.engine.records import clock_of
 from merak.engine.replicas import reduced_of
 from merak.engine.stage import Stage
 from merak.engine.tied import Shared, TiedGradients, find_holders
+from merak.engine.trained import TrainedParameters
 from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
 from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
@@ -137,6 +138,7 @@ def _assemble(
         )
         for stage, waiting in programs.waiting.items()
     }
+    trained = _trained(layout, parameters, mesh, options)
     progress = Progress(clock_of(mesh.device), options.recorded_steps)
     transfers = Transfers(mesh, progress, max_open_sends=4 * mesh.pp)
     evaluated = channels_of_pipe(layout.stage_rank)
@@ -156,8 +158,10 @@ def _assemble(
             program_for=programs,
             plan_for=layout.plans,
             transfers=transfers,
-            reducer=GradientReducer(reduced, progress),
-            tied=_tied(layout, stages, parameters, mesh, options, progress),
+            reducer=GradientReducer(reduced, progress, trained.shares()),
+            tied=_tied(layout, stages, trained, mesh, options, progress),
+            trained=trained,
+            zero=options.zero,
             seed=options.seed,
             progress=progress,
         )
@@ -206,10 +210,26 @@ def _kept_buffers(layout: Layout, programs: Programs, mesh: Mesh) -> frozenset[s
     return frozenset(n for n in names if layout.stage_rank[first.get(n, 0)] == mesh.pp_rank)
 
 
+def _trained(
+    layout: Layout, parameters: Mapping[str, nn.Parameter], mesh: Mesh, options: EngineOptions
+) -> TrainedParameters:
+    schedule = layout.schedule
+    if options.zero not in (0, 1, 2):
+        raise ScheduleError(f"zero={options.zero} is not a choice; use 0, 1 or 2.")
+    if options.zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
+        raise ScheduleError(
+            f"zero={options.zero} shares the optimizer among the replicas of a stage, but "
+            f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
+            "zero=0, or a schedule such as '1f1b'."
+        )
+    group = mesh.group("dp") if options.zero else None
+    return TrainedParameters(parameters, group, options.master_weights, options.bucket_bytes)
+
+
 def _tied(
     layout: Layout,
     stages: Mapping[int, Stage],
-    parameters: Mapping[str, nn.Parameter],
+    trained: TrainedParameters,
     mesh: Mesh,
     options: EngineOptions,
     progress: Progress,
@@ -218,7 +238,11 @@ def _tied(
     live = [own for own in weights if isinstance(own, LiveWeights)]
     names = _shared(layout)
     leaves = {name: [own.shared[name] for own in live if name in own.shared] for name in names}
-    shared = Shared(parameters, leaves, options.exact_tied_gradients, progress)
+    final = trained.parameters  # masters take their gradients from there
+    if trained.is_sharded:
+        final = {name: item.stepped for name, item in trained.items.items()}
+    exact = options.exact_tied_gradients
+    shared = Shared(trained.parameters, leaves, final, exact, progress)
     num_pipes = len(layout.schedule.pipes) if layout.schedule.is_synchronous else 0
     pipes = [find_holders(layout.readers(pipe)) for pipe in range(num_pipes)]
     return TiedGradients(mesh, pipes, shared)

@@ -13,11 +13,12 @@ from merak.core.shards import ParameterShard
 from merak.engine.evaluation import evaluate_microbatch
 from merak.engine.exchange import Exchange
 from merak.engine.microbatches import Microbatches
-from merak.engine.norms import clip_gradients, global_norm, unscale
+from merak.engine.norms import clip_gradients, global_norm
 from merak.engine.parts import Parts, Signature
 from merak.engine.records import StepRecord, gather_records
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
+from merak.engine.trained import TrainedParameters
 from merak.engine.training import TrainingStep, Update
 
 
@@ -107,6 +108,11 @@ class Engine:
         """
         if self.updates_inside:
             self._check_asynchronous(len(signatures), update)
+        if self._parts.zero == 2:
+            # Where replicas have different numbers of microbatches, their sums wait for the end.
+            most, least = self._counts(len(signatures))
+            self._parts.reducer.every_microbatch = most == least
+        self._parts.trained.start_step()
         plan = self._parts.plan_for(max(len(signatures), 1))
         try:
             with self.progress.step(step), own_random_state(self.mesh.device):
@@ -124,7 +130,8 @@ class Engine:
                 else:
                     run.run_empty()
                 self._sum(run.losses)
-                unscale(self.parameters.values(), loss_scale)
+                if not self.updates_inside:
+                    self._parts.trained.take_gradients(loss_scale)
         except BaseException:
             self.forget()
             raise
@@ -156,19 +163,23 @@ class Engine:
                 f"schedule={name!r} updates the weights inside a step; give the engine an "
                 "optimizer, or use a synchronous schedule such as '1f1b'."
             )
-        group = self.mesh.group("dp")
-        if group is None:
-            return
-        counts = torch.tensor([num_microbatches, -num_microbatches], device=self.mesh.device)
-        with self.progress.waiting("the number of microbatches on", self.mesh.peers("dp")):
-            dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
-        most, least = int(counts[0]), -int(counts[1])
+        most, least = self._counts(num_microbatches)
         if most != least:
             raise ScheduleError(
                 f"schedule={name!r} updates the weights after every few microbatches on all "
                 f"replicas together, but they have {least} to {most} in this step; leave the last "
                 "part of an epoch out (dataloader_drop_last=True)."
             )
+
+    def _counts(self, num_microbatches: int) -> tuple[int, int]:
+        """The most and the least microbatches that a replica has in this step."""
+        group = self.mesh.group("dp")
+        if group is None:
+            return num_microbatches, num_microbatches
+        counts = torch.tensor([num_microbatches, -num_microbatches], device=self.mesh.device)
+        with self.progress.waiting("the number of microbatches on", self.mesh.peers("dp")):
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+        return int(counts[0]), -int(counts[1])
 
     def forget(self) -> None:
         """Drop what a step or evaluation that failed has left, so that the next one starts clean.
@@ -225,21 +236,29 @@ class Engine:
         """
         return gather_records(self.progress.records, self.mesh)
 
+    @property
+    def trained(self) -> TrainedParameters:
+        """What this rank's optimizer steps; it has the gradients once `train_step` returns."""
+        return self._parts.trained
+
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar, the same on every rank."""
-        counted = {n: p for n, p in self.parameters.items() if self.is_owner(n)}
-        peers = (*self.mesh.peers("tp"), *self.mesh.peers("pp"))
-        with self.progress.waiting("the gradient norm over tp and pp with", peers):
+        counted = {n: item for n, item in self.trained.items.items() if self.is_owner(n)}
+        axes = ("tp", "pp", "dp") if self.trained.is_sharded else ("tp", "pp")
+        peers = tuple(peer for axis in axes for peer in self.mesh.peers(axis))
+        rows = {id(i.stepped): i.rows for i in counted.values() if i.rows is not None}
+        with self.progress.waiting(f"the gradient norm over {' and '.join(axes)} with", peers):
             return global_norm(
-                list(counted.values()),
-                {id(p): self.shards[n] for n, p in counted.items() if n in self.shards},
+                [item.stepped for item in counted.values()],
+                {id(i.stepped): self.shards[n] for n, i in counted.items() if n in self.shards},
                 self.mesh.tp,
-                (self.mesh.group("tp"), self.mesh.group("pp")),
+                [self.mesh.group(axis) for axis in axes],
                 self.mesh.device,
+                rows,
             )
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
         norm = self.gradient_norm()
-        clip_gradients(list(self.parameters.values()), norm, max_norm)
+        clip_gradients([item.stepped for item in self.trained.items.values()], norm, max_norm)
         return norm

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from merak.engine.progress import Progress
+from merak.engine.shares import pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,26 @@ class GradientReducer:
     Args:
         stages: this rank's stages.
         progress: told of every wait.
+        stepped: by id of a parameter, what this replica's optimizer steps of it, and so the only
+            rows whose sums it gets; None for whole sums on every replica.
     """
 
-    def __init__(self, stages: Mapping[int, StageGradients], progress: Progress) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, StageGradients],
+        progress: Progress,
+        stepped: Mapping[int, torch.nn.Parameter] | None = None,
+    ) -> None:
+        self.every_microbatch = False  # whether sums of every microbatch are taken at once
+        self._stepped = stepped
         self._stages = stages
         self._progress = progress
         self._queue: deque[int] = deque()
         # Of the stage whose turn it is: buckets still to start, and what is final of every stage.
         self._left: deque[tuple[torch.nn.Parameter, ...]] = deque()
         self._final: dict[int, set[int]] = {}
-        self._open: list[tuple[int, dist.Work, torch.Tensor, Sequence[torch.nn.Parameter]]] = []
+        self._open: deque[tuple[int, dist.Work, torch.Tensor, Sequence[torch.nn.Parameter]]]
+        self._open = deque()
 
     def start_step(self, order: Iterable[int]) -> None:
         """A step begins.
@@ -103,14 +114,31 @@ class GradientReducer:
 
     def wait(self) -> None:
         """Put the sums in the place of the gradients."""
-        for stage, work, flat, parameters in self._open:
-            peers = others_of(self._stages[stage].group)
-            with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
-                work.wait()
-            pieces = flat.split([p.numel() for p in parameters])
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter.grad = piece.view_as(parameter)
-        self._open.clear()
+        while self._open:
+            self._take(*self._open.popleft())
+
+    def reduce_now(self, stage: int) -> None:
+        """Sum what a stage has had of its gradients so far, of a microbatch that is not its last.
+
+        Called in one order on all replicas, which keep their shares of the sums alone.
+        """
+        self.wait()
+        if self._stages[stage].group is not None:
+            for bucket in self._stages[stage].buckets:
+                self._start(stage, bucket)
+
+    def _take(
+        self, stage: int, work: dist.Work, flat: torch.Tensor, bucket: Sequence[torch.nn.Parameter]
+    ) -> None:
+        peers = others_of(self._stages[stage].group)
+        with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
+            work.wait()
+        if self._stepped is not None:
+            self._take_shares(flat, bucket)
+            return
+        pieces = flat.split([p.numel() for p in bucket])
+        for parameter, piece in zip(bucket, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter)
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -126,11 +154,31 @@ class GradientReducer:
 
     def _start(self, stage: int, bucket: Sequence[torch.nn.Parameter]) -> None:
         # A replica without a microbatch, or a parameter that took no part, gives zeros.
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        work = dist.all_reduce(flat, group=self._stages[stage].group, async_op=True)
+        gradients = [p.grad if p.grad is not None else no_gradient(p) for p in bucket]
+        group = self._stages[stage].group
+        if self._stepped is None:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            work = dist.all_reduce(flat, group=group, async_op=True)
+        else:
+            degree = dist.get_world_size(group)
+            parts = [pack(gradients, degree, index) for index in range(degree)]
+            flat = torch.empty_like(parts[0])
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            work = scatter(flat, torch.cat(parts), group=group, async_op=True)
+            for parameter in bucket:
+                parameter.grad = None  # its share is all that is kept
         assert work is not None
         self._open.append((stage, work, flat, bucket))
+
+    def _take_shares(self, flat: torch.Tensor, bucket: Sequence[torch.nn.Parameter]) -> None:
+        assert self._stepped is not None
+        start = 0
+        for parameter in bucket:
+            stepped = self._stepped[id(parameter)]
+            piece = flat[start : start + stepped.numel()].view_as(stepped)
+            start += stepped.numel()
+            if stepped.numel():
+                add_gradient(stepped, piece)
 
 
 def others_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -150,3 +198,20 @@ def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """What a parameter's gradient is summed in."""
     return parameter.grad_dtype or parameter.dtype
+
+
+def no_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros in the place of a gradient that is not there."""
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
+
+
+def is_low_precision(parameter: torch.Tensor) -> bool:
+    """Whether gradients of its own type would lose what many microbatches add."""
+    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+def sum_in_float32(leaves: Iterable[torch.Tensor]) -> None:
+    """Let gradients of low precision be summed over microbatches and ranks in float32."""
+    for leaf in leaves:
+        if leaf.requires_grad and is_low_precision(leaf) and leaf.grad is None:
+            leaf.grad_dtype = torch.float32

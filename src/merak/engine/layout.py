@@ -46,6 +46,8 @@ class EngineOptions:
         recompute: what is computed again for the backward instead of kept, as
             `merak.plan.recompute.parse_recompute` reads it; None leaves it to the schedule.
         memory_budget_bytes: what a rank may hold; None takes a GPU's memory, and on the CPU none.
+        master_weights: keep float32 masters of parameters of a lower precision for the optimizer.
+        zero: 1 shards the optimizer over dp, 2 also the gradients, 0 neither.
         optimizer: makes the optimizer, whose state counts in the memory; None counts none.
     """
 
@@ -62,6 +64,8 @@ class EngineOptions:
     recorded_steps: int = 4
     recompute: Recompute = None
     memory_budget_bytes: int | None = None
+    master_weights: bool = False
+    zero: int = 0
     optimizer: OptimizerFactory | None = None
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from merak.core.shards import ParameterShard
+from merak.core.shards import ParameterShard, RowShare
 
 
 def global_norm(
@@ -16,6 +16,7 @@ def global_norm(
     tp_degree: int,
     groups: Sequence[dist.ProcessGroup | None],
     device: torch.device,
+    rows: Mapping[int, RowShare] | None = None,
 ) -> torch.Tensor:
     """The 2-norm of all gradients of the model, every parameter counted once.
 
@@ -23,8 +24,9 @@ def global_norm(
         parameters: this rank's parameters, without those another stage counts.
         sharded: by id, how those lie that are split over tp; every tp rank holds the others whole.
         tp_degree: how many ranks hold the whole ones.
-        groups: the tp and pp groups of this rank.
+        groups: the groups of this rank over which parameters or their rows differ.
         device: where the result is.
+        rows: by id, which rows those are of which this rank has only some.
 
     Returns:
         A scalar, float32, the same on every rank; nothing is synchronised with the host.
@@ -34,7 +36,7 @@ def global_norm(
         piece
         for p in parameters
         if p.grad is not None
-        for piece in _pieces(p.grad, sharded.get(id(p)))
+        for piece in _pieces(p.grad, sharded.get(id(p)), (rows or {}).get(id(p)))
     ]
     for split in (True, False):
         gradients = [gradient for gradient, is_split in pieces if is_split is split]
@@ -48,12 +50,17 @@ def global_norm(
 
 
 def _pieces(
-    gradient: torch.Tensor, shard: ParameterShard | None
+    gradient: torch.Tensor, shard: ParameterShard | None, rows: RowShare | None
 ) -> list[tuple[torch.Tensor, bool]]:
     """A gradient, or its fused parts where only some are split; and whether they are."""
     if shard is None or not shard.whole:
         return [(gradient, shard is not None)]
-    parts = gradient.split(shard.sizes(), shard.dim)
+    sizes = shard.sizes()
+    if rows is not None and shard.dim == 0:
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        inside = [min(max(end, rows.start), rows.stop) - rows.start for end in ends]
+        sizes = tuple(b - a for a, b in zip([0, *inside], inside))
+    parts = gradient.split(sizes, shard.dim)
     return [(part, i not in shard.whole) for i, part in enumerate(parts)]
 
 
@@ -65,10 +72,3 @@ def clip_gradients(
     if gradients:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(gradients, factor)
-
-
-def unscale(parameters: Iterable[torch.nn.Parameter], loss_scale: float) -> None:
-    """Divide gradients by the scale that the loss had."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients and loss_scale != 1.0:
-        torch._foreach_mul_(gradients, 1.0 / loss_scale)

@@ -14,6 +14,7 @@ from merak.engine.program import Program
 from merak.engine.progress import Progress
 from merak.engine.stage import Stage
 from merak.engine.tied import TiedGradients
+from merak.engine.trained import TrainedParameters
 from merak.engine.transfers import Transfers
 from merak.graph.ir import TensorMeta
 
@@ -40,6 +41,8 @@ class Parts:
         transfers: the traffic between pipeline positions.
         reducer: the sums over data parallel replicas.
         tied: the exchange of shared parameters' gradients.
+        trained: what the optimizer steps.
+        zero: what is sharded over dp; see `EngineOptions`.
         seed: the job's seed.
         progress: told of what the engine does.
     """
@@ -58,5 +61,7 @@ class Parts:
     transfers: Transfers
     reducer: GradientReducer
     tied: TiedGradients
+    trained: TrainedParameters
+    zero: int
     seed: int
     progress: Progress

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import Mesh
-from merak.engine.gradients import add_gradient
+from merak.engine.gradients import add_gradient, gradient_dtype, no_gradient
 from merak.engine.program import SegmentProgram
 from merak.engine.progress import Progress
 
@@ -84,6 +84,8 @@ class Shared:
     Args:
         parameters: this rank's parameters by name.
         leaves: its leaves of each shared one, one per stage that reads it.
+        final: by name where the final gradients are: the parameters, or what a sharded optimizer
+            steps of them.
         every_microbatch: exchange after every microbatch, as exact as one process; else once a
             step, with less traffic and another order of summing.
         progress: told of every wait.
@@ -91,6 +93,7 @@ class Shared:
 
     parameters: Mapping[str, torch.nn.Parameter]
     leaves: Mapping[str, Sequence[torch.Tensor]]
+    final: Mapping[str, torch.nn.Parameter]
     every_microbatch: bool
     progress: Progress
 
@@ -105,7 +108,7 @@ class TiedGradients:
     """
 
     def __init__(self, mesh: Mesh, pipes: Sequence[Holders], shared: Shared) -> None:
-        self._parameters = shared.parameters
+        self._final = shared.final
         self._chains = [Chain(mesh, holders, shared) for holders in pipes]
         names = list(pipes[0]) if pipes else []
         self._deliveries = {name: _deliveries([p[name] for p in pipes]) for name in names}
@@ -135,20 +138,20 @@ class TiedGradients:
         """Give every holder the owner's gradient. Called after the owner has reduced it."""
         arriving = []
         for name, deliveries in self._deliveries.items():
-            parameter = self._parameters.get(name)
-            if parameter is None or not parameter.requires_grad:
+            parameter = self._final.get(name)
+            if parameter is None or not parameter.requires_grad or not parameter.numel():
                 continue
             for pipe, owner, taker in deliveries:
                 if self._rank == owner:
                     if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
+                        parameter.grad = no_gradient(parameter)
                     self._chains[pipe].send(name, parameter.grad.contiguous(), taker)
                 elif self._rank == taker:
                     chain = self._chains[pipe]
-                    arriving.append((chain, name, owner, *chain.receive(name, owner)))
+                    arriving.append((chain, name, owner, *chain.receive(name, owner, parameter)))
         for chain, name, owner, work, gradient in arriving:
             chain.wait(work, f"the gradient of tied {name} from", owner)
-            self._parameters[name].grad = gradient
+            self._final[name].grad = gradient
         for chain in self._chains:
             chain.finish()
 
@@ -272,7 +275,7 @@ class Chain:
             total = received if total is None else received + total
         after = self._after(name)
         if after is not None:
-            total = torch.zeros_like(parameter) if total is None else total
+            total = no_gradient(parameter) if total is None else total
             self.send(name, total.contiguous(), after.rank)
             # By then those before have been taken, or can be without anything more of this rank.
             self._close(name, self._most_open[name])
@@ -311,7 +314,8 @@ class Chain:
         assert before is not None
         arriving, expected = self._arriving[name], self._expected[name]
         while expected and (len(arriving) < 2 or all(k != key for k, _, _ in arriving)):
-            arriving.append((expected.popleft(), *self.receive(name, before.rank)))
+            parameter = self._parameters[name]
+            arriving.append((expected.popleft(), *self.receive(name, before.rank, parameter)))
         number = next(i for i, (k, _, _) in enumerate(arriving) if k == key)
         _, work, buffer = arriving[number]
         del arriving[number]
@@ -324,10 +328,11 @@ class Chain:
         assert work is not None
         self._sent.setdefault(name, deque()).append((to_rank, work, gradient))
 
-    def receive(self, name: str, from_rank: int) -> tuple[dist.Work, torch.Tensor]:
-        """Start to receive a gradient from another pipeline position."""
-        buffer = torch.empty_like(self._parameters[name], memory_format=torch.contiguous_format)
-        buffer.requires_grad_(False)
+    def receive(
+        self, name: str, from_rank: int, like: torch.Tensor
+    ) -> tuple[dist.Work, torch.Tensor]:
+        """Start to receive a gradient of some tensor from another pipeline position."""
+        buffer = torch.empty(like.shape, dtype=gradient_dtype(like), device=like.device)
         work = dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name])
         assert work is not None
         return work, buffer

@@ -136,9 +136,9 @@ class TrainingStep:
             stage.weights.before_update()
         for parameter in others:
             parameter.grad = None
+        self._parts.trained.take_gradients()
         self._update()
-        for parameter in self._parts.parameters.values():
-            parameter.grad = None
+        self._parts.trained.clear_gradients()
         for parameter, gradient in zip(others, hidden, strict=True):
             parameter.grad = gradient
 
@@ -198,6 +198,9 @@ class TrainingStep:
         weights = self._parts.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
             weights.finished(action.microbatch)
+        reducer = self._parts.reducer
+        if reducer.every_microbatch and not self._is_last(action):
+            reducer.reduce_now(action.stage)
         self._stages_left[action.microbatch] -= 1
         if not self._stages_left[action.microbatch]:
             self._microbatches[action.microbatch].derived = {}

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from merak.engine.gradients import add_gradient
+from merak.engine.gradients import add_gradient, sum_in_float32
 
 Leaves = Mapping[str, torch.Tensor]
 
@@ -36,6 +36,7 @@ class LiveWeights:
             for name in parameters
             if name in shared
         }
+        sum_in_float32(self.shared.values())
         self.live: Leaves = {**parameters, **self.shared}
 
     def of(self, number: int) -> Leaves:
@@ -114,10 +115,12 @@ class StashedWeights:
 
     def _alias(self) -> Leaves:
         """Leaves over the parameters' memory, whose graphs do not see the optimizer's writes."""
-        return {
+        leaves = {
             name: parameter.data.requires_grad_(parameter.requires_grad)
             for name, parameter in self._parameters.items()
         }
+        sum_in_float32(leaves.values())
+        return leaves
 
 
 Weights = LiveWeights | StashedWeights

@@ -79,6 +79,7 @@ class Saving(Trainer):
             self.engine.held(),
             self.engine.shards,
             self.mesh,
+            self.engine.trained.stepped(),
         )
         if self.args.should_save:
             scheduler = self.lr_scheduler.state_dict()
@@ -112,8 +113,9 @@ class Saving(Trainer):
     def _load_ranks(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> None:
         assert self.engine is not None
         folder = Path(checkpoint) / RANKS_FOLDER
-        held = self.engine.held()
-        load_state(folder, self.model, optimizer, held, self.engine.shards, self.mesh)
+        engine = self.engine
+        held, stepped = engine.held(), engine.trained.stepped()
+        load_state(folder, self.model, optimizer, held, engine.shards, self.mesh, stepped)
 
     def _inner_optimizer(self) -> Any:
         """The optimizer itself, inside accelerate's wrapper."""

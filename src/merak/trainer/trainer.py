@@ -159,6 +159,8 @@ class MerakTrainer(Saving, Trainer):
             bucket_bytes=args.bucket_bytes,
             exact_tied_gradients=args.tied_gradients == "microbatch",
             sub_pipelining=args.sub_pipelining,
+            master_weights=args.master_weights,
+            zero=args.zero,
             hang_limit_s=args.hang_limit_s,
             recompute=args.recompute,
             memory_budget_bytes=args.memory_budget,
@@ -246,6 +248,7 @@ class MerakTrainer(Saving, Trainer):
         agreement, engine, counter = self._agreement, self.engine, self._counter
         assert agreement is not None and engine is not None and counter is not None
         own = agreement.own(self.mesh)
+        engine.trained.clear_gradients()
         extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
         losses = engine.train_step(
             self.state.global_step,
@@ -300,13 +303,15 @@ class MerakTrainer(Saving, Trainer):
             )
         if self.args.should_log:
             logger.warning("step %d skipped: loss %s, gradient norm %s", step, loss, float(norm))
-        self.model.zero_grad()  # an optimizer leaves a parameter without a gradient as it is
+        assert self.engine is not None
+        self.engine.trained.clear_gradients()  # what has no gradient, an optimizer leaves as it is
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of this rank's own parameters."""
         assert self.engine is not None
-        local = LocalParameters(self.engine.parameters)
-        optimizer: torch.optim.Optimizer = super().create_optimizer(local)
+        trained = self.engine.trained
+        optimizer: torch.optim.Optimizer = super().create_optimizer(LocalParameters(trained.named))
+        optimizer.register_step_post_hook(lambda *_: trained.write_back())
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

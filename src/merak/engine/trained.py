@@ -1,0 +1,159 @@
+"""What a rank's optimizer steps: its parameters, float32 masters of them, or its replica's share.
+
+The optimizer is any of torch's or the user's own, over the tensors of `TrainedParameters.named`:
+
+- parameters as they are, where nothing else is asked for;
+- with masters, float32 copies of parameters of a lower precision, which are rounded back into them
+  after every step;
+- with a sharded optimizer, some rows of every parameter (or of its master) on each replica. Every
+  rank has a state for its rows alone, and after a step the replicas give each other theirs.
+
+Source: arXiv:1710.03740 (mixed precision), section 3.1; arXiv:1910.02054 (ZeRO), sections 5.1, 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from merak.core.shards import RowShare, Stepped
+from merak.engine.gradients import fill_buckets, is_low_precision, sum_in_float32
+from merak.engine.shares import pack, rows_of, share_rows, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A parameter and what the optimizer steps for it on this rank.
+
+    Args:
+        parameter: what the stages compute with.
+        stepped: the parameter itself, its master, or the rows of either that are this rank's.
+        rows: which rows; None for the whole parameter.
+    """
+
+    parameter: nn.Parameter
+    stepped: nn.Parameter
+    rows: RowShare | None
+
+    @property
+    def is_master(self) -> bool:
+        """Whether its numbers are not the parameter's own memory."""
+        return self.stepped.dtype != self.parameter.dtype
+
+    def own_rows(self) -> torch.Tensor:
+        """The parameter's memory of what is stepped here."""
+        data = self.parameter.detach()
+        if self.rows is None:
+            return data
+        return rows_of(data, self.rows.start, self.rows.stop)
+
+
+class TrainedParameters:
+    """This rank's trained parameters, and what the optimizer steps for them.
+
+    Args:
+        parameters: this rank's parameters by name.
+        group: the replicas among which steps are shared; None steps everything here.
+        masters: keep float32 masters of parameters of a lower precision.
+        bucket_bytes: parameters are given to the other replicas so many bytes at a time.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup | None,
+        masters: bool,
+        bucket_bytes: int,
+    ) -> None:
+        self._group = group
+        self._degree = 1 if group is None else dist.get_world_size(group)
+        self._index = 0 if group is None else dist.get_rank(group)
+        self.parameters = parameters
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        sum_in_float32(trained.values())
+        self.items = {name: self._make(p, masters) for name, p in trained.items()}
+        self._buckets = fill_buckets(trained.values(), bucket_bytes) if group is not None else ()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each replica steps a share."""
+        return self._group is not None
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by the parameters' names."""
+        return {name: item.stepped for name, item in self.items.items() if item.stepped.numel()}
+
+    def shares(self) -> dict[int, nn.Parameter] | None:
+        """By id of a parameter what is stepped of it here; None where that is all of it."""
+        if not self.is_sharded:
+            return None
+        return {id(item.parameter): item.stepped for item in self.items.values()}
+
+    def stepped(self) -> dict[str, Stepped]:
+        """What the optimizer steps, as checkpoints want to know it."""
+        return {
+            name: Stepped(item.stepped, item.rows, item.is_master)
+            for name, item in self.items.items()
+        }
+
+    def _make(self, parameter: nn.Parameter, masters: bool) -> Trained:
+        rows = share_rows(parameter, self._degree, self._index) if self.is_sharded else None
+        low = is_low_precision(parameter)
+        if rows is None and not (low and masters):
+            return Trained(parameter, parameter, None)
+        own = Trained(parameter, parameter, rows).own_rows()
+        if low and masters:
+            own = own.float()
+        return Trained(parameter, nn.Parameter(own), rows)
+
+    def start_step(self) -> None:
+        """Gradients of a step are about to be summed."""
+        for item in self.items.values():
+            sum_in_float32((item.parameter, item.stepped))
+
+    def take_gradients(self, loss_scale: float = 1.0) -> None:
+        """Give the final gradients to what is stepped, in the type that the optimizer expects.
+
+        Args:
+            loss_scale: what they were multiplied by, and are divided by now.
+        """
+        sources = [i.stepped if self.is_sharded else i.parameter for i in self.items.values()]
+        gradients = [source.grad for source in sources if source.grad is not None]
+        if gradients and loss_scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / loss_scale)
+        for source, item in zip(sources, self.items.values(), strict=True):
+            gradient, source.grad = source.grad, None
+            if gradient is None or not item.stepped.numel():
+                continue
+            item.stepped.grad_dtype = item.stepped.dtype
+            item.stepped.grad = gradient.to(item.stepped.dtype)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients; a step then leaves everything as it is."""
+        for item in self.items.values():
+            item.parameter.grad = None
+            item.stepped.grad = None
+        self.start_step()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Bring what was stepped into the parameters; called alike on all replicas."""
+        for item in self.items.values():
+            if item.is_master:
+                item.own_rows().copy_(item.stepped)
+        for bucket in self._buckets:
+            self._gather(bucket)
+
+    def _gather(self, bucket: Sequence[nn.Parameter]) -> None:
+        own = pack(bucket, self._degree, self._index)
+        everything = own.new_empty(self._degree * own.numel())
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(everything, own, group=self._group)
+        for index, flat in enumerate(everything.chunk(self._degree)):
+            if index != self._index:
+                unpack(flat, bucket, self._degree, index)

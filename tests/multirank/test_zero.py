@@ -1,0 +1,161 @@
+"""The optimizer shared among replicas, and float32 masters: the same training, in fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merak
+from merak.checkpoint.state import load_state, save_state
+from tests.multirank.compare import assert_gradients_close
+from tests.multirank.ranks import RankPool
+from tests.multirank.test_parallelize import BATCH, Classifier, batch_of
+from tests.multirank.training import Layout
+
+STEPS = 4
+FEATURES = {
+    "wide.0": merak.Column(), "wide.2": merak.Row(),
+    "again.0": merak.Column(), "again.2": merak.Row(),
+}  # fmt: skip
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def make(layout: Layout, dtype: torch.dtype, **options: Any) -> Any:
+    dp, _, _ = layout
+    model = Classifier().to(dtype)
+    example = share(0, dtype)
+    return merak.parallelize(
+        model, example, optimizer=adamw, num_microbatches=4 // dp, features=FEATURES,
+        max_grad_norm=0.2, **options,
+    )  # fmt: skip
+
+
+def share(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    mesh = merak.core.mesh.current_mesh()
+    size = BATCH // mesh.dp
+    batch = {n: t.split(size)[mesh.dp_rank] for n, t in batch_of(step, "loss").items()}
+    return {**batch, "x": batch["x"].to(dtype)}
+
+
+def train(layout: Layout, name: str, schedule: str, settings: list[dict[str, Any]]) -> list[Any]:
+    """Per setting: losses, parameters, what was stepped, and bytes of states and gradients."""
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    dtype = getattr(torch, name)
+    results = []
+    for options in settings:
+        parallel = make(layout, dtype, schedule=schedule, **options)
+        losses = [parallel.step(share(step, dtype)).item() for step in range(STEPS)]
+        engine = parallel.engine
+        final = {n: p.detach().clone() for n, p in engine.parameters.items()}
+        bytes_of = {
+            "state": sum(
+                value.nbytes
+                for state in parallel.optimizer.state.values()
+                for value in state.values()
+                if value.numel() > 1
+            ),
+            "gradients": sum(
+                p.grad.nbytes
+                for p in {*engine.parameters.values(), *engine.trained.named.values()}
+                if p.grad is not None
+            ),
+            "whole": sum(p.nbytes for p in engine.parameters.values()),
+        }
+        results.append((losses, final, bytes_of))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [((2, 1, 2), "1f1b"), ((2, 2, 1), "1f1b"), ((2, 1, 2), "interleaved_1f1b")],
+)
+def test_shared_steps_equal_whole_ones_in_half_the_bytes(
+    pool: RankPool, layout: Layout, schedule: str
+) -> None:
+    dp, tp, pp = layout
+    settings = [{"zero": zero} for zero in (0, 1, 2)]
+    for rank in pool.run(train, dp * tp * pp, layout, "float32", schedule, settings):
+        (losses, expected, whole), *shared = rank
+        for found, parameters, spent in shared:
+            assert found == pytest.approx(losses, rel=1e-5)
+            assert_gradients_close(parameters, expected)  # the parameters, to its tolerance
+            assert spent["whole"] == whole["whole"]
+            # Rows that do not divide make a share a row larger.
+            assert 0.4 * whole["state"] <= spent["state"] <= 0.6 * whole["state"]
+            assert spent["gradients"] <= 0.6 * whole["gradients"]
+
+
+def test_masters_take_steps_that_bfloat16_would_lose(pool: RankPool) -> None:
+    settings = [{}, {"master_weights": True}, {"master_weights": True, "zero": 1}]
+    ranks = pool.run(train, 4, (2, 1, 2), "bfloat16", "1f1b", settings)
+    for plain, masters, shared in ranks:
+        assert all(p.dtype == torch.bfloat16 for p in masters[1].values())
+        assert masters[2]["state"] == 2 * plain[2]["state"]  # moments in float32
+        assert shared[2]["state"] < 0.6 * masters[2]["state"]
+        assert masters[0] == pytest.approx(shared[0], rel=1e-4)
+        for name, value in masters[1].items():
+            torch.testing.assert_close(shared[1][name], value, rtol=2**-7, atol=1e-5)
+    expected = reference()
+    found = {name: p for _, masters, _ in ranks for name, p in masters[1].items()}
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].float(), value, rtol=2**-6, atol=2e-3)
+
+
+def reference() -> dict[str, torch.Tensor]:
+    """One process: bfloat16 compute, float32 sums, masters and moments."""
+    masters = Classifier().bfloat16().float()
+    optimizer = adamw(masters.parameters())
+    for step in range(STEPS):
+        model = copy.deepcopy(masters).bfloat16()
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        batch = batch_of(step, "loss")
+        for part in range(4):
+            x, y = (batch[n].split(BATCH // 4)[part] for n in ("x", "y"))
+            (model(x.bfloat16(), y)["loss"] / 4).backward()
+        for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+            master.grad = parameter.grad
+        nn.utils.clip_grad_norm_(masters.parameters(), 0.2)
+        optimizer.step()
+    return {name: p.detach() for name, p in masters.named_parameters()}
+
+
+def resume(layout: Layout, folder: str, options: dict[str, Any], start: int) -> Any:
+    """Train from a step on, from a checkpoint unless it is the first; save at step 2."""
+    dp, tp, pp = layout
+    mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    parallel = make(layout, torch.bfloat16, master_weights=True, **options)
+    engine = parallel.engine
+    stepped = engine.trained.stepped()
+    held = (engine.held(), engine.shards, mesh, stepped)
+    if start:
+        load_state(folder, parallel.model, parallel.optimizer, *held)
+    losses = []
+    for step in range(start, STEPS):
+        if step == 2 and not start:
+            save_state(folder, parallel.model, parallel.optimizer, *held)
+        losses.append(parallel.step(share(step, torch.bfloat16)).item())
+    masters = {n: s.tensor.detach().clone() for n, s in stepped.items() if s.rows is None}
+    return losses, masters
+
+
+def test_masters_and_shares_resume_in_another_layout(pool: RankPool, tmp_path: Any) -> None:
+    folder = str(tmp_path / "state")
+    before = pool.run(resume, 4, (2, 2, 1), folder, {"zero": 1}, 0)
+    after = pool.run(resume, 2, (1, 1, 2), folder, {}, 2)
+    again = pool.run(resume, 4, (2, 1, 2), folder, {"zero": 2}, 2)
+    assert after[0][0] == pytest.approx(before[0][0][2:], rel=1e-3)
+    assert again[0][0] == pytest.approx(before[0][0][2:], rel=1e-3)
+    # Masters keep what bfloat16 parameters would round away.
+    for _, masters in after:
+        assert all(m.dtype == torch.float32 for m in masters.values())
+        assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values())
