@@ -17,8 +17,8 @@ from merak.core.errors import WeightsError
 PREFIX = "optimizer/"
 """Keys are `optimizer/parameter name/optimizer's key`."""
 
-MASTER = "master"
-"""The key of the precise copy of a parameter that is stepped in its place."""
+MASTER = "merak-master"
+"""The key of the precise copy that is stepped in a parameter's place; no optimizer's own."""
 
 MARK = "@"
 """After the key of a tensor that cannot be divided: which part of the parameter it is for."""

@@ -58,10 +58,12 @@ def refuse_what_ranks_cannot_share(
             "optimizers=(optimizer, …) holds parameters of the whole model, but each rank trains "
             "its own part; pass optimizer_cls_and_kwargs=(class, {…}) instead."
         )
-    if kwargs.get("optimizers", (None, None))[0] is not None and getattr(args, "master_weights", 0):
+    if kwargs.get("optimizers", (None, None))[0] is not None and getattr(
+        args, "master_weights", False
+    ):
         raise ArgumentsError(
-            "optimizers=(optimizer, …) holds the parameters themselves, not the float32 masters of "
-            "master_weights=True; pass optimizer_cls_and_kwargs=(class, {…}) instead."
+            "optimizers=(optimizer, …) holds the parameters themselves, not the float32 masters "
+            "of master_weights=True; pass optimizer_cls_and_kwargs=(class, {…}) instead."
         )
     for method in ("compute_loss", "compute_loss_context_manager"):
         if getattr(cls, method) is not getattr(Trainer, method):
