@@ -159,3 +159,53 @@ def test_masters_and_shares_resume_in_another_layout(pool: RankPool, tmp_path: A
     for _, masters in after:
         assert all(m.dtype == torch.float32 for m in masters.values())
         assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values())
+
+
+def curve(autocast: torch.dtype | None) -> list[float]:
+    """Losses of 300 steps."""
+    merak.init(pp=2, device="cpu")
+    parallel = merak.parallelize(
+        Classifier(),
+        batch_of(0, "loss"),
+        # Small enough that the curve has no spikes, which no rounding would repeat.
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        num_microbatches=2,
+        autocast=autocast,
+    )
+    return [parallel.step(batch_of(step % 8, "loss")).item() for step in range(300)]
+
+
+def test_bfloat16_and_float32_learn_alike(pool: RankPool) -> None:
+    single, half = (torch.tensor(pool.run(curve, 2, t)[0]) for t in (None, torch.bfloat16))
+    assert not torch.equal(single, half)
+    means = [losses.view(-1, 50).mean(dim=1) for losses in (single, half)]
+    assert means[0][-1] < 0.8 * means[0][0]
+    # A hundredth of the first loss: rounding to 8 bits, over many steps.
+    assert float((means[0] - means[1]).abs().max()) < 0.01 * float(means[0][0])
+
+
+def between(zero: int) -> list[int]:
+    """Bytes of whole gradients when each microbatch of a step begins here."""
+    from unittest import mock
+
+    merak.init(dp=2, device="cpu")
+    parallel = make((2, 1, 1), torch.float32, zero=zero)
+    engine, seen = parallel.engine, []
+    derive = engine._microbatches.derive
+
+    def note(microbatch: Any) -> None:
+        held = [p.grad.nbytes for p in engine.parameters.values() if p.grad is not None]
+        seen.append(sum(held))
+        derive(microbatch)
+
+    with mock.patch.object(engine._microbatches, "derive", note):
+        parallel.step(share(0, torch.float32))
+    return seen
+
+
+def test_shared_gradients_are_whole_at_no_time_between_microbatches(pool: RankPool) -> None:
+    for zero, keeps in ((1, True), (2, False)):
+        for seen in pool.run(between, 2, zero):
+            assert len(seen) == 2
+            assert seen[0] == 0
+            assert (seen[1] > 0) is keeps
