@@ -10,6 +10,8 @@ Source: Megatron-LM (arXiv 1909.08053, section 3, the operators f and g).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +31,7 @@ def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Returns:
         The tensor; its gradient, of which each rank has a part, is summed over the axis.
     """
-    result: torch.Tensor = _CopyTo.apply(tensor, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _with_gradient(tensor, partial(_all_reduce, axis=axis))
 
 
 def copy_parts_to(
@@ -48,10 +49,7 @@ def copy_parts_to(
     Returns:
         The tensor; the gradients of the replicated parts are summed over the axis.
     """
-    result: torch.Tensor = _CopyPartsTo.apply(  # type: ignore[no-untyped-call]
-        tensor, dim, sizes, whole, axis
-    )
-    return result
+    return _with_gradient(tensor, partial(_sum_parts, dim=dim, sizes=sizes, whole=whole, axis=axis))
 
 
 def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
@@ -125,8 +123,7 @@ def leave_copied(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Returns:
         The tensor; its gradient, which every rank has whole, is divided among the ranks.
     """
-    result: torch.Tensor = _LeaveCopied.apply(tensor, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _with_gradient(tensor, lambda gradient: gradient / axis_degree(axis))
 
 
 def summand_of(tensor: torch.Tensor, axis: str) -> torch.Tensor:
@@ -165,43 +162,28 @@ def axis_rank(axis: str) -> int:
     return rank
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
+def _with_gradient(
+    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The tensor as it is, whose gradient is changed on its way back.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(gradient, ctx.axis), None
-
-
-class _CopyPartsTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, *layout: Any) -> torch.Tensor:
-        ctx.layout = (dim, *layout)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, sizes, whole, axis = ctx.layout
-        pieces = list(gradient.split(sizes, dim))
-        together = _all_reduce(torch.cat([pieces[i] for i in whole], dim), axis)
-        reduced = together.split([sizes[i] for i in whole], dim)
-        for i, piece in zip(whole, reduced, strict=True):
-            pieces[i] = piece
-        return torch.cat(pieces, dim), None, None, None, None
+    By a hook, since what a function of autograd's own returns may not be written in place.
+    """
+    entering = tensor.view_as(tensor)
+    if entering.requires_grad:
+        entering.register_hook(change)
+    return entering
 
 
-class _LeaveCopied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient / axis_degree(ctx.axis), None
+def _sum_parts(
+    gradient: torch.Tensor, dim: int, sizes: tuple[int, ...], whole: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    pieces = list(gradient.split(sizes, dim))
+    together = _all_reduce(torch.cat([pieces[i] for i in whole], dim), axis)
+    reduced = together.split([sizes[i] for i in whole], dim)
+    for i, piece in zip(whole, reduced, strict=True):
+        pieces[i] = piece
+    return torch.cat(pieces, dim)
 
 
 class _SummandOf(torch.autograd.Function):
@@ -243,7 +225,7 @@ class _SliceTo(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
     ) -> torch.Tensor:
         ctx.layout = (dim, parts, axis)
-        return _own_slice(tensor, dim, parts, axis)
+        return _own_slice(tensor, dim, parts, axis).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

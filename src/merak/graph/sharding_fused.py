@@ -78,10 +78,16 @@ def _refined(placed: Sharded, size: int, edges: set[int]) -> tuple[int, ...] | N
     return tuple(b - a for a, b in pairwise(cuts))
 
 
+_CUTTING = frozenset("unbind select narrow slice split split_with_sizes chunk tensor_split".split())
+
+
 def _edges(op: Operator, operand: fx.Node, placed: Sharded) -> set[int]:
     """Where an operator cuts the split dim of its operand."""
     name, size = family(op.node.target), shape_of(operand)[placed.dim]
-    if positive(op.arg("dim", 0) or 0, len(shape_of(operand))) != placed.dim:
+    if (
+        name not in _CUTTING
+        or positive(op.arg("dim", 0) or 0, len(shape_of(operand))) != placed.dim
+    ):
         return set()
     if name == "unbind":
         return set(range(size + 1))
@@ -93,11 +99,8 @@ def _edges(op: Operator, operand: fx.Node, placed: Sharded) -> set[int]:
     if name == "slice":
         ends = (op.arg("start") or 0, size if op.arg("end") is None else op.arg("end"))
         return {max(0, min(positive(end, size), size)) for end in ends}
-    results = op.node.meta["tensor"]
-    if name in ("split", "split_with_sizes", "chunk", "tensor_split"):
-        sizes = [result.shape[placed.dim] for result in results]
-        return {sum(sizes[:i]) for i in range(len(sizes) + 1)}
-    return set()
+    sizes = [result.shape[placed.dim] for result in op.node.meta["tensor"]]
+    return {sum(sizes[:i]) for i in range(len(sizes) + 1)}
 
 
 def divides(placed: Sharded, degree: int) -> bool:

@@ -33,6 +33,7 @@ from merak.graph.sharding_placement import (
     shape_of,
 )
 from merak.graph.sharding_random import dropout_sharded
+from merak.graph.writes import is_mutating, written_by
 
 aten = torch.ops.aten
 
@@ -69,11 +70,22 @@ def decide(op: Operator) -> Decision:
 
 def _inside(op: Operator) -> Decision:
     """An operator on whole values: what reads a copied one is done by every rank for its own."""
+    if is_mutating(op.node):
+        return _write(op)
     copied = op.copied or any(isinstance(op.raw(n), Copied) for n in op.node.all_input_nodes)
-    writes = getattr(getattr(op.node.target, "_schema", None), "is_mutable", False)
-    if not copied or writes:
-        return Decision(REPLICATED)
-    return Decision(COPIED)
+    return Decision(COPIED if copied else REPLICATED)
+
+
+def _write(op: Operator) -> Decision:
+    """A write into whole values: all that lies in the memory has its gradient in one way."""
+    memory = {n.meta.get("memory") for n in written_by(op.node)}
+    placed = {op.placements[n] for n in op.placements if n.meta.get("memory") in memory}
+    placed |= {op.placements[n] for n in written_by(op.node)}
+    if placed == {COPIED}:
+        return Decision(COPIED)
+    if COPIED in placed:
+        raise op.error("writes into a value that lies in two ways")
+    return Decision(REPLICATED)
 
 
 def _carries_sums(op: Operator) -> bool:
@@ -130,11 +142,12 @@ def shape_given(op: Operator) -> Decision:
 
 
 def along_dim(op: Operator) -> Decision:
-    """softmax, cumsum, …: runs along one dim, which must be whole."""
+    """softmax, cumsum, …: runs along one dim or some, which must be whole."""
     (operand, placed), *_ = op.sharded().items()
-    dim = positive(op.arg("dim", -1), len(shape_of(operand)))
-    if dim == placed.dim:
-        raise op.error(f"runs along dim {dim}, which is split")
+    asked = op.arg("dim", -1)
+    dims = asked if isinstance(asked, (list, tuple)) else [asked]
+    if placed.dim in {positive(dim, len(shape_of(operand))) for dim in dims}:
+        raise op.error(f"runs along dim {placed.dim}, which is split")
     return Decision(placed)
 
 

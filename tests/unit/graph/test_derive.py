@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from merak.core.errors import ShardError
@@ -177,6 +178,20 @@ def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weights["scale"].parts == (24,)
     assert {n.partition(".")[0] for n in weights} >= {"fused", "scale", "down", "lone"}
     assert_parity(model, batch, None, 2, monkeypatch)
+
+
+def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Latent attention writes its keys into memory of their own, from values that every rank makes
+    # whole for its own heads.
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8,
+        qk_nope_head_dim=8, vocab_size=64, first_k_dense_replace=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config)
+    ids = torch.randint(64, (2, 8))
+    assert_parity(model, {"input_ids": ids, "labels": ids}, None, 2, monkeypatch)
 
 
 def test_a_degree_that_splits_nothing_says_what_limits_it() -> None:
