@@ -310,8 +310,10 @@ class MerakTrainer(Saving, Trainer):
         """The optimizer of this rank's own parameters."""
         assert self.engine is not None
         trained = self.engine.trained
+        is_new = self.optimizer is None  # a second `train` goes on with the one of the first
         optimizer: torch.optim.Optimizer = super().create_optimizer(LocalParameters(trained.named))
-        optimizer.register_step_post_hook(lambda *_: trained.write_back())
+        if is_new:
+            optimizer.register_step_post_hook(lambda *_: trained.write_back())
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
