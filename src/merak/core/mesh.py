@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from merak.core import failure
 from merak.core.errors import MeshError
+
+logger = logging.getLogger(__name__)
 
 AXES = ("pp", "dp", "tp")
 """Slowest axis first: tp ranks are neighbours on one node, pp stages lie farthest apart."""
@@ -130,7 +133,22 @@ def init(
         )
     mesh = _connect(dp, tp, pp, _pick_device(device), backend, timeout_s)
     _current.append(mesh)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
+    if mesh.rank == 0 and crosses_nodes(mesh, per_node):
+        logger.warning(
+            "tp=%d spans nodes of %d ranks: every layer sums over tp several times a microbatch, "
+            "and between nodes that takes many times as long as inside one; use a tp that divides "
+            "%d, and pp or dp for the rest.",
+            tp,
+            per_node,
+            per_node,
+        )
     return mesh
+
+
+def crosses_nodes(mesh: Mesh, ranks_per_node: int) -> bool:
+    """Whether some tensor parallel group has ranks on two nodes, which hold consecutive ranks."""
+    return mesh.world_size > ranks_per_node and ranks_per_node % mesh.tp != 0
 
 
 def _pick_device(device: str | torch.device | None) -> torch.device:

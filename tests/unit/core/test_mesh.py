@@ -1,0 +1,52 @@
+"""Where ranks stand."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from merak.core import mesh
+from merak.core.mesh import Mesh, crosses_nodes
+
+
+def mesh_of(dp: int, tp: int, pp: int, rank: int = 0) -> Mesh:
+    return Mesh(dp, tp, pp, rank, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "ranks_per_node", "crosses"),
+    [(8, 2, 8, False), (4, 4, 8, False), (16, 1, 8, True), (3, 4, 4, True), (4, 1, 8, False)],
+)
+def test_tensor_parallel_groups_of_consecutive_ranks_fit_nodes_they_divide(
+    tp: int, pp: int, ranks_per_node: int, crosses: bool
+) -> None:
+    found = mesh_of(1, tp, pp)
+    assert crosses_nodes(found, ranks_per_node) == crosses
+    groups = [range(first, first + tp) for first in range(0, found.world_size, tp)]
+    nodes = [{rank // ranks_per_node for rank in group} for group in groups]
+    assert any(len(node) > 1 for node in nodes) == crosses
+
+
+def test_tensor_parallelism_across_nodes_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mesh, "_connect", lambda dp, tp, pp, *_: mesh_of(dp, tp, pp))
+    mesh.reset()
+    with caplog.at_level(logging.WARNING):
+        mesh.init(tp=4, device="cpu")
+    mesh.reset()
+    assert "tp=4 spans nodes of 2 ranks" in caplog.text
+    caplog.clear()
+    mesh.init(tp=2, pp=2, device="cpu")
+    mesh.reset()
+    assert caplog.text == ""
+
+
+def test_ranks_are_laid_out_with_tp_fastest() -> None:
+    places = [(m.pp_rank, m.dp_rank, m.tp_rank) for m in (mesh_of(2, 2, 2, r) for r in range(8))]
+    assert places == [(p, d, t) for p in range(2) for d in range(2) for t in range(2)]
+    assert mesh_of(2, 2, 2, rank=5).rank_at(0) == 1
