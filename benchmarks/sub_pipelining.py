@@ -246,8 +246,7 @@ def start(args: argparse.Namespace) -> None:
             raise SystemExit("a rank failed")
     finally:
         if apart:
-            for name in NAMESPACES:
-                subprocess.run(["ip", "netns", "del", name], check=False)
+            remove_namespaces()
 
 
 def _command(rank: int, apart: bool) -> tuple[list[str]]:
@@ -265,6 +264,7 @@ def _command(rank: int, apart: bool) -> tuple[list[str]]:
 
 def join_namespaces() -> None:
     """Two namespaces with a cable between them."""
+    remove_namespaces()  # what a run that was killed has left
     first, second = NAMESPACES
     commands = [
         f"netns add {first}",
@@ -279,6 +279,12 @@ def join_namespaces() -> None:
         ]
     for command in commands:
         subprocess.run(["ip", *command.split()], check=True)
+
+
+def remove_namespaces() -> None:
+    """Take both away, if they are there."""
+    for name in NAMESPACES:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def namespaces_allowed() -> bool:
