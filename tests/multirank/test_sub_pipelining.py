@@ -88,6 +88,9 @@ def test_every_schedule_runs_in_halves(pool, tmp_path):
     schedules = [name for name in SYNCHRONOUS if name not in ("1f1b", "gpipe")]
     ranks = pool.run(gradients, 4, "llama", schedules, (2, 2), 2, tmp_path)
     compare(ranks, schedules)
+    assert all(any(rank[name, True][2] for rank in ranks) for name in schedules)
+    recomputing = {name for name in schedules if any(build(name, 2, 4).recompute)}
+    assert recomputing >= {"early_recompute", "last_no_recompute", "shifted_critical_path"}
 
 
 def test_an_odd_microbatch_runs_whole(pool, tmp_path):

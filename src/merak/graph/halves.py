@@ -32,7 +32,7 @@ from merak.graph.sharding_placement import (
     local_meta,
 )
 from merak.graph.sharding_random import attend_sharded, dropout_sharded
-from merak.graph.sharding_rules import RULES, decide
+from merak.graph.sharding_rules import decide
 
 aten = torch.ops.aten
 _DROPPING: Mapping[Any, str] = {dropout_sharded: "layout", attend_sharded: "layout"}
@@ -142,7 +142,7 @@ def _embedding(op: Operator) -> Decision:
 
 
 _MORE_RULES: dict[str, Callable[[Operator], Decision]] = {
-    "aten.embedding.default": RULES.get("embedding", _embedding),
+    "aten.embedding.default": _embedding,
 }
 
 
