@@ -6,6 +6,8 @@ import multiprocessing
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,3 +167,42 @@ def test_slow_data_end_a_torchrun_job_of_the_trainer(tmp_path: Path) -> None:
     assert re.search(r"rank 1 .* has waited .* for what batches there are on rank 0", ended.said)
     assert ended.said.count("hang_limit_s=6; the job ends. Waiting for nobody: rank 0.") == 1
     assert "told in its own output" in ended.report
+
+
+def test_a_watch_is_seen_out_before_python_ends() -> None:
+    """A thread in torch's own code when Python ends would abort the process."""
+    command = [sys.executable, "-c", BUSY_IN_THE_STORE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+
+
+BUSY_IN_THE_STORE = """
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from merak.core import failure
+from merak.core.mesh import Mesh
+from merak.engine.progress import Progress
+from merak.engine.records import clock_of
+from merak.engine.watch import Watch
+
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+class SlowStore:
+    def check(self, keys):
+        with suppress(dist.DistStoreError):
+            store.wait(["nobody sets this"], timedelta(milliseconds=5))
+        return False
+
+
+failure.connect = SlowStore
+device = torch.device("cpu")
+mesh = Mesh(dp=1, tp=1, pp=1, rank=0, device=device, device_mesh=None)
+Watch(Progress(clock_of(device), 0), mesh, limit_s=0.01).start()
+time.sleep(0.1)
+"""

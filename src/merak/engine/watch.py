@@ -9,12 +9,14 @@ stopped or has ended, is named; where the store itself has gone, each rank comes
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,17 +92,31 @@ class Watch:
         self._said = _Said()
         # A plain flag: a lock might be held when a data loader forks.
         self._is_stopped = False
+        self._is_leaving = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._store: Store | None = None
         self._device: tuple[Standing | None, float] = (None, 0.0)
 
     def start(self) -> None:
         """Begin to watch."""
-        for work in (self._mind, self._listen):
-            threading.Thread(target=work, daemon=True, name="merak watch").start()
+        self._threads = [
+            threading.Thread(target=work, daemon=True, name="merak watch")
+            for work in (self._mind, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(_see_out, weakref.ref(self), os.getpid())
 
     def stop(self) -> None:
         """Let the threads end."""
         self._is_stopped = True
+
+    def join(self) -> None:
+        """Stop, and wait until the threads have ended."""
+        self._is_stopped = True
+        self._is_leaving.set()
+        for thread in self._threads:
+            thread.join(_CONNECTION_S)
 
     # ---- this rank ----
 
@@ -111,7 +127,7 @@ class Watch:
             known = outlast(self._limit_s + 2 * GRACE_S, known)
             if self._is_overdue() or self._said.is_told:
                 self._end()
-            time.sleep(self._every_s)
+            self._is_leaving.wait(self._every_s)
 
     def _is_overdue(self) -> bool:
         now = time.perf_counter()
@@ -164,7 +180,7 @@ class Watch:
             # Both while the store is there: one may have to wait in it when the other must not.
             self._store, store = failure.connect(), failure.connect()
             while not self._is_stopped and dist.is_initialized() and not self._said.is_told:
-                time.sleep(self._every_s)
+                self._is_leaving.wait(self._every_s)
                 self._said.is_told = store.check([HANG])
 
     def _tell(self, line: str, waits: str) -> None:
@@ -211,6 +227,17 @@ class Watch:
         if silent:
             found += f" Without an answer, so stopped, dead or busy: {_ranks(silent)}."
         return found
+
+
+def _see_out(watch: weakref.ref[Watch], pid: int) -> None:
+    """Let a watch's threads end before Python does.
+
+    One that is in torch's own code then aborts the process: where Python ends a thread inside of
+    C++, that calls `std::terminate`.
+    """
+    running = watch()
+    if running is not None and os.getpid() == pid:  # a fork has the handlers, not the threads
+        running.join()
 
 
 def describe(standing: Standing, since_s: float) -> str:
