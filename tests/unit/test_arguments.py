@@ -178,6 +178,7 @@ def test_accelerator_options(config: object, said: str, job: Callable[..., None]
         ({"bucket_bytes": 0}, "bucket_bytes=0 is not a size"),
         ({"hang_limit_s": 0.0}, "hang_limit_s=0.0 is not a time to wait; use a number of seconds"),
         ({"hang_limit_s": float("nan")}, "hang_limit_s=nan is not a time to wait"),
+        ({"max_shapes": 0}, "max_shapes=0 is no number of shapes to keep; use 1 or more"),
         ({"bucket_bytes": 7, "ddp_bucket_cap_mb": 1}, "contradict each other"),
         ({"partition": [3, 0]}, r"partition=\[3, 0\] has an empty stage"),
         ({"partition": [3, 4, 5]}, "names 3 stages, which cannot be laid out over pp=2"),

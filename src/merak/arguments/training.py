@@ -62,6 +62,7 @@ class MerakArguments(TrainingArguments):
         tied_gradients: "microbatch" or "step": when gradients of tied parameters are summed.
         hang_limit_s: seconds that a rank may wait before every rank says where it stands and the
             job ends.
+        max_shapes: so many shapes of microbatches are kept ready beside the first one.
         sub_pipelining: "auto", "on" or "off": whether microbatches run in two halves.
         recompute: what is computed again for the backward instead of kept.
         memory_budget: bytes that a rank may hold.
@@ -154,6 +155,13 @@ class MerakArguments(TrainingArguments):
         metadata={
             "help": "Seconds that a rank may wait for others, or be in one action of the pipeline; "
             "after them every rank prints where it stands, and the job ends."
+        },
+    )
+    max_shapes: int = field(
+        default=64,
+        metadata={
+            "help": "So many shapes of microbatches are kept ready beside the first one; of more, "
+            "those met last. A shape that is not ready is traced when a step meets it."
         },
     )
     sub_pipelining: str = field(
@@ -340,6 +348,8 @@ def _own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
             f"bucket_bytes={bucket_bytes} and ddp_bucket_cap_mb={cap_mb} contradict each other; "
             "set one of them."
         )
+    if arguments.max_shapes < 1:
+        yield f"max_shapes={arguments.max_shapes} is no number of shapes to keep; use 1 or more."
     if not arguments.hang_limit_s > 0:
         yield (
             f"hang_limit_s={arguments.hang_limit_s} is not a time to wait; use a number of seconds "

@@ -17,7 +17,7 @@ from merak.engine.layout import EngineOptions, Layout, partition_segments, segme
 from merak.engine.overlap import choose_halves
 from merak.engine.parts import Parts, Signature
 from merak.engine.plans import Plans
-from merak.engine.programs import Programs, num_readers, rewriter
+from merak.engine.programs import Programs, check_max_shapes, num_readers, rewriter
 from merak.engine.progress import Progress
 from merak.engine.recompute import settle_recompute
 from merak.engine.records import clock_of
@@ -52,6 +52,7 @@ def build_engine(
         ArgumentsError: a limit that is none.
     """
     check_limit(options.hang_limit_s)
+    check_max_shapes(options.max_shapes)
     forecast = forecast_of(source, sample, mesh, options)
     layout = forecast.layout
     in_halves = choose_halves(
@@ -60,7 +61,7 @@ def build_engine(
         mesh,
         lambda: segment_times(layout.graph, options, mesh, source.cache_dir),
     )
-    programs = Programs(source, mesh, layout, forecast.rewrite, in_halves)
+    programs = Programs(source, mesh, layout, forecast.rewrite, in_halves, options.max_shapes)
     if not layout.schedule.is_synchronous:
         _refuse_tied(layout, programs.owners)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]

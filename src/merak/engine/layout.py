@@ -43,6 +43,7 @@ class EngineOptions:
         hang_limit_s: seconds that a rank may wait, or be in one action; after them every rank says
             where it stands, and the job ends.
         recorded_steps: so many past steps are recorded, for `Engine.recorded_steps`.
+        max_shapes: so many shapes of microbatches are kept ready beside the planned one.
         recompute: what is computed again for the backward instead of kept, as
             `merak.plan.recompute.parse_recompute` reads it; None leaves it to the schedule.
         memory_budget_bytes: what a rank may hold; None takes a GPU's memory, and on the CPU none.
@@ -62,6 +63,7 @@ class EngineOptions:
     sub_pipelining: str = "auto"
     hang_limit_s: float = 600.0
     recorded_steps: int = 4
+    max_shapes: int = 64
     recompute: Recompute = None
     memory_budget_bytes: int | None = None
     master_weights: bool = False

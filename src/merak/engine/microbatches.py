@@ -17,7 +17,7 @@ class Microbatches:
 
     Args:
         mesh: the grid of ranks.
-        buffers: the model's buffers and the trace's constants.
+        buffers: the model's buffers by name.
         seed: the job's seed, for random draws.
     """
 
@@ -25,7 +25,6 @@ class Microbatches:
         self._mesh = mesh
         self._buffers = buffers
         self._seed = seed
-        self._fixed: dict[int, Values] = {}
 
     def make(
         self, program: Program, batch: Mapping[str, torch.Tensor], step: int, number: int
@@ -47,21 +46,21 @@ class Microbatches:
     def derive(self, microbatch: Microbatch) -> None:
         """Give it its masks, position ids and the like, as far as this rank's stages read them."""
         program = microbatch.program
-        varying = self._run(program.derived, microbatch.columns)
-        microbatch.derived = self._fixed_values(program) | varying
+        if not program.fixed_values:
+            program.fixed_values.update(self._run(program.fixed, program, {}))
+        varying = self._run(program.derived, program, microbatch.columns)
+        microbatch.derived = program.fixed_values | varying
 
-    def _fixed_values(self, program: Program) -> Values:
-        if id(program) not in self._fixed:
-            self._fixed[id(program)] = self._run(program.fixed, {})
-        return self._fixed[id(program)]
-
-    def _run(self, prologue: SegmentProgram, columns: Mapping[str, torch.Tensor]) -> Values:
+    def _run(
+        self, prologue: SegmentProgram, program: Program, columns: Mapping[str, torch.Tensor]
+    ) -> Values:
         if not prologue.segment.outputs:
             return {}
         function: Callable[..., tuple[torch.Tensor, ...]] = prologue.function
+        buffers = {**self._buffers, **program.constants}
         with torch.no_grad():
             values = function(
-                *(self._buffers[name] for name in prologue.segment.buffers),
+                *(buffers[name] for name in prologue.segment.buffers),
                 *(columns[name] for name in prologue.segment.columns),
             )
         return dict(zip(prologue.segment.outputs, values, strict=True))

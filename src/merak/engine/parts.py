@@ -33,7 +33,7 @@ class Parts:
         parameters: this rank's parameters by name.
         owned: names of those whose copy on this rank counts, of all ranks of its pipeline.
         shared: names of those that several segments of the model read.
-        buffers: the model's buffers and the trace's constants.
+        buffers: the model's buffers by name.
         kept_buffers: names of the model's buffers that this rank keeps up to date.
         base: the program of the shape that the job was planned with.
         program_for: what to run for a signature, in training or evaluation.

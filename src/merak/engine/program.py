@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -153,6 +153,8 @@ class Program:
         outputs: names of the model's outputs, in its order, on whatever rank they are made.
         loss: the name of the loss value; None in evaluation without labels.
         shards: how the parameters of this rank's stages are split over tp.
+        constants: tensors of the trace's own, by name; another shape's may have the same names.
+        fixed_values: what `fixed` has computed, once it has.
     """
 
     stages: dict[int, StageProgram]
@@ -163,6 +165,8 @@ class Program:
     outputs: tuple[str, ...]
     loss: str | None
     shards: dict[str, ParameterShard]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def gradients_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of some values that carry a gradient."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 
+from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
 from merak.engine.deferred import WeightGradients, defer_weights
@@ -28,12 +31,15 @@ logger = logging.getLogger(__name__)
 class Programs:
     """What this rank runs for a signature; traced when a shape is first met, then kept.
 
+    All ranks of a pipeline meet the same shapes in the same order, so they keep the same ones.
+
     Args:
         source: the model.
         mesh: the grid of ranks.
         layout: which segments form which stage.
         parallel: what tensor parallelism does to a segment; None for nothing.
         in_halves: whether microbatches run in halves, where they can.
+        max_shapes: how many shapes are kept beside the planned one; of more, those met last.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Programs:
         layout: Layout,
         parallel: Rewrite | None,
         in_halves: bool,
+        max_shapes: int,
     ) -> None:
         self.source = source
         graph = layout.graph
@@ -56,7 +63,11 @@ class Programs:
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
         self._rewrites = self._make_rewrites(graph, parallel, layout.plans.splits_backwards)
         self.base = self._compile(graph)
-        self._known = {(tuple(graph.columns.items()), True): self.base}
+        self._base_key = (tuple(graph.columns.items()), True)
+        self._others = lru_cache(maxsize=max_shapes)(self._make)
+        self._max_shapes = max_shapes
+        self._num_made = 0
+        self._seconds = 0.0
 
     def _make_rewrites(
         self, graph: ModelGraph, parallel: Rewrite | None, splits_backwards: bool
@@ -71,15 +82,33 @@ class Programs:
 
     def __call__(self, signature: Signature, training: bool) -> Program:
         """What to run for a signature, in training or evaluation."""
-        key = (signature, training)
-        if key not in self._known:
-            graph = build_graph(self.source, dict(signature), training=training)
-            self._known[key] = self._compile(graph)
-        return self._known[key]
+        if (signature, training) == self._base_key:
+            return self.base
+        return self._others(signature, training)
+
+    def _make(self, signature: Signature, training: bool) -> Program:
+        started = time.perf_counter()
+        graph = build_graph(self.source, dict(signature), training=training)
+        program = self._compile(graph)
+        self._num_made += 1
+        self._seconds += time.perf_counter() - started
+        if self._num_made == 2 * self._max_shapes:
+            self._warn()
+        return program
+
+    def _warn(self) -> None:
+        if dist.is_initialized() and dist.get_rank():
+            return
+        logger.warning(
+            "Batches of %d shapes have been prepared for, which took %.0f s, and max_shapes=%d are "
+            "kept; pad to few lengths (pad_to_multiple_of of the data collator), batch samples of "
+            "like length (train_sampling_strategy='group_by_length'), or raise max_shapes.",
+            self._num_made,
+            self._seconds,
+            self._max_shapes,
+        )
 
     def _compile(self, graph: ModelGraph) -> Program:
-        for name, tensor in graph.constants.items():
-            self.buffers[name] = tensor.to(self.mesh.device)
         bounds = stage_bounds(graph, self.owners, self._partition)
         # A graph that was cut otherwise has other segments: there nothing is kept by number.
         is_same = len(graph.segments) == self._partition.num_segments
@@ -87,7 +116,21 @@ class Programs:
         arrange: Arrange = arrange_whole
         if self._in_halves and graph.loss is not None:
             arrange = partial(arrange_in_halves, _batch_size(graph))
-        return compile_program(graph, bounds, self._rewrites, kept, arrange)
+        program = compile_program(graph, bounds, self._rewrites, kept, arrange)
+        device = self.mesh.device
+        return replace(program, constants={n: t.to(device) for n, t in graph.constants.items()})
+
+
+def check_max_shapes(max_shapes: int) -> None:
+    """Refuse a number of shapes to keep that is none.
+
+    Raises:
+        ArgumentsError: it is below 1.
+    """
+    if max_shapes < 1:
+        raise ArgumentsError(
+            f"max_shapes={max_shapes} is no number of shapes to keep; use 1 or more."
+        )
 
 
 def _batch_size(graph: ModelGraph) -> int:

@@ -69,7 +69,7 @@ class Stage:
     Args:
         index: the stage's number in the pipeline.
         weights: what its segments compute with.
-        buffers: by name, the buffers and the trace's constants that its segments read.
+        buffers: the model's buffers by name.
         waiting: where the segments leave weight gradients, if the schedule splits backwards.
         device: where it computes.
     """
@@ -170,7 +170,7 @@ class Stage:
     def _around(self, weights: Leaves, microbatch: Microbatch) -> Surroundings:
         return Surroundings(
             weights=weights,
-            buffers=self.buffers,
+            buffers={**self.buffers, **microbatch.program.constants},
             columns=microbatch.columns,
             derived=microbatch.derived,
             random_key=microbatch.random_key,

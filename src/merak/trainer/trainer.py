@@ -162,6 +162,7 @@ class MerakTrainer(Saving, Trainer):
             master_weights=args.master_weights,
             zero=args.zero,
             hang_limit_s=args.hang_limit_s,
+            max_shapes=args.max_shapes,
             recompute=args.recompute,
             memory_budget_bytes=args.memory_budget,
             optimizer=partial(similar_optimizer, self),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from merak.core import mesh
-from merak.core.errors import PlanError, TraceError
+from merak.core.errors import ArgumentsError, PlanError, TraceError
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
@@ -69,6 +71,68 @@ def test_dropout_depends_on_the_step_and_the_microbatch_alone() -> None:
     assert first[0] != first[1]
     assert torch.equal(train(engine, batches, step=3), first)
     assert not torch.equal(train(engine, batches, step=4), first)
+
+
+class ByLength(nn.Module):
+    """A model whose code makes tensors of the batch's sizes, which a trace keeps as constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        length = torch.tensor([float(input_ids.shape[1])])
+        late = (input_ids > 5).unsqueeze(-1) * torch.tensor([2.0 * input_ids.shape[1]])
+        x = self.embed(input_ids)
+        logits = self.head(x / length + x * late)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())}
+
+
+def _ids(length: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(16, (2, length))}
+
+
+def test_constants_of_several_shapes_in_one_step() -> None:
+    model = ByLength()
+    expected = copy.deepcopy(model)
+    batches = [_ids(length) for length in (4, 7, 5)]
+    engine = engine_of(model, batches[0], num_microbatches=3)
+    losses = train(engine, batches)
+    for number, batch in enumerate(batches):
+        loss = expected(**batch)["loss"] / 3
+        assert losses[number].item() == pytest.approx(loss.item(), rel=1e-6)
+        loss.backward()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(engine.parameters[name].grad, parameter.grad)
+
+
+def test_shapes_met_last_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    model = ByLength()
+    expected = copy.deepcopy(model)
+    engine = engine_of(model, _ids(3), max_shapes=2)
+    columns = [signature(_ids(length)).columns for length in range(3, 8)]
+    first, second = engine._parts.program_for(columns[1], True), columns[2]
+    engine._parts.program_for(second, True)
+    assert engine._parts.program_for(columns[1], True) is first  # and so used after the second
+    engine._parts.program_for(columns[3], True)
+    assert engine._parts.program_for(columns[1], True) is first
+    assert engine._parts.program_for(columns[0], True) is engine._parts.base
+    assert not _warnings(caplog)
+    for step, length in enumerate((4, 5, 6, 7, 3, 4, 5, 6)):
+        batch = _ids(length)
+        (loss,) = train(engine, [batch], step)
+        assert loss.item() == pytest.approx(expected(**batch)["loss"].item(), rel=1e-6)
+    (said,) = _warnings(caplog)
+    assert "Batches of 4 shapes" in said and "max_shapes=2 are kept; pad to few lengths" in said
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_number_of_kept_shapes_that_is_none() -> None:
+    with pytest.raises(ArgumentsError, match="max_shapes=0 is no number of shapes to keep"):
+        engine_of(gpt2(), text_batch(), max_shapes=0)
 
 
 def test_shapes_not_met_before_are_traced() -> None:
