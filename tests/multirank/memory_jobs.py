@@ -94,6 +94,7 @@ class MemoryJob:
     num_microbatches: int = 3
     frozen: str = "nothing"
     autocast: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -118,7 +119,7 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
     found = []
     for job in jobs:
         torch.manual_seed(0)
-        model, batch = MODELS[job.family](job.dropout), batch_of(job.family)
+        model, batch = MODELS[job.family](job.dropout).to(job.dtype), batch_of(job.family)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(job.frozen not in name)
         sample = signature(batch).columns
@@ -137,16 +138,19 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
         ranks = forecast.ranks(schedule, forecast.kept)
         peak = ranks[mesh.pp_rank].peak
         engine = build_engine(source, sample, mesh, options)
-        optimizer = adam(p for p in engine.parameters.values() if p.requires_grad)
-        known = [*model.buffers(), *forecast.layout.graph.constants.values()]
+        trained = engine.trained
+        optimizer = adam(trained.named.values())
+        constants = forecast.layout.graph.constants
+        known = [*model.buffers(), *constants.values(), *trained.named.values()]
         for step in range(2):
-            optimizer.zero_grad()
+            trained.clear_gradients()
             state = [t for s in optimizer.state.values() for t in s.values()]
             # The engine moves a batch to its device; here it is there already.
             with Storages([*engine.parameters.values(), *known, *state]) as storages:
                 batches = [{n: c.clone() for n, c in batch.items()} for _ in range(count)]
                 engine.train_step(step, [sample] * len(batches), batches, 1.0)
                 optimizer.step()
+                trained.write_back()
         static = sum(
             peak.parts.get(part, 0) for part in (Part.PARAMETERS, Part.OPTIMIZER, Part.BUFFERS)
         )

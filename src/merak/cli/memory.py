@@ -14,6 +14,9 @@ from merak.cli.errors import CommandError
 from merak.cli.output import show, size, stdout_to_stderr
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from merak.core.mesh import Mesh
     from merak.engine.forecast import Forecast
     from merak.plan.memory import RankMemory
@@ -34,8 +37,8 @@ class StageReport:
         segments: its segments.
         recomputed: how many of them compute their activations again.
         parameters: of its parameters.
-        gradients: of their gradients.
-        optimizer: of the optimizer's state.
+        gradients: of their gradients, as they are between microbatches.
+        optimizer: of the optimizer's state, masters included.
         activations: the most that its microbatches take at a time.
         total: all of it.
     """
@@ -109,6 +112,10 @@ class Request:
         budget: bytes that a rank may hold; None for no limit.
         optimizer: class in `torch.optim`.
         device: "cpu" or "cuda"; None for what this machine has.
+        zero: what replicas share, as `MerakArguments.zero`.
+        master_weights: whether parameters of low precision have float32 masters.
+        dtype: of the parameters.
+        autocast: what the model runs under `torch.autocast` with; None for not.
     """
 
     model: str
@@ -122,6 +129,10 @@ class Request:
     budget: int | None = None
     optimizer: str = "AdamW"
     device: str | None = None
+    zero: int = 0
+    master_weights: bool = False
+    dtype: str = "float32"
+    autocast: str | None = None
 
 
 def memory(  # one argument for each option
@@ -152,13 +163,35 @@ def memory(  # one argument for each option
     optimizer: Annotated[
         str, typer.Option("--optimizer", metavar="CLASS", help="Of torch.optim.")
     ] = "AdamW",
+    zero: Annotated[
+        int,
+        typer.Option(
+            "--zero",
+            metavar="0|1|2",
+            help="What replicas share: 1 the optimizer, 2 also the gradients.",
+        ),
+    ] = 0,
+    master_weights: Annotated[
+        bool,
+        typer.Option("--master-weights", help="float32 masters of parameters of low precision."),
+    ] = False,
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", metavar="TYPE", help="Of the parameters, such as bfloat16."),
+    ] = "float32",
+    autocast: Annotated[
+        str | None,
+        typer.Option(
+            "--autocast", metavar="TYPE", help="bfloat16 or float16: what bf16 and fp16 train with."
+        ),
+    ] = None,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what every stage of a job will take, without running or creating anything."""
     request = Request(
         model, config, batch, seq, (dp, tp, pp), schedule, microbatches, recompute, budget,
-        optimizer, device,
+        optimizer, device, zero, master_weights, dtype, autocast,
     )  # fmt: skip
     with stdout_to_stderr():
         report = memory_report(request)
@@ -185,6 +218,7 @@ def memory_report(request: Request) -> MemoryReport:
     from merak.graph.proxies import empty_weights
 
     mesh = _mesh(request)
+    dtype, autocast = _types(request)
     if request.microbatches < 1:
         raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")
     source = resolve_model(request.model, parse_overrides(request.config))
@@ -192,11 +226,17 @@ def memory_report(request: Request) -> MemoryReport:
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )
     with empty_weights():
-        module = source.build()
+        built: nn.Module = source.build()
+        module = built.to(dtype)
     folder = default_trace_cache()
     limit = None if request.recompute == "auto" else _NO_LIMIT
     forecast = forecast_of(
-        GraphSource(module, device=mesh.device, cache_dir=Path(folder) if folder else None),
+        GraphSource(
+            module,
+            device=mesh.device,
+            cache_dir=Path(folder) if folder else None,
+            autocast=autocast,
+        ),
         tuple((name, column.meta) for name, column in columns.items()),
         mesh,
         EngineOptions(
@@ -205,6 +245,8 @@ def memory_report(request: Request) -> MemoryReport:
             recompute=request.recompute,
             memory_budget_bytes=limit if request.budget is None else request.budget,
             optimizer=_optimizer(request.optimizer),
+            zero=request.zero,
+            master_weights=request.master_weights,
         ),
     )
     return _report(source.name, forecast, Path(folder) if folder else None)
@@ -226,6 +268,22 @@ def _mesh(request: Request) -> Mesh:
     if kind not in ("cpu", "cuda"):
         raise CommandError(f"--device {kind} is not supported; use cpu or cuda.")
     return Mesh(*request.degrees, 0, torch.device(kind), None)
+
+
+def _types(request: Request) -> tuple[torch.dtype, torch.dtype | None]:
+    """Of the parameters, and of autocast."""
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if request.dtype not in known:
+        raise CommandError(
+            f"--dtype {request.dtype} is no type of parameters; use one of {', '.join(known)}."
+        )
+    if request.autocast is None:
+        return known[request.dtype], None
+    if request.autocast not in ("bfloat16", "float16"):
+        raise CommandError(f"--autocast {request.autocast} is none; use bfloat16 or float16.")
+    return known[request.dtype], known[request.autocast]
 
 
 def _optimizer(name: str) -> OptimizerFactory:

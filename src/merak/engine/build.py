@@ -30,6 +30,7 @@ from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.tp_plan import given_plan
+from merak.schedule.ir import Schedule
 
 
 def build_engine(
@@ -93,6 +94,7 @@ def forecast_of(
     """
     graph = build_graph(source, dict(sample), training=True)
     plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
+    _refuse_sharing(plans.base.schedule, options.zero)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
@@ -104,6 +106,18 @@ def forecast_of(
         options,
     )
     return settle_recompute(forecast, lambda: segment_times(graph, options, mesh, source.cache_dir))
+
+
+def _refuse_sharing(schedule: Schedule, zero: int) -> None:
+    """An optimizer can be shared where all replicas of a stage have the same weights."""
+    if zero not in (0, 1, 2):
+        raise ScheduleError(f"zero={zero} is not a choice; use 0, 1 or 2.")
+    if zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
+        raise ScheduleError(
+            f"zero={zero} shares the optimizer among the replicas of a stage, but "
+            f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
+            "zero=0, or a schedule such as '1f1b'."
+        )
 
 
 def _refuse_tied(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
@@ -139,7 +153,7 @@ def _assemble(
         )
         for stage, waiting in programs.waiting.items()
     }
-    trained = _trained(layout, parameters, mesh, options)
+    trained = _trained(parameters, mesh, options)
     progress = Progress(clock_of(mesh.device), options.recorded_steps)
     transfers = Transfers(mesh, progress, max_open_sends=4 * mesh.pp)
     evaluated = channels_of_pipe(layout.stage_rank)
@@ -212,17 +226,8 @@ def _kept_buffers(layout: Layout, programs: Programs, mesh: Mesh) -> frozenset[s
 
 
 def _trained(
-    layout: Layout, parameters: Mapping[str, nn.Parameter], mesh: Mesh, options: EngineOptions
+    parameters: Mapping[str, nn.Parameter], mesh: Mesh, options: EngineOptions
 ) -> TrainedParameters:
-    schedule = layout.schedule
-    if options.zero not in (0, 1, 2):
-        raise ScheduleError(f"zero={options.zero} is not a choice; use 0, 1 or 2.")
-    if options.zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
-        raise ScheduleError(
-            f"zero={options.zero} shares the optimizer among the replicas of a stage, but "
-            f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
-            "zero=0, or a schedule such as '1f1b'."
-        )
     group = mesh.group("dp") if options.zero else None
     return TrainedParameters(parameters, group, options.master_weights, options.bucket_bytes)
 

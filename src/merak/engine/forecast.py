@@ -15,7 +15,8 @@ from merak.engine.tied import Holder, find_holders
 from merak.plan.balance import Timed
 from merak.plan.memory import Job, MemoryModel, RankMemory
 from merak.plan.recompute import Position, fill, recomputing_stages
-from merak.plan.walk import SharedHere
+from merak.plan.sharing import Sharing
+from merak.plan.surroundings import SharedHere
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.lower import lower
 from merak.schedule.recompute import recomputing
@@ -140,6 +141,11 @@ class Forecast:
             optimizer=self.options.optimizer,
             every_microbatch=self.options.exact_tied_gradients,
             bucket_bytes=self.options.bucket_bytes,
+            sharing=Sharing(
+                degree=mesh.dp if self.options.zero else 1,
+                every_microbatch=self.options.zero == 2 and mesh.dp > 1,
+                masters=self.options.master_weights,
+            ),
         )
 
     def _shared(self, rank: int) -> dict[tuple[str, int], SharedHere]:

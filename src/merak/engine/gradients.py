@@ -9,14 +9,20 @@ of them has had.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from merak.engine.progress import Progress
-from merak.engine.shares import pack
+from merak.engine.shares import pack_all
+
+Bucket = tuple[torch.nn.Parameter, ...]
+"""Parameters whose gradients are summed together."""
+
+MOST_OPEN_BUCKETS = 2
+"""Buckets under way at a time where they are summed after every microbatch to save memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +35,10 @@ class StageGradients:
     """
 
     group: dist.ProcessGroup | None
-    buckets: tuple[tuple[torch.nn.Parameter, ...], ...]
+    buckets: tuple[Bucket, ...]
 
 
-def fill_buckets(
-    parameters: Iterable[torch.nn.Parameter], bucket_bytes: int
-) -> tuple[tuple[torch.nn.Parameter, ...], ...]:
+def fill_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Part parameters into buckets of one dtype each, in their order.
 
     Args:
@@ -54,8 +58,29 @@ def fill_buckets(
     return tuple(tuple(bucket) for bucket in buckets)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A bucket that is being summed.
+
+    Args:
+        stage: of its parameters.
+        work: tells when it is done.
+        sent: this rank's gradients, which must stay until then.
+        flat: the sums that come, or this replica's share of them.
+        bucket: the parameters.
+    """
+
+    stage: int
+    work: dist.Work
+    sent: torch.Tensor
+    flat: torch.Tensor
+    bucket: Bucket
+
+
 class GradientReducer:
     """Sums gradients in buckets, without waiting until told to.
+
+    A bucket takes the place of the gradients in it, so that they are never held twice.
 
     Args:
         stages: this rank's stages.
@@ -70,16 +95,17 @@ class GradientReducer:
         progress: Progress,
         stepped: Mapping[int, torch.nn.Parameter] | None = None,
     ) -> None:
-        self.every_microbatch = False  # whether sums of every microbatch are taken at once
+        # Whether sums are taken after every microbatch, so that there is never more than its share
+        # between them. All replicas then have equally many, and start buckets in the same order.
+        self.every_microbatch = False
         self._stepped = stepped
         self._stages = stages
         self._progress = progress
         self._queue: deque[int] = deque()
-        # Of the stage whose turn it is: buckets still to start, and what is final of every stage.
-        self._left: deque[tuple[torch.nn.Parameter, ...]] = deque()
+        # Of every stage: buckets still to start, and what is final.
+        self._left: dict[int, deque[Bucket]] = {}
         self._final: dict[int, set[int]] = {}
-        self._open: deque[tuple[int, dist.Work, torch.Tensor, Sequence[torch.nn.Parameter]]]
-        self._open = deque()
+        self._open: deque[_Sum] = deque()
 
     def start_step(self, order: Iterable[int]) -> None:
         """A step begins.
@@ -89,55 +115,46 @@ class GradientReducer:
                 several of them.
         """
         self._queue = deque(order)
-        self._final = {stage: set() for stage in self._stages}
-        self._open_next()
+        for stage in self._stages:
+            self._refill(stage)
 
     def ready(self, stage: int, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Some of a stage's gradients are final on this rank."""
-        if self._stages[stage].group is None:
-            return
-        final = self._final[stage]
+        """Some of a stage's gradients are final on this rank, of a microbatch or of all."""
+        final, left = self._final[stage], self._left[stage]
         final.update(id(parameter) for parameter in parameters)
-        if not self._queue or self._queue[0] != stage:
+        if not self.every_microbatch and (not self._queue or self._queue[0] != stage):
             return  # another stage comes first on all ranks
-        while self._left and all(id(p) in final for p in self._left[0]):
-            self._start(stage, self._left.popleft())
+        while left and all(id(p) in final for p in left[0]):
+            self._start(stage, left.popleft())
 
     def complete(self, stage: int) -> None:
         """All of a stage's gradients are final; a parameter without one gives zeros."""
         turn = self._queue.popleft()
         assert turn == stage, f"stage {stage} is reduced when it is the turn of {turn}"
-        for bucket in self._left:
-            self._start(stage, bucket)
-        self._final[stage].clear()
-        self._open_next()
+        self._start_rest(stage)
+        self._refill(stage)  # an asynchronous schedule reduces it several times in a step
+
+    def microbatch_done(self, stage: int) -> None:
+        """Sum what a stage has of a microbatch that is not its last, if that is asked for."""
+        if self.every_microbatch:
+            self._start_rest(stage)
+            self._refill(stage)
 
     def wait(self) -> None:
         """Put the sums in the place of the gradients."""
         while self._open:
-            self._take(*self._open.popleft())
+            self._take(self._open.popleft())
 
-    def reduce_now(self, stage: int) -> None:
-        """Sum what a stage has had of its gradients so far, of a microbatch that is not its last.
-
-        Called in one order on all replicas, which keep their shares of the sums alone.
-        """
-        self.wait()
-        if self._stages[stage].group is not None:
-            for bucket in self._stages[stage].buckets:
-                self._start(stage, bucket)
-
-    def _take(
-        self, stage: int, work: dist.Work, flat: torch.Tensor, bucket: Sequence[torch.nn.Parameter]
-    ) -> None:
+    def _take(self, found: _Sum) -> None:
+        stage = found.stage
         peers = others_of(self._stages[stage].group)
         with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
-            work.wait()
+            found.work.wait()
         if self._stepped is not None:
-            self._take_shares(flat, bucket)
+            self._take_shares(found)
             return
-        pieces = flat.split([p.numel() for p in bucket])
-        for parameter, piece in zip(bucket, pieces, strict=True):
+        pieces = found.flat.split([p.numel() for p in found.bucket])
+        for parameter, piece in zip(found.bucket, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)
 
     def forget(self) -> None:
@@ -147,35 +164,43 @@ class GradientReducer:
         self._left.clear()
         self._final.clear()
 
-    def _open_next(self) -> None:
-        self._left.clear()
-        if self._queue and self._stages[self._queue[0]].group is not None:
-            self._left.extend(self._stages[self._queue[0]].buckets)
+    def _refill(self, stage: int) -> None:
+        reduced = self._stages[stage]
+        self._left[stage] = deque(reduced.buckets if reduced.group is not None else ())
+        self._final[stage] = set()
 
-    def _start(self, stage: int, bucket: Sequence[torch.nn.Parameter]) -> None:
+    def _start_rest(self, stage: int) -> None:
+        left = self._left[stage]
+        while left:
+            self._start(stage, left.popleft())
+
+    def _start(self, stage: int, bucket: Bucket) -> None:
+        while self.every_microbatch and len(self._open) >= MOST_OPEN_BUCKETS:
+            self._take(self._open.popleft())
         # A replica without a microbatch, or a parameter that took no part, gives zeros.
         gradients = [p.grad if p.grad is not None else no_gradient(p) for p in bucket]
+        for parameter in bucket:
+            parameter.grad = None
         group = self._stages[stage].group
         if self._stepped is None:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            rows = [gradient.reshape(-1) for gradient in gradients]
+            flat = torch.cat(rows) if len(rows) > 1 else rows[0]
+            everything = flat
             work = dist.all_reduce(flat, group=group, async_op=True)
         else:
-            degree = dist.get_world_size(group)
-            parts = [pack(gradients, degree, index) for index in range(degree)]
-            flat = torch.empty_like(parts[0])
+            everything = pack_all(gradients, dist.get_world_size(group))
+            flat = everything.new_empty(everything.numel() // dist.get_world_size(group))
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            work = scatter(flat, torch.cat(parts), group=group, async_op=True)
-            for parameter in bucket:
-                parameter.grad = None  # its share is all that is kept
+            work = scatter(flat, everything, group=group, async_op=True)
         assert work is not None
-        self._open.append((stage, work, flat, bucket))
+        self._open.append(_Sum(stage, work, everything, flat, bucket))
 
-    def _take_shares(self, flat: torch.Tensor, bucket: Sequence[torch.nn.Parameter]) -> None:
+    def _take_shares(self, found: _Sum) -> None:
         assert self._stepped is not None
         start = 0
-        for parameter in bucket:
+        for parameter in found.bucket:
             stepped = self._stepped[id(parameter)]
-            piece = flat[start : start + stepped.numel()].view_as(stepped)
+            piece = found.flat[start : start + stepped.numel()].view_as(stepped)
             start += stepped.numel()
             if stepped.numel():
                 add_gradient(stepped, piece)

@@ -16,7 +16,12 @@ def rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 def share_rows(parameter: torch.Tensor, degree: int, index: int) -> RowShare:
     """The rows of a parameter that one of some replicas steps; their numbers differ by one."""
-    count = parameter.shape[0] if parameter.dim() else 1
+    return row_share(tuple(parameter.shape), degree, index)
+
+
+def row_share(shape: tuple[int, ...], degree: int, index: int) -> RowShare:
+    """Likewise, of a tensor of some shape."""
+    count = shape[0] if shape else 1
     return RowShare(count * index // degree, count * (index + 1) // degree)
 
 
@@ -30,6 +35,20 @@ def pack(tensors: Sequence[torch.Tensor], degree: int, index: int) -> torch.Tens
     length = sum(piece.numel() for piece in pieces)
     rest = longest_share(tensors, degree) - length
     return torch.cat([*pieces, tensors[0].new_zeros(rest)] if rest else pieces)
+
+
+def pack_all(tensors: Sequence[torch.Tensor], degree: int) -> torch.Tensor:
+    """Every replica's rows of some tensors, as `pack` lays them, one replica after the other."""
+    length = longest_share(tensors, degree)
+    flat = tensors[0].new_zeros(degree * length)
+    for index, part in enumerate(flat.chunk(degree)):
+        start = 0
+        for tensor in tensors:
+            share = share_rows(tensor, degree, index)
+            rows = rows_of(tensor.detach(), share.start, share.stop)
+            part[start : start + rows.numel()].view_as(rows).copy_(rows)
+            start += rows.numel()
+    return flat
 
 
 def unpack(flat: torch.Tensor, into: Sequence[torch.Tensor], degree: int, index: int) -> None:

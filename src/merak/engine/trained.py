@@ -126,6 +126,7 @@ class TrainedParameters:
         gradients = [source.grad for source in sources if source.grad is not None]
         if gradients and loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
+        gradients.clear()  # so that each goes as soon as it has been converted
         for source, item in zip(sources, self.items.values(), strict=True):
             gradient, source.grad = source.grad, None
             if gradient is None or not item.stepped.numel():

@@ -164,14 +164,14 @@ class TrainingStep:
         self._parts.stages[action.stage].recompute(action.microbatch, microbatch)
 
     def _backward(self, action: Action) -> None:
-        stage = self._parts.stages[action.stage]
+        stage, reducer = self._parts.stages[action.stage], self._parts.reducer
         is_last = self._is_last(action)
 
         def segment_done(segment: SegmentProgram) -> None:
             self._collect(segment, action)
             stage.waiting.run(action.microbatch)
-            if is_last:
-                self._parts.reducer.ready(action.stage, self._unshared(segment))
+            if is_last or reducer.every_microbatch:
+                reducer.ready(action.stage, self._unshared(segment))
 
         self._run_backward(action, segment_done)
 
@@ -198,9 +198,8 @@ class TrainingStep:
         weights = self._parts.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
             weights.finished(action.microbatch)
-        reducer = self._parts.reducer
-        if reducer.every_microbatch and not self._is_last(action):
-            reducer.reduce_now(action.stage)
+        if not self._is_last(action):
+            self._parts.reducer.microbatch_done(action.stage)
         self._stages_left[action.microbatch] -= 1
         if not self._stages_left[action.microbatch]:
             self._microbatches[action.microbatch].derived = {}

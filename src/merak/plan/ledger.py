@@ -105,6 +105,11 @@ class Ledger:
             parts[Part.TEMPORARY] = parts.get(Part.TEMPORARY, 0) + taken_bytes
             self.peak = Moment(at, total, parts)
 
+    def settle(self, part: Part, num_bytes: int) -> None:
+        """A part has come down to so much, whoever held it."""
+        self.total_bytes += num_bytes - self.parts[part]
+        self.parts[part] = num_bytes
+
     def _add(self, part: Part, stage: int | None, num_bytes: int) -> None:
         self.parts[part] += num_bytes
         self.total_bytes += num_bytes

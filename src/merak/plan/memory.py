@@ -6,7 +6,7 @@ Source: arXiv 2206.04959 (Merak), section 5.2, for what grows with the microbatc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,7 +16,9 @@ from merak.graph.ir import TensorMeta
 from merak.plan.ledger import Ledger, Moment, Part
 from merak.plan.optimizer import OptimizerFactory, OptimizerMemory, optimizer_memory
 from merak.plan.saved import SegmentMemories, SegmentMemory, storage_bytes
-from merak.plan.walk import SharedHere, Surroundings, Walk, parameters_of
+from merak.plan.sharing import Sharing, gradient_bytes, total_bytes
+from merak.plan.surroundings import SharedHere, Surroundings, parameters_of
+from merak.plan.walk import Walk
 from merak.schedule.ir import Schedule
 from merak.schedule.memory import num_weight_versions
 from merak.schedule.steps import Step
@@ -32,8 +34,8 @@ class StageMemory:
     Args:
         stage: its number.
         parameters: of its parameters.
-        gradients: of their gradients.
-        optimizer: of the optimizer's state for them.
+        gradients: of their gradients, as they are between microbatches.
+        optimizer: of the optimizer's state for them, masters included.
         activations: the most that its microbatches take at a time: what autograd saves, inputs
             kept by what recomputes, what arrives and leaves, and what an operator takes meanwhile.
     """
@@ -78,6 +80,7 @@ class Job:
         optimizer: makes the optimizer; None counts none.
         every_microbatch: whether gradients of shared parameters travel after every microbatch.
         bucket_bytes: gradients are summed over replicas as soon as so many bytes are final.
+        sharing: what of gradients and optimizer each replica holds.
     """
 
     programs: tuple[Program, ...]
@@ -87,6 +90,7 @@ class Job:
     optimizer: OptimizerFactory | None = None
     every_microbatch: bool = True
     bucket_bytes: int = 25 * 2**20
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 class MemoryModel:
@@ -151,18 +155,22 @@ class MemoryModel:
             memory=self.segments,
             derived_bytes=varying_bytes,
             shared=job.shared[rank],
+            sharing=job.sharing,
             bucket_bytes=job.bucket_bytes if _is_replicated(rank, schedule, job) else None,
             every_microbatch=job.every_microbatch,
             open_sends=SENDS_PER_RANK * job.mesh.pp,
         )
         Walk(around, ledger).run(steps[rank])
         # Buckets have become the gradients when the optimizer steps.
-        ledger.parts[Part.COMMUNICATION] = 0
-        update = sum(ledger.parts.values()) - ledger.total_bytes
-        ledger.look("update", update + taken)
+        ledger.settle(Part.COMMUNICATION, 0)
+        stepped_bytes = total_bytes(job.sharing.stepped(_trained(parameters)).values())
+        ledger.settle(Part.GRADIENTS, min(stepped_bytes, ledger.parts[Part.GRADIENTS]))
+        ledger.look("update", taken)
+        ledger.look("gather", _gathered_bytes(job, _trained(parameters)))
         assert ledger.peak is not None
         stages = tuple(
-            _stage(stage, program, state, ledger.stage_peaks[stage]) for stage in program.stages
+            _stage(stage, program, state, job.sharing, ledger.stage_peaks[stage])
+            for stage in program.stages
         )
         return RankMemory(rank, stages, ledger.peak)
 
@@ -202,10 +210,28 @@ def _keeping(program: Program, kept: frozenset[int]) -> Program:
 
 
 def _optimizer(job: Job, program: Program, device: torch.device) -> tuple[dict[str, int], int]:
-    """State of the optimizer by parameter, and what it takes while it steps."""
-    metas = {n: meta for n, meta in parameters_of(program).items() if meta.requires_grad}
-    found: OptimizerMemory = optimizer_memory(job.optimizer, list(metas.values()), device)
-    return dict(zip(metas, found.state_bytes, strict=True)), found.taken_bytes
+    """State of the optimizer by parameter with its master, and what it takes while it steps."""
+    metas = _trained(parameters_of(program))
+    stepped = job.sharing.stepped(metas)
+    some = {name: meta for name, meta in stepped.items() if meta.num_bytes}
+    found: OptimizerMemory = optimizer_memory(job.optimizer, list(some.values()), device)
+    state = dict(zip(some, found.state_bytes, strict=True))
+    masters = {name: job.sharing.master_bytes(metas[name], stepped[name]) for name in metas}
+    return {name: state.get(name, 0) + masters[name] for name in metas}, found.taken_bytes
+
+
+def _gathered_bytes(job: Job, metas: Mapping[str, TensorMeta]) -> int:
+    """What replicas take to give each other the parameters they have stepped, by buckets."""
+    if not job.sharing.is_sharded or not metas:
+        return 0
+    whole = total_bytes(metas.values())
+    largest = max(meta.num_bytes for meta in metas.values())
+    bucket = min(whole, job.bucket_bytes + largest)
+    return bucket + bucket // job.sharing.degree
+
+
+def _trained(metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+    return {name: meta for name, meta in metas.items() if meta.requires_grad}
 
 
 def _prologue_bytes(program: Program, device: torch.device) -> tuple[int, int]:
@@ -228,16 +254,19 @@ def _columns(program: Program) -> list[TensorMeta]:
     return list(found.values())
 
 
-def _stage(stage: int, program: Program, state: Mapping[str, int], activations: int) -> StageMemory:
+def _stage(
+    stage: int, program: Program, state: Mapping[str, int], sharing: Sharing, activations: int
+) -> StageMemory:
     """A stage's row; a parameter of several stages of one position counts in the first."""
     earlier = {n for s in program.stages if s < stage for n in _names(program, s)}
     own = {n: m for n, m in parameters_of(program).items() if n in _names(program, stage)}
     metas = {name: meta for name, meta in own.items() if name not in earlier}
-    trained = {name: meta for name, meta in metas.items() if meta.requires_grad}
+    trained = _trained(metas)
+    kept = sharing.stepped(trained) if sharing.every_microbatch else trained
     return StageMemory(
         stage=stage,
         parameters=_sum(metas),
-        gradients=_sum(trained),
+        gradients=sum(gradient_bytes(meta) for meta in kept.values()),
         optimizer=sum(state.get(name, 0) for name in trained),
         activations=activations,
     )
@@ -248,4 +277,4 @@ def _names(program: Program, stage: int) -> set[str]:
 
 
 def _sum(metas: Mapping[str, TensorMeta]) -> int:
-    return sum(meta.num_bytes for meta in metas.values())
+    return total_bytes(metas.values())

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from merak.engine.gradients import gradient_dtype, sum_in_float32
 from merak.graph.ir import Kind, Segment, TensorMeta
 from merak.plan.storages import Storages
 
@@ -123,6 +124,7 @@ class _Run:
                 self.inputs[node.meta["name"]] = argument
             elif kind is Kind.PARAMETER and argument.requires_grad:
                 self.parameters.append(argument)
+        sum_in_float32(self.parameters)
 
     def fake(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         with self.mode:
@@ -151,7 +153,7 @@ def _measure(segment: Segment, device: torch.device) -> SegmentMemory:
     kept, first, places = _backward(run)
     with run.mode, torch.no_grad():
         for parameter in run.parameters:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     _, later, _ = _backward(run)
     own = sum(o.num_bytes for name, o in places.items() if o.root == name)
     return SegmentMemory(

@@ -3,65 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from merak.engine.program import Program, SegmentProgram
-from merak.graph.ir import Kind as ValueKind
-from merak.graph.ir import TensorMeta
+from merak.engine.program import SegmentProgram
+from merak.plan.gradients import Gradients
 from merak.plan.ledger import Ledger, Part, Window
-from merak.plan.saved import SegmentMemory
-from merak.schedule.ir import FINAL_KINDS, Action, Kind, Schedule
+from merak.plan.surroundings import Surroundings, trained
+from merak.schedule.ir import FINAL_KINDS, Action, Kind
 from merak.schedule.steps import Compute, Payload, Receive, ReduceGradients, Send, Step
 
 Keys = dict[str, Hashable]
 """Values by name, and the storage each lies in; None for one that costs nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedHere:
-    """A parameter that several segments read, as one pipe sees it from this rank.
-
-    Args:
-        first: the first segment here that reads it.
-        owned: whether this rank has the first segment of all, and so sums what the others send.
-        num_holders: how many ranks of the pipe read it.
-        open_sends: gradients of it that this rank may have sent and not yet seen taken.
-    """
-
-    first: int
-    owned: bool
-    num_holders: int
-    open_sends: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a rank's walk needs to know besides its steps.
-
-    Args:
-        rank: the pipeline position.
-        schedule: the schedule, with the stages that recompute anything.
-        program: the rank's stages, with the segments that keep their activations.
-        memory: what each segment needs, by its number.
-        derived_bytes: of the derived values of a microbatch.
-        shared: parameters that several segments read, by name and pipe.
-        bucket_bytes: gradients are summed over replicas as soon as so many bytes are final; None
-            where nobody else holds the rank's stages.
-        every_microbatch: whether gradients of shared parameters travel after every microbatch.
-        open_sends: sends of a rank whose buffers may be held at a time.
-    """
-
-    rank: int
-    schedule: Schedule
-    program: Program
-    memory: Mapping[int, SegmentMemory]
-    derived_bytes: int
-    shared: Mapping[tuple[str, int], SharedHere]
-    bucket_bytes: int | None
-    every_microbatch: bool
-    open_sends: int
 
 
 @dataclass(slots=True)
@@ -88,22 +42,15 @@ class Walk:
     _arrived: dict[tuple[Payload, int, int], Keys] = field(default_factory=dict)
     _records: dict[tuple[int, int], list[_Record]] = field(default_factory=dict)
     _stages_left: Counter[int] = field(default_factory=Counter)
-    _seen: set[str] = field(default_factory=set)
-    _bytes: Mapping[str, int] = field(init=False)
-    _last: dict[int, int] = field(default_factory=dict)
-    # Bytes of final gradients in the open bucket, and buckets that are being summed.
-    _bucket: int = 0
-    _num_buckets: int = 0
-    _shares: dict[str, Window] = field(default_factory=dict)
+    _gradients: Gradients = field(init=False)
 
     def __post_init__(self) -> None:
         """Nothing has been sent."""
         around = self.around
         self._sends = Window(self.ledger, around.open_sends)
-        self._bytes = {name: meta.num_bytes for name, meta in parameters_of(around.program).items()}
+        self._gradients = Gradients(around, self.ledger)
         for action in around.schedule.actions[around.rank]:
             if action.kind in FINAL_KINDS:
-                self._last[action.stage] = action.microbatch
                 self._stages_left[action.microbatch] += 1
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -112,15 +59,15 @@ class Walk:
             Compute: lambda step: _ACTIONS[step.action.kind](self, step.action),
             Send: self._send,
             Receive: self._receive,
-            ReduceGradients: lambda step: self._flush(),
+            ReduceGradients: lambda step: self._gradients.flush("end"),
         }
         for step in steps:
             if type(step) in handlers:
                 handlers[type(step)](step)
-        self._flush()
+        self._gradients.flush("end")
         self.ledger.look("end")
-        for sends in (self._sends, *self._shares.values()):
-            sends.close()
+        self._gradients.finish()
+        self._sends.close()
 
     # ---- transfers ----
 
@@ -259,14 +206,14 @@ class Walk:
         names = trained(segment)
         # Asynchronous schedules give every microbatch leaves of its own, and so new gradients.
         is_synchronous = self.around.schedule.is_synchronous
-        is_first = not is_synchronous or any(name not in self._seen for name in names)
+        is_first = not is_synchronous or self._gradients.are_new(names)
         taken = memory.first_backward_bytes if is_first else memory.backward_bytes
         self.ledger.look(self.around.schedule.label(action), taken, action.stage)
         for name in names:
-            self._add_gradient(name, segment, action)
+            self._gradients.add(name, segment, action)
             if not is_synchronous:
                 leaf = ("leaf", action.stage, action.microbatch, name)
-                self.ledger.hold(leaf, self._bytes[name], Part.TEMPORARY, action.stage)
+                self.ledger.hold(leaf, self._gradients.bytes[name], Part.TEMPORARY, action.stage)
         for name in segment.segment.inputs:
             if self.around.program.values[name].requires_grad and name not in gradients:
                 self._hold_gradient(name, action, gradients)
@@ -287,14 +234,14 @@ class Walk:
     def _weight_gradient(self, action: Action) -> None:
         segments = self.around.program.stages[action.stage].segments
         names = [name for segment in segments for name in trained(segment)]
-        largest = max((self._bytes[name] for name in names), default=0)
+        largest = max((self._gradients.bytes[name] for name in names), default=0)
         self.ledger.look(self.around.schedule.label(action), largest, action.stage)
         for segment in (s for s in segments if s.trains):
             key = ("waiting", action.stage, action.microbatch, segment.segment.index)
             self.ledger.release(key)
         for name in names:
-            if self._shared(name, action) is None:
-                self._reduce(name, action)
+            if self._gradients.shared(name, action) is None:
+                self._gradients.reduce(name, action)
         self._complete(action)
 
     def _complete(self, action: Action) -> None:
@@ -303,86 +250,11 @@ class Walk:
             for segment in self.around.program.stages[action.stage].segments:
                 for name in trained(segment):
                     self.ledger.release(("leaf", action.stage, number, name))
+        if self.around.sharing.every_microbatch:
+            self._gradients.flush(self.around.schedule.label(action))
         self._stages_left[number] -= 1
         if self._stages_left[number] == 0:
             self.ledger.release(("derived", number))
-
-    # ---- gradients of parameters ----
-
-    def _add_gradient(self, name: str, segment: SegmentProgram, action: Action) -> None:
-        shared = self._shared(name, action)
-        if shared is not None:
-            self._add_shared(name, shared, segment, action)
-            return
-        self._gradient_exists(name)
-        self._reduce(name, action)
-
-    def _shared(self, name: str, action: Action) -> SharedHere | None:
-        pipe = self.around.schedule.microbatch_pipes[action.microbatch]
-        return self.around.shared.get((name, pipe))
-
-    def _gradient_exists(self, name: str) -> None:
-        if name not in self._seen:
-            self._seen.add(name)
-            self.ledger.hold(("gradient of", name), self._bytes[name], Part.GRADIENTS)
-
-    def _reduce(self, name: str, action: Action) -> None:
-        """A final gradient goes into a bucket; a full one is copied, to be summed over replicas."""
-        is_last = action.microbatch == self._last[action.stage]
-        if self.around.bucket_bytes is None or not is_last or action.kind not in FINAL_KINDS:
-            return
-        self._bucket += self._bytes[name]
-        if self._bucket >= self.around.bucket_bytes:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._bucket:
-            self._num_buckets += 1
-            self.ledger.hold(("bucket", self._num_buckets), self._bucket, Part.COMMUNICATION)
-            self._bucket = 0
-
-    def _add_shared(
-        self, name: str, shared: SharedHere, segment: SegmentProgram, action: Action
-    ) -> None:
-        """A share of a shared parameter's gradient, which waits for those of other segments."""
-        number = action.microbatch if self.around.every_microbatch else 0
-        key, num_bytes = ("share", name, number), self._bytes[name]
-        if not self.ledger.has(key):
-            self.ledger.hold(key, num_bytes, Part.COMMUNICATION, action.stage)
-        is_last = action.microbatch == self._last[action.stage]
-        if segment.segment.index != shared.first or not (self.around.every_microbatch or is_last):
-            return
-        if not shared.owned:
-            sends = self._shares.setdefault(name, Window(self.ledger, shared.open_sends))
-            sends.add([key])
-            if is_last:  # the owner's sum comes at the end
-                self._gradient_exists(name)
-            return
-        self._gradient_exists(name)
-        self.ledger.release(key)
-        if shared.num_holders > 1 and not self.ledger.has(("ahead", name)):
-            # The share of the next microbatch is posted ahead.
-            self.ledger.hold(("ahead", name), num_bytes, Part.COMMUNICATION, action.stage)
-        if is_last:
-            self._reduce(name, action)
-
-
-def trained(segment: SegmentProgram) -> list[str]:
-    """Names of the parameters that a segment gives gradients to."""
-    nodes = segment.segment.graph.find_nodes(op="placeholder")
-    parameters = [node for node in nodes if node.meta["kind"] is ValueKind.PARAMETER]
-    return [n.meta["name"] for n in parameters if n.meta["tensor"].requires_grad]
-
-
-def parameters_of(program: Program) -> dict[str, TensorMeta]:
-    """What this rank's share of each parameter is that its segments read."""
-    return {
-        node.meta["name"]: node.meta["tensor"]
-        for stage in program.stages.values()
-        for segment in stage.segments
-        for node in segment.segment.graph.find_nodes(op="placeholder")
-        if node.meta["kind"] is ValueKind.PARAMETER
-    }
 
 
 def _storages(values: Keys) -> list[Hashable]:

@@ -68,6 +68,31 @@ def test_degrees_and_optimizers_count(capsys):
     assert replica["peak"] >= alone["peak"]
 
 
+def test_replicas_share_the_optimizer(capsys):
+    half = ("--dtype", "bfloat16", "--master-weights", "--dp", "4")
+    rows = [report_of(capsys, *half, "--zero", zero)["stages"][0] for zero in "012"]
+    phi = rows[0]["parameters"] // 2
+    # Masters and two moments of each number, and a count of steps for each parameter; gradients
+    # are summed in float32.
+    found = [row["optimizer"] - 4 * 50 for row in rows]
+    assert all(less <= share * phi <= less + 4 * 50 for less, share in zip(found, (12, 3, 3)))
+    assert [round(row["gradients"] / phi, 1) for row in rows] == [4.0, 4.0, 1.0]
+    # What fits with shares is refused without them.
+    peaks = [report_of(capsys, *half, "--zero", zero)["ranks"][0]["peak"] for zero in ("0", "1")]
+    budget = ("--budget", str(sum(peaks) // 2))
+    assert main([*MODEL, *half, *budget, "--zero", "1"]) == 0
+    assert main([*MODEL, *half, *budget]) == 2
+
+
+def test_autocast_keeps_parameters_and_saves_activations(capsys):
+    words = ("--batch", "4", "--microbatches", "2")
+    whole, half = (
+        report_of(capsys, *words, *more)["stages"][0] for more in ((), ("--autocast", "bfloat16"))
+    )
+    assert half["parameters"] == whole["parameters"]
+    assert half["activations"] != whole["activations"]
+
+
 def test_a_budget_is_filled(capsys):
     words = ("--microbatches", "4", "--batch", "2", "--schedule", "gpipe")
     most, least = (
@@ -98,6 +123,10 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--optimizer", "Optimise"), "--optimizer Optimise is no class of torch.optim"),
         (("--device", "abacus"), "--device abacus is not supported"),
         (("--schedule", "2f2b"), "no schedule '2f2b'"),
+        (("--zero", "3"), "zero=3 is not a choice"),
+        (("--zero", "1", "--schedule", "gems", "--pp", "2"), "schedule='gems' keeps several"),
+        (("--dtype", "int4"), "--dtype int4 is no type of parameters; use one of float32, bf"),
+        (("--autocast", "float32"), "--autocast float32 is none; use bfloat16 or float16"),
     ],
 )
 def test_bad_input_exits_with_two_and_a_sentence(capsys, words, sentence):

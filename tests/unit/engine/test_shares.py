@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.engine.shares import longest_share, pack, share_rows, unpack
+from merak.engine.shares import longest_share, pack, pack_all, share_rows, unpack
 
 
 def tensors() -> list[torch.Tensor]:
@@ -22,6 +22,13 @@ def test_packed_shares_make_the_whole(degree: int) -> None:
         unpack(flat, copies, degree, index)
     for tensor, copy in zip(whole, copies, strict=True):
         assert torch.equal(tensor, copy)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 8])
+def test_all_shares_lie_one_after_the_other(degree: int) -> None:
+    whole = tensors()
+    parts = [pack(whole, degree, index) for index in range(degree)]
+    assert torch.equal(pack_all(whole, degree), torch.cat(parts))
 
 
 def test_shares_differ_by_a_row_at_most() -> None:
