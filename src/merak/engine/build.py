@@ -10,17 +10,19 @@ from torch import nn
 from merak.checkpoint.initial import materialize
 from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
+from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer
 from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times
 from merak.engine.overlap import choose_halves
-from merak.engine.parts import Parts, Signature
+from merak.engine.parts import KeepLess, Parts, Signature
 from merak.engine.plans import Plans
 from merak.engine.programs import Programs, check_max_shapes, num_readers, rewriter
 from merak.engine.progress import Progress
-from merak.engine.recompute import settle_recompute
+from merak.engine.recompute import may_change, settle_recompute
 from merak.engine.records import clock_of
+from merak.engine.relief import Relief
 from merak.engine.replicas import reduced_of
 from merak.engine.stage import Stage
 from merak.engine.tied import Shared, TiedGradients, find_holders
@@ -30,6 +32,7 @@ from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.tp_plan import given_plan
+from merak.plan.balance import Timed
 from merak.schedule.ir import Schedule
 
 
@@ -74,7 +77,14 @@ def build_engine(
         shards=programs.base.shards,
         shard_index=mesh.tp_rank,
     )
-    return _assemble(layout, programs, names, mesh, options)
+    keep_less = None
+    if may_change(options.recompute) and layout.schedule.is_synchronous:
+
+        def times() -> Sequence[Timed]:
+            return segment_times(layout.graph, options, mesh, source.cache_dir)
+
+        keep_less = Backoff(forecast, times, programs).keep_less
+    return _assemble(layout, programs, names, mesh, options, keep_less)
 
 
 def forecast_of(
@@ -137,6 +147,7 @@ def _assemble(
     names: Sequence[str],
     mesh: Mesh,
     options: EngineOptions,
+    keep_less: KeepLess | None,
 ) -> Engine:
     model = programs.source.model
     everything = dict(model.named_parameters(remove_duplicate=False))
@@ -155,7 +166,8 @@ def _assemble(
     }
     trained = _trained(parameters, mesh, options)
     progress = Progress(clock_of(mesh.device), options.recorded_steps)
-    transfers = Transfers(mesh, progress, max_open_sends=4 * mesh.pp)
+    relief = Relief(is_armed=keep_less is not None)
+    transfers = Transfers(mesh, progress, relief, max_open_sends=4 * mesh.pp)
     evaluated = channels_of_pipe(layout.stage_rank)
     transfers.connect(channels_of(layout.plans.base.steps) | evaluated)
     reduced = reduced_of(programs, layout.schedule, parameters, shared, options.bucket_bytes)
@@ -173,12 +185,14 @@ def _assemble(
             program_for=programs,
             plan_for=layout.plans,
             transfers=transfers,
-            reducer=GradientReducer(reduced, progress, trained.shares()),
-            tied=_tied(layout, stages, trained, mesh, options, progress),
+            reducer=GradientReducer(reduced, progress, trained.shares(), relief),
+            tied=_tied(layout, stages, trained, mesh, options, (progress, relief)),
             trained=trained,
             zero=options.zero,
             seed=options.seed,
             progress=progress,
+            relief=relief,
+            keep_less=keep_less,
         )
     )
     if mesh.world_size > 1:
@@ -238,7 +252,7 @@ def _tied(
     trained: TrainedParameters,
     mesh: Mesh,
     options: EngineOptions,
-    progress: Progress,
+    told: tuple[Progress, Relief],
 ) -> TiedGradients:
     weights = [stage.weights for stage in stages.values()]
     live = [own for own in weights if isinstance(own, LiveWeights)]
@@ -248,7 +262,7 @@ def _tied(
     if trained.is_sharded:
         final = {name: item.stepped for name, item in trained.items.items()}
     exact = options.exact_tied_gradients
-    shared = Shared(trained.parameters, leaves, final, exact, progress)
+    shared = Shared(trained.parameters, leaves, final, exact, *told)
     num_pipes = len(layout.schedule.pipes) if layout.schedule.is_synchronous else 0
     pipes = [find_holders(layout.readers(pipe)) for pipe in range(num_pipes)]
     return TiedGradients(mesh, pipes, shared)

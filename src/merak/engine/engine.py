@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from merak.engine.microbatches import Microbatches
 from merak.engine.norms import clip_gradients, global_norm
 from merak.engine.parts import Parts, Signature
 from merak.engine.records import StepRecord, gather_records
+from merak.engine.relief import StepGivenUp, agree
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
@@ -112,30 +115,78 @@ class Engine:
             # Where replicas have different numbers of microbatches, their sums wait for the end.
             most, least = self._counts(len(signatures))
             self._parts.reducer.every_microbatch = most == least
-        self._parts.trained.start_step()
-        plan = self._parts.plan_for(max(len(signatures), 1))
+        while True:
+            self._parts.trained.start_step()
+            written = self._written(signatures) if self._parts.relief.is_armed else {}
+            try:
+                with self.progress.step(step), own_random_state(self.mesh.device):
+                    microbatches = [
+                        self._microbatch(signature, batch, step, number, (scale, loss_scale))
+                        for number, (signature, batch) in enumerate(
+                            zip(signatures, batches, strict=True)
+                        )
+                    ]
+                    return self._run(microbatches, update, loss_scale)
+            except StepGivenUp as given_up:
+                reasons = given_up.reasons
+            self._undo(written)
+            self._keep_less(step, reasons)
+
+    def _run(
+        self, microbatches: Sequence[Microbatch], update: Update | None, loss_scale: float
+    ) -> torch.Tensor:
+        """The microbatches of a step, once; their losses."""
+        parts, relief = self._parts, self._parts.relief
+        plan = parts.plan_for(max(len(microbatches), 1))
+        relief.start_step(self._release)
         try:
-            with self.progress.step(step), own_random_state(self.mesh.device):
-                microbatches = [
-                    self._microbatch(signature, batch, step, number, (scale, loss_scale))
-                    for number, (signature, batch) in enumerate(
-                        zip(signatures, batches, strict=True)
-                    )
-                ]
-                run = TrainingStep(
-                    self._parts, self._exchange, self._microbatches, plan, microbatches
-                )
-                if microbatches:
-                    run.run(update)
-                else:
-                    run.run_empty()
-                self._sum(run.losses)
-                if not self.updates_inside:
-                    self._parts.trained.take_gradients(loss_scale)
+            run = TrainingStep(parts, self._exchange, self._microbatches, plan, microbatches)
+            if microbatches:
+                run.run(update)
+            else:
+                run.run_empty()
+            self._sum(run.losses)
+            if not self.updates_inside:
+                relief.allocate(partial(parts.trained.take_gradients, loss_scale))
+            if relief.is_armed:
+                with self.progress.waiting("whether memory ran out on", self._others()):
+                    agree(relief, self.mesh)
         except BaseException:
             self.forget()
             raise
         return run.losses
+
+    def _others(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.mesh.world_size) if rank != self.mesh.rank)
+
+    def _release(self) -> None:
+        """Let go of the activations of all microbatches."""
+        for stage in self._parts.stages.values():
+            stage.forget()
+
+    def _written(self, signatures: Sequence[Signature]) -> Values:
+        """The buffers that a step writes, as they are now."""
+        programs = [self._parts.program_for(signature, True) for signature in set(signatures)]
+        names = {
+            name
+            for program in programs
+            for stage in program.stages.values()
+            for segment in stage.segments
+            for name in segment.written
+        }
+        return {n: buffer.clone() for n, buffer in self._parts.buffers.items() if n in names}
+
+    @torch.no_grad()
+    def _undo(self, written: Values) -> None:
+        """Leave everything as it was before a step that was given up."""
+        for name, before in written.items():
+            self._parts.buffers[name].copy_(before)
+        self._parts.trained.clear_gradients()
+
+    def _keep_less(self, step: int, reasons: Mapping[int, str]) -> None:
+        assert self._parts.keep_less is not None
+        plans, base = self._parts.keep_less(step, reasons)
+        self._parts = replace(self._parts, plan_for=plans, base=base)
 
     def _sum(self, losses: torch.Tensor) -> None:
         group = self.mesh.group("pp")

@@ -50,6 +50,13 @@ class Exchange:
         names = _names(program, source.payload, source.stage)
         return dict(zip(names, tensors, strict=True))
 
+    def drop(self, source: Receive, program: Program) -> None:
+        """Let what a stage has made arrive, if it has not been taken, and forget it."""
+        if source.peer == self._mesh.pp_rank:
+            self._made.pop((source.payload, source.stage, source.microbatch), None)
+        elif self._transfers.is_posted(source):
+            self._transfers.take(source)
+
     def finish(self) -> None:
         """Wait until all that was sent has left."""
         self._transfers.finish()

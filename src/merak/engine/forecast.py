@@ -90,13 +90,28 @@ class Forecast:
         self, schedule: Schedule, times: Sequence[Timed], budget_bytes: Sequence[int]
     ) -> frozenset[int]:
         """Let as much keep its activations as fits, what saves most time first."""
+        kept = [
+            self.fill_one(rank, schedule, times, budget) for rank, budget in enumerate(budget_bytes)
+        ]
+        return frozenset().union(*kept)
 
-        def peak_of(rank: int, kept: frozenset[int]) -> int:
+    def fill_one(
+        self, rank: int, schedule: Schedule, times: Sequence[Timed], budget_bytes: int
+    ) -> frozenset[int]:
+        """The segments of one pipeline position that keep their activations; see `fill`."""
+
+        def peak_of(_: int, kept: frozenset[int]) -> int:
             # Segments of other positions are not looked at; all of theirs may as well recompute.
             chosen = self.recomputing(schedule, kept)
             return self.memory.rank(rank, chosen, lower(chosen), kept).peak.total_bytes
 
-        return fill(self.positions(schedule, times), peak_of, budget_bytes)
+        position = self._position(schedule.stages_of(rank), schedule, times)
+        return fill([position], peak_of, [budget_bytes])
+
+    def segments_of(self, rank: int) -> tuple[int, ...]:
+        """The segments of a pipeline position."""
+        stages = self.layout.schedule.stages_of(rank)
+        return tuple(i for stage in stages for i in self.layout.partition.stages[stage])
 
     def held_bytes(self) -> dict[int, int]:
         """What each segment holds for a microbatch when it keeps its activations."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from merak.engine.progress import Progress
+from merak.engine.relief import Relief
 from merak.engine.shares import pack_all
 
 Bucket = tuple[torch.nn.Parameter, ...]
@@ -87,6 +89,7 @@ class GradientReducer:
         progress: told of every wait.
         stepped: by id of a parameter, what this replica's optimizer steps of it, and so the only
             rows whose sums it gets; None for whole sums on every replica.
+        relief: what happens where there is no memory for a bucket.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class GradientReducer:
         stages: Mapping[int, StageGradients],
         progress: Progress,
         stepped: Mapping[int, torch.nn.Parameter] | None = None,
+        relief: Relief | None = None,
     ) -> None:
+        self._relief = relief or Relief()
         # Whether sums are taken after every microbatch, so that there is never more than its share
         # between them. All replicas then have equally many, and start buckets in the same order.
         self.every_microbatch = False
@@ -143,7 +148,7 @@ class GradientReducer:
     def wait(self) -> None:
         """Put the sums in the place of the gradients."""
         while self._open:
-            self._take(self._open.popleft())
+            self._relief.allocate(partial(self._take, self._open.popleft()))
 
     def _take(self, found: _Sum) -> None:
         stage = found.stage
@@ -175,6 +180,9 @@ class GradientReducer:
             self._start(stage, left.popleft())
 
     def _start(self, stage: int, bucket: Bucket) -> None:
+        self._relief.allocate(partial(self._begin, stage, bucket))
+
+    def _begin(self, stage: int, bucket: Bucket) -> None:
         while self.every_microbatch and len(self._open) >= MOST_OPEN_BUCKETS:
             self._take(self._open.popleft())
         # A replica without a microbatch, or a parameter that took no part, gives zeros.

@@ -12,6 +12,7 @@ from merak.engine.gradients import GradientReducer
 from merak.engine.plans import Plans
 from merak.engine.program import Program
 from merak.engine.progress import Progress
+from merak.engine.relief import Relief
 from merak.engine.stage import Stage
 from merak.engine.tied import TiedGradients
 from merak.engine.trained import TrainedParameters
@@ -20,6 +21,11 @@ from merak.graph.ir import TensorMeta
 
 Signature = tuple[tuple[str, TensorMeta], ...]
 """The columns of a microbatch and what each is, in a fixed order."""
+
+
+KeepLess = Callable[[int, Mapping[int, str]], tuple[Plans, Program]]
+"""Given a step, and why it was given up on some pipeline positions, the plans and the program to go
+on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class Parts:
         zero: what is sharded over dp; see `EngineOptions`.
         seed: the job's seed.
         progress: told of what the engine does.
+        relief: what this rank does where memory runs out inside a step.
+        keep_less: how the ranks then change what they run; None where that is not theirs to do.
     """
 
     mesh: Mesh
@@ -65,3 +73,5 @@ class Parts:
     zero: int
     seed: int
     progress: Progress
+    relief: Relief
+    keep_less: KeepLess | None

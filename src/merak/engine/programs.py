@@ -62,6 +62,7 @@ class Programs:
         self._in_halves = in_halves
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
         self._rewrites = self._make_rewrites(graph, parallel, layout.plans.splits_backwards)
+        self._graph = graph
         self.base = self._compile(graph)
         self._base_key = (tuple(graph.columns.items()), True)
         self._others = lru_cache(maxsize=max_shapes)(self._make)
@@ -107,6 +108,12 @@ class Programs:
             self._seconds,
             self._max_shapes,
         )
+
+    def keep(self, kept: frozenset[int]) -> None:
+        """From now on other segments keep their activations where their stage recomputes."""
+        self._kept = kept
+        self.base = self._compile(self._graph)
+        self._others.cache_clear()
 
     def _compile(self, graph: ModelGraph) -> Program:
         bounds = stage_bounds(graph, self.owners, self._partition)

@@ -19,7 +19,14 @@ from merak.engine.layout import EngineOptions
 from merak.engine.plans import Plans
 from merak.plan.balance import Timed, balance
 from merak.plan.memory import RankMemory
-from merak.plan.recompute import Mode, Wish, keep_share, parse_recompute, recomputing_stages
+from merak.plan.recompute import (
+    Mode,
+    Recompute,
+    Wish,
+    keep_share,
+    parse_recompute,
+    recomputing_stages,
+)
 
 _SHARE_TO_FILL = 0.92
 """What `auto` takes of a GPU's memory; the rest is for its context, libraries and fragments."""
@@ -68,6 +75,11 @@ def settle_recompute(forecast: Forecast, times: Times) -> Forecast:
         return forecast
     plans = layout.plans.recomputing(recomputing_stages(layout.partition, kept))
     return replace(forecast, layout=replace(layout, plans=plans, kept=kept))
+
+
+def may_change(recompute: Recompute) -> bool:
+    """Whether what recomputes may change while the job runs, since it was chosen for the user."""
+    return parse_recompute(recompute).mode is Mode.AUTO
 
 
 def _was_asked_for(wish: Wish, options: EngineOptions) -> bool:
@@ -142,7 +154,7 @@ def _misfit(
     least = _largest(forecast.ranks(schedule, frozenset())).peak.total_bytes
     if least <= budget:
         return f"{sentence}; recompute='full' needs {gigabytes(least)}, so use that or 'auto'."
-    fits = _pp_that_fits(forecast, budget, times)
+    fits = pp_that_fits(forecast, budget, times)
     most = forecast.layout.partition.num_segments
     fix = f"use pp={fits} with recompute='full'," if fits else f"no pp up to {most} fits; use"
     return (
@@ -155,7 +167,7 @@ def _largest(ranks: Sequence[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.peak.total_bytes)
 
 
-def _pp_that_fits(forecast: Forecast, budget: int, times: Times) -> int | None:
+def pp_that_fits(forecast: Forecast, budget: int, times: Times) -> int | None:
     """The least larger pipeline degree, by doubling, with which all fits that recomputes."""
     mesh, layout, options = forecast.mesh, forecast.layout, forecast.options
     num_segments, pp = layout.partition.num_segments, 2 * mesh.pp

@@ -22,6 +22,7 @@ from merak.core.mesh import Mesh
 from merak.engine.gradients import add_gradient, gradient_dtype, no_gradient
 from merak.engine.program import SegmentProgram
 from merak.engine.progress import Progress
+from merak.engine.relief import Relief
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Shared:
         every_microbatch: exchange after every microbatch, as exact as one process; else once a
             step, with less traffic and another order of summing.
         progress: told of every wait.
+        relief: what happens where there is no memory for a sum.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -96,6 +98,7 @@ class Shared:
     final: Mapping[str, torch.nn.Parameter]
     every_microbatch: bool
     progress: Progress
+    relief: Relief
 
 
 class TiedGradients:
@@ -109,6 +112,7 @@ class TiedGradients:
 
     def __init__(self, mesh: Mesh, pipes: Sequence[Holders], shared: Shared) -> None:
         self._final = shared.final
+        self._relief = shared.relief
         self._chains = [Chain(mesh, holders, shared) for holders in pipes]
         names = list(pipes[0]) if pipes else []
         self._deliveries = {name: _deliveries([p[name] for p in pipes]) for name in names}
@@ -143,9 +147,8 @@ class TiedGradients:
                 continue
             for pipe, owner, taker in deliveries:
                 if self._rank == owner:
-                    if parameter.grad is None:
-                        parameter.grad = no_gradient(parameter)
-                    self._chains[pipe].send(name, parameter.grad.contiguous(), taker)
+                    gradient = self._relief.allocate(partial(_gradient_of, parameter))
+                    self._chains[pipe].send(name, gradient, taker)
                 elif self._rank == taker:
                     chain = self._chains[pipe]
                     arriving.append((chain, name, owner, *chain.receive(name, owner, parameter)))
@@ -159,6 +162,12 @@ class TiedGradients:
         """Drop what a step that failed has left."""
         for chain in self._chains:
             chain.forget()
+
+
+def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = no_gradient(parameter)
+    return parameter.grad.contiguous()
 
 
 def _deliveries(pipes: Sequence[Sequence[Holder]]) -> list[tuple[int, int, int]]:
@@ -188,6 +197,7 @@ class Chain:
         self._parameters = shared.parameters
         self._every_microbatch = shared.every_microbatch
         self._progress = shared.progress
+        self._relief = shared.relief
         self._own = {
             name: holder
             for name, found in holders.items()
@@ -265,22 +275,29 @@ class Chain:
         known = self._sums.get((name, key))
         if known is None and self._comes_first(name):
             known = self._take(name, key)
-        self._sums[name, key] = gradient if known is None else known + gradient
+        self._sums[name, key] = self._sum(gradient, known)
 
     def _pass_on(self, name: str, key: int) -> None:
         parameter = self._parameters[name]
         total = self._sums.pop((name, key), None)
         if name in self._expected and (total is None or not self._comes_first(name)):
             received = self._take(name, key)
-            total = received if total is None else received + total
+            total = self._sum(total, received)
         after = self._after(name)
         if after is not None:
-            total = no_gradient(parameter) if total is None else total
-            self.send(name, total.contiguous(), after.rank)
+            self.send(name, self._relief.allocate(partial(_whole, total, parameter)), after.rank)
             # By then those before have been taken, or can be without anything more of this rank.
             self._close(name, self._most_open[name])
         elif total is not None:
-            add_gradient(parameter, total)
+            self._relief.allocate(partial(add_gradient, parameter, total))
+
+    def _sum(self, own: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor:
+        """A share and the sum before it, in one process's order."""
+        if own is None or before is None:
+            found = before if own is None else own
+            assert found is not None
+            return found
+        return self._relief.allocate(partial(torch.add, before, own))
 
     def _close(self, name: str, most_open: int) -> None:
         """Wait for the oldest sends of a parameter's gradients, until so many are open."""
@@ -302,11 +319,14 @@ class Chain:
         return found[place - 1] if place else None
 
     def _comes_first(self, name: str) -> bool:
-        """Whether the sum of the holder before is complete before this rank's first share."""
+        """Whether the sum of the holder before is complete before this rank's first share.
+
+        That of a whole step is not: the holder before needs more of this rank's forwards for it.
+        """
         before = self._before(name)
-        return (
-            name in self._expected and before is not None and (before.first > self._own[name].last)
-        )
+        if not self._every_microbatch or before is None or name not in self._expected:
+            return False
+        return before.first > self._own[name].last
 
     def _take(self, name: str, key: int) -> torch.Tensor:
         """The sum for one microbatch; sums arrive in the order they are sent, one posted ahead."""
@@ -332,7 +352,13 @@ class Chain:
         self, name: str, from_rank: int, like: torch.Tensor
     ) -> tuple[dist.Work, torch.Tensor]:
         """Start to receive a gradient of some tensor from another pipeline position."""
-        buffer = torch.empty(like.shape, dtype=gradient_dtype(like), device=like.device)
+        make = partial(torch.empty, like.shape, dtype=gradient_dtype(like), device=like.device)
+        buffer = self._relief.allocate(make)
         work = dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name])
         assert work is not None
         return work, buffer
+
+
+def _whole(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    """A sum to send, zeros if there is none."""
+    return (no_gradient(parameter) if total is None else total).contiguous()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from merak.engine.exchange import Exchange
+from merak.engine.hollow import Hollow, num_begun
 from merak.engine.microbatches import Microbatches
 from merak.engine.parts import Parts
 from merak.engine.plans import Plan
@@ -58,6 +60,9 @@ class TrainingStep:
         self._rank = parts.mesh.pp_rank
         self._microbatches = microbatches
         self._update: Update | None = None
+        self._hollow: Hollow | None = None
+        # Segments whose backward in the action that runs has been told to whoever waits for it.
+        self._told: set[int] = set()
         own = plan.schedule.actions[self._rank]
         finals = [action for action in own if action.kind in FINAL_KINDS]
         # The action that completes a stage's gradients of an update, and per microbatch how many
@@ -108,7 +113,7 @@ class TrainingStep:
 
     def _compute(self, task: Compute) -> None:
         with self._parts.progress.action(task.action):
-            _ACTIONS[task.action.kind](self, task.action)
+            self._attempt(task.action)
         if task.action.kind in FINAL_KINDS:
             self._complete(task.action)
 
@@ -144,6 +149,45 @@ class TrainingStep:
 
     # ---- actions ----
 
+    def _attempt(self, action: Action) -> None:
+        """Perform an action; if memory runs out, its rest and all that follow in name only."""
+        relief = self._parts.relief
+        self._told.clear()
+        if relief.reason is not None:
+            self._perform_hollow(action, 0)
+            return
+        begun = num_begun(self._parts.mesh) if relief.is_armed else 0
+        try:
+            _ACTIONS[action.kind](self, action)
+            return
+        except Exception as error:
+            if not relief.takes(error):
+                raise
+            reason = str(error)
+        relief.give_up(reason)
+        self._perform_hollow(action, num_begun(self._parts.mesh) - begun)
+
+    def _perform_hollow(self, action: Action, num_done: int) -> None:
+        parts = self._parts
+        if self._hollow is None:
+            self._hollow = Hollow(
+                parts.mesh, parts.stages, self._exchange, self._schedule, self._microbatches
+            )
+            own = self._schedule.actions[self._rank]
+            self._hollow.catch_up(own[: own.index(action)])
+        self._hollow.act(action, partial(self._tell, action), num_done)
+
+    def _tell(self, action: Action, segment: SegmentProgram) -> None:
+        """Others may have the gradients of a segment; once for each segment of an action."""
+        if segment.segment.index in self._told:
+            return
+        self._collect(segment, action)
+        reducer = self._parts.reducer
+        is_final = self._is_last(action) or reducer.every_microbatch
+        if action.kind is Kind.BACKWARD and is_final:
+            reducer.ready(action.stage, self._unshared(segment))
+        self._told.add(segment.segment.index)
+
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
         microbatch = self._microbatches[number]
@@ -164,19 +208,16 @@ class TrainingStep:
         self._parts.stages[action.stage].recompute(action.microbatch, microbatch)
 
     def _backward(self, action: Action) -> None:
-        stage, reducer = self._parts.stages[action.stage], self._parts.reducer
-        is_last = self._is_last(action)
+        stage = self._parts.stages[action.stage]
 
         def segment_done(segment: SegmentProgram) -> None:
-            self._collect(segment, action)
             stage.waiting.run(action.microbatch)
-            if is_last or reducer.every_microbatch:
-                reducer.ready(action.stage, self._unshared(segment))
+            self._tell(action, segment)
 
         self._run_backward(action, segment_done)
 
     def _input_gradient(self, action: Action) -> None:
-        self._run_backward(action, lambda segment: self._collect(segment, action))
+        self._run_backward(action, partial(self._tell, action))
 
     def _weight_gradient(self, action: Action) -> None:
         self._parts.stages[action.stage].waiting.run(action.microbatch)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from merak.core.mesh import Mesh
 from merak.engine.progress import Progress
+from merak.engine.relief import Relief
 from merak.graph.ir import TensorMeta
 from merak.schedule.steps import Payload, Receive, Send, Step
 
@@ -27,12 +28,16 @@ class Transfers:
     Args:
         mesh: the grid of ranks.
         progress: told of every wait.
+        relief: what happens where there is no memory for a buffer.
         max_open_sends: sends whose buffers may be held at a time.
     """
 
-    def __init__(self, mesh: Mesh, progress: Progress, max_open_sends: int = 64) -> None:
+    def __init__(
+        self, mesh: Mesh, progress: Progress, relief: Relief, max_open_sends: int = 64
+    ) -> None:
         self.mesh = mesh
         self._progress = progress
+        self._relief = relief
         self._max_open_sends = max_open_sends
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sends: deque[tuple[Send, list[dist.Work], list[torch.Tensor]]] = deque()
@@ -53,7 +58,9 @@ class Transfers:
         group = self._groups[step.payload, self.mesh.pp_rank < step.peer]
         peer = self.mesh.rank_at(step.peer)
         # What is only marked as conjugated or negated would arrive as it lies in memory.
-        buffers = [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
+        buffers = self._relief.allocate(
+            lambda: [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
+        )
         works = [_started(dist.isend(buffer, peer, group)) for buffer in buffers]
         self._sends.append((step, works, buffers))
         if len(self._sends) > self._max_open_sends:
@@ -63,9 +70,15 @@ class Transfers:
         """Start to receive some values, in order, into new tensors."""
         group = self._groups[step.payload, step.peer < self.mesh.pp_rank]
         peer = self.mesh.rank_at(step.peer)
-        buffers = [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
+        buffers = self._relief.allocate(
+            lambda: [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
+        )
         works = [_started(dist.irecv(buffer, peer, group)) for buffer in buffers]
         self._arriving[step] = (works, buffers)
+
+    def is_posted(self, step: Receive) -> bool:
+        """Whether a receive has been posted and not yet taken."""
+        return step in self._arriving
 
     def take(self, step: Receive) -> list[torch.Tensor]:
         """The values of a receive posted before, as soon as they are there."""

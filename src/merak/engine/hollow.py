@@ -1,0 +1,243 @@
+"""The rest of a step that a rank has given up: it takes part in what others wait for, with zeros.
+
+What it sends and receives is in the plan, and how large that is in the program. What the ranks of a
+tensor parallel group sum inside their segments is in the segments alone; so these run on, on
+tensors without numbers, and only their collectives are carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from merak.core.mesh import Mesh
+from merak.engine.deferred import WeightGradients
+from merak.engine.exchange import Exchange
+from merak.engine.program import Program, SegmentProgram
+from merak.engine.stage import Microbatch, Stage
+from merak.engine.surroundings import Values
+from merak.engine.weights import LiveWeights
+from merak.graph.ir import Kind as ValueKind
+from merak.graph.ir import TensorMeta
+from merak.schedule.ir import Action, Kind, Schedule
+from merak.schedule.steps import Payload, Receive
+
+SegmentDone = Callable[[SegmentProgram], None]
+
+
+def num_begun(mesh: Mesh) -> int:
+    """How many collectives this rank has begun with its tensor parallel peers."""
+    group = mesh.group("tp")
+    # torch's stubs leave it out; every backend counts.
+    return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+class Hollow:
+    """Performs actions without computing anything.
+
+    Args:
+        mesh: the grid of ranks.
+        stages: this rank's.
+        exchange: the values between stages.
+        schedule: of the step.
+        microbatches: of the step.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        stages: Mapping[int, Stage],
+        exchange: Exchange,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+    ) -> None:
+        self._mesh = mesh
+        self._exchange = exchange
+        self._schedule = schedule
+        self._microbatches = microbatches
+        self._shadow: Shadow | None = None
+        if mesh.group("tp") is not None:
+            self._shadow = Shadow(mesh.device, stages, schedule, microbatches)
+
+    def catch_up(self, before: Sequence[Action]) -> None:
+        """Come to where the rank stands.
+
+        Args:
+            before: the actions that the rank has performed, in order.
+        """
+        if self._shadow is not None:
+            done = [(a.stage, a.microbatch) for a in before if a.kind in _GOING_BACK]
+            for action in before:
+                if (action.stage, action.microbatch) not in done:
+                    self._shadow.perform(action, lambda segment: None, None)
+
+    def act(self, action: Action, segment_done: SegmentDone, num_done: int = 0) -> None:
+        """Perform an action, or the rest of one.
+
+        Args:
+            action: what to perform.
+            segment_done: called after each segment of a backward, last segment first.
+            num_done: how many of its collectives over tp the rank has begun already.
+        """
+        stage, number = action.stage, action.microbatch
+        goes_back = action.kind in _GOING_BACK
+        if action.kind is Kind.FORWARD:
+            self._drop(Payload.ACTIVATION, stage - 1, number)
+        elif goes_back:
+            self._drop(Payload.GRADIENT, stage + 1, number)
+        if self._shadow is not None:
+            self._shadow.perform(action, segment_done, num_done)
+        elif goes_back:
+            for segment in reversed(self._program(number).stages[stage].segments):
+                segment_done(segment)
+        if action.kind is Kind.FORWARD and stage + 1 < self._schedule.num_stages:
+            self._give(Payload.ACTIVATION, action, self._program(number).stages[stage].sent)
+        elif goes_back and stage > 0:
+            received = self._program(number).stages[stage].received
+            self._give(Payload.GRADIENT, action, self._program(number).gradients_of(received))
+
+    def _program(self, number: int) -> Program:
+        return self._microbatches[number].program
+
+    def _drop(self, payload: Payload, producer: int, number: int) -> None:
+        if 0 <= producer < self._schedule.num_stages:
+            peer = self._schedule.rank_of(producer, number)
+            self._exchange.drop(Receive(payload, producer, number, peer), self._program(number))
+
+    def _give(self, payload: Payload, action: Action, names: Sequence[str]) -> None:
+        metas = {name: self._program(action.microbatch).values[name] for name in names}
+        zeros = {
+            name: torch.zeros(meta.shape, dtype=meta.dtype, device=self._mesh.device)
+            for name, meta in metas.items()
+        }
+        self._exchange.give(payload, action.stage, action.microbatch, zeros)
+
+
+_GOING_BACK = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))
+
+
+class Shadow:
+    """A rank's stages on tensors without numbers, whose collectives others take part in.
+
+    Args:
+        device: where the tensors claim to be.
+        stages: the rank's own.
+        schedule: of the step.
+        microbatches: of the step.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stages: Mapping[int, Stage],
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+    ) -> None:
+        self._device = device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._collectives = _Collectives(device)
+        self._schedule = schedule
+        self._stages = {number: self._imitate(stage) for number, stage in stages.items()}
+        self._microbatches = [self._microbatch(microbatch) for microbatch in microbatches]
+
+    def perform(self, action: Action, segment_done: SegmentDone, num_done: int | None) -> None:
+        """Perform an action.
+
+        Args:
+            action: what to perform.
+            segment_done: as of `Hollow.act`.
+            num_done: how many of its collectives are left out at first; None for all of them.
+        """
+
+        def done(segment: SegmentProgram) -> None:
+            with _disable_current_modes():
+                segment_done(segment)
+
+        stage, number = self._stages[action.stage], action.microbatch
+        microbatch = self._microbatches[number]
+        program = microbatch.program.stages[action.stage]
+        self._collectives.num_left_out = num_done
+        with self._mode, self._collectives:
+            if action.kind is Kind.FORWARD:
+                keep = not self._schedule.recompute[action.stage]
+                stage.forward(number, microbatch, self._values(program.received, microbatch), keep)
+            elif action.kind is Kind.RECOMPUTE:
+                stage.recompute(number, microbatch)
+            elif action.kind in _GOING_BACK:
+                names = microbatch.program.gradients_of(program.sent)
+                gradients = self._values(names, microbatch)
+                loss = microbatch.program.loss
+                if loss in program.results.values():
+                    gradients |= self._values([str(loss)], microbatch)
+                stage.backward(number, microbatch, gradients, done)
+
+    def _values(self, names: Iterable[str], microbatch: Microbatch) -> Values:
+        return {name: self._fake(microbatch.program.values[name]) for name in names}
+
+    def _fake(self, like: TensorMeta | torch.Tensor) -> torch.Tensor:
+        with self._mode:
+            return torch.empty(tuple(like.shape), dtype=like.dtype, device=self._device)
+
+    def _imitate(self, stage: Stage) -> Stage:
+        weights = {}
+        with self._mode:
+            for name, real in stage.weights.live.items():
+                weights[name] = torch.nn.Parameter(self._fake(real), real.requires_grad)
+        buffers = {name: self._fake(real) for name, real in stage.buffers.items()}
+        own = LiveWeights(weights, ())
+        return Stage(stage.index, own, buffers, WeightGradients(), self._device)
+
+    def _microbatch(self, real: Microbatch) -> Microbatch:
+        columns: Values = {}
+        derived: Values = {}
+        for stage in real.program.stages.values():
+            for program in stage.segments:
+                for node in program.segment.graph.find_nodes(op="placeholder"):
+                    kind, name = node.meta["kind"], node.meta["name"]
+                    if kind in (ValueKind.COLUMN, ValueKind.DERIVED):
+                        into = columns if kind is ValueKind.COLUMN else derived
+                        into[name] = self._fake(node.meta["tensor"])
+        return Microbatch(real.program, columns, derived, real.random_key)
+
+
+class _Collectives(TorchDispatchMode):
+    """Carries out the collectives of tensors without numbers, with zeros in their place.
+
+    Args:
+        device: where the zeros are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_left_out: int | None = 0
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call an operator; a collective on zeros, or not at all where it is to be left out."""
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        if self.num_left_out is None or self.num_left_out > 0:
+            if self.num_left_out is not None:
+                self.num_left_out -= 1
+            work: Any = FakeWork().boxed()
+            return (args[0], work) if len(func._schema.returns) == 2 else work
+        with _disable_current_modes():
+            result = func(*tree_map(self._zeros, args), **(kwargs or {}))
+        return (args[0], result[1]) if len(func._schema.returns) == 2 else result
+
+    def _zeros(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.zeros(value.shape, dtype=value.dtype, device=self._device)

@@ -1,0 +1,116 @@
+"""When memory runs out inside a training step: the rank gives up the step, and not the job.
+
+Other ranks wait for what this one sends and reduces. So it lets go of the step's activations, which
+leaves room, and takes part in all that is left of the step with zeros (`merak.engine.hollow`). At
+the step's end the ranks agree that it counts for nothing, and run it again with a plan that needs
+less (`merak.engine.backoff`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from merak.core.mesh import Mesh
+
+_Made = TypeVar("_Made")
+
+
+class StepGivenUp(Exception):
+    """Some rank ran out of memory in a step; raised on every rank.
+
+    Args:
+        reasons: by pipeline position, the words of the error there.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__("memory ran out")
+        self.reasons = reasons
+
+
+class Relief:
+    """Whether this rank has run out of memory in the step that runs, and what it does then.
+
+    Args:
+        is_armed: whether a step may be given up; else errors pass.
+    """
+
+    def __init__(self, is_armed: bool = False) -> None:
+        self.is_armed = is_armed
+        self.reason: str | None = None
+        self._release: Callable[[], None] = _nothing
+
+    def start_step(self, release: Callable[[], None]) -> None:
+        """A step begins.
+
+        Args:
+            release: lets go of the activations that this rank holds for it.
+        """
+        self.reason = None
+        self._release = release
+
+    def takes(self, error: BaseException) -> bool:
+        """Whether an error is one that a step may be given up for."""
+        return self.is_armed and is_out_of_memory(error)
+
+    def give_up(self, reason: str) -> None:
+        """Give the step up, and let go of its activations.
+
+        Called when the error is no longer handled: it holds what the frames that it passed hold.
+
+        Args:
+            reason: the error's own words.
+        """
+        if self.reason is None:
+            self.reason = reason
+        self._release()
+        torch.cuda.empty_cache()
+
+    def allocate(self, make: Callable[[], _Made]) -> _Made:
+        """Do what needs memory and others wait for; where there is none, make room and do it then.
+
+        Args:
+            make: may be called twice; what it gives in a step that is given up counts for nothing.
+        """
+        try:
+            return make()
+        except Exception as error:
+            if not self.takes(error):
+                raise
+            reason = str(error)
+        self.give_up(reason)
+        return make()
+
+
+def agree(relief: Relief, mesh: Mesh) -> None:
+    """Let all ranks know whether one of them has given the step up; called alike on every rank.
+
+    Raises:
+        StepGivenUp: on every rank, if so.
+    """
+    own = None if relief.reason is None else (mesh.pp_rank, relief.reason)
+    said: list[Any] = [own]
+    if mesh.device_mesh is not None:
+        flag = torch.tensor([float(own is not None)], device=mesh.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        if not float(flag):
+            return
+        said = [None] * mesh.world_size
+        dist.all_gather_object(said, own)
+    reasons = dict(found for found in said if found is not None)
+    if reasons:
+        raise StepGivenUp(reasons)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _nothing() -> None:
+    pass
