@@ -17,13 +17,13 @@ from tests.multirank.training import VOCABULARY, Layout, gpt2, llama
 Batch = dict[str, torch.Tensor]
 Step = dict[str, Any]
 
-LENGTHS = (9, 5, 12, 9, 7, 3, 12, 10)
-"""Of the steps' first microbatches; the seventh step's shapes have been met before."""
+LENGTHS = (9, 5, 12, 9, 7)
+"""Of the steps' first microbatches; the second one's are a token longer."""
 
-MICROBATCHES = (2, 2, 2, 1, 2, 2, 2, 1)
+MICROBATCHES = (2, 2, 2, 1, 2)
 """How many each step has: some have fewer."""
 
-SAMPLES = (2, 2, 2, 1, 2, 2, 2, 2)
+SAMPLES = (2, 2, 2, 1, 2)
 """Samples of each step's last microbatch: the fourth step is ragged."""
 
 
@@ -117,10 +117,9 @@ def whole_gradients(ranks: Sequence[Mapping[str, Any]], step: int) -> dict[str, 
 @pytest.mark.parametrize(
     ("family", "layout", "schedule"),
     [
-        ("gpt2", (1, 1, 2), "1f1b"),
         ("llama", (1, 2, 2), "1f1b"),
         ("t5", (1, 1, 2), "zero_bubble_h1"),
-        ("llama", (2, 1, 2), "interleaved_1f1b"),
+        ("gpt2", (2, 1, 2), "interleaved_1f1b"),
     ],
 )
 def test_gradients_over_changing_shapes(

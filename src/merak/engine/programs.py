@@ -19,9 +19,10 @@ from merak.engine.halved import arrange_in_halves
 from merak.engine.layout import Layout, stage_bounds, stages_of_parameters
 from merak.engine.parts import Signature
 from merak.engine.program import Arrange, Program, Rewrite, arrange_whole, compile_program
-from merak.graph.build import GraphSource, build_graph
+from merak.graph.build import GraphSource
 from merak.graph.features import Features
 from merak.graph.ir import ModelGraph, Segment
+from merak.graph.shapes import Graphs
 from merak.graph.split_report import indivisible
 from merak.graph.tensor_parallel import tensor_parallel
 
@@ -65,6 +66,10 @@ class Programs:
         self._graph = graph
         self.base = self._compile(graph)
         self._base_key = (tuple(graph.columns.items()), True)
+        self._graphs = {
+            True: Graphs(source, training=True, first=graph),
+            False: Graphs(source, training=False),
+        }
         self._others = lru_cache(maxsize=max_shapes)(self._make)
         self._max_shapes = max_shapes
         self._num_made = 0
@@ -89,7 +94,7 @@ class Programs:
 
     def _make(self, signature: Signature, training: bool) -> Program:
         started = time.perf_counter()
-        graph = build_graph(self.source, dict(signature), training=training)
+        graph = self._graphs[training](dict(signature))
         program = self._compile(graph)
         self._num_made += 1
         self._seconds += time.perf_counter() - started

@@ -103,7 +103,7 @@ def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, train
         seconds[0] = time.perf_counter() - traced_at
         return graph, traced.sources | loaded_sources(source.model)
 
-    with _whole_parameters(source), _mode(source.model, training):
+    with as_traced(source, training):
         if source.cache_dir is None:
             graph, known = make()[0], False
         else:
@@ -147,6 +147,13 @@ def _check_loss(model: nn.Module, graph: ModelGraph) -> None:
 def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
     what = (source.loss_fn, source.loss_columns, source.fixed, source.device.type, source.autocast)
     return fingerprint(source.model, dict(columns), *what)
+
+
+@contextmanager
+def as_traced(source: GraphSource, training: bool) -> Iterator[None]:
+    """Put a model into a mode, with whole parameters without weights; what was comes back after."""
+    with _whole_parameters(source), _mode(source.model, training):
+        yield
 
 
 @contextmanager

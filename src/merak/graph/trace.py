@@ -61,6 +61,31 @@ class Trace:
     sources: frozenset[str] = field(default_factory=frozenset)
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What `torch.export` has written down of a model.
+
+    Args:
+        graph: its operators, as exported.
+        signature: what its placeholders and outputs stand for.
+        found: tensors that are neither parameters nor buffers, by their target.
+        outputs: names of the model's outputs, in order.
+        parameters: as of `Trace`.
+        tied: as of `Trace`.
+        replaced: names of attributes that forward has replaced, by the identity of the tensor.
+        columns: names of the batch's columns.
+    """
+
+    graph: fx.Graph
+    signature: torch.export.graph_signature.ExportGraphSignature
+    found: Mapping[str, Any]
+    outputs: tuple[str, ...]
+    parameters: dict[str, TensorMeta]
+    tied: dict[str, str]
+    replaced: Mapping[int, str]
+    columns: tuple[str, ...]
+
+
 def trace(
     model: nn.Module,
     columns: Mapping[str, TensorMeta],
@@ -90,9 +115,33 @@ def trace(
         TraceError: the model's code cannot be traced, naming the line of it that cannot.
     """
     device = torch.device((device or torch.device("cpu")).type)
-    names, tied = parameter_names(model)
     casts = None if autocast is None else partial(torch.autocast, device.type, autocast)
     call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
+    return cleaned(export_model(model, columns, call, device), columns)
+
+
+def export_model(
+    model: nn.Module,
+    columns: Mapping[str, TensorMeta],
+    call: Call,
+    device: torch.device,
+    *,
+    symbolic: bool = False,
+) -> Exported:
+    """The first half of `trace`.
+
+    Args:
+        model: as of `trace`.
+        columns: as of `trace`.
+        call: how the model is called.
+        device: where fake tensors claim to be.
+        symbolic: write sizes that depend on the batch's down as such, not as numbers.
+
+    Raises:
+        TraceError: as of `trace`.
+    """
+    names, tied = parameter_names(model)
+    loss_fn = call.loss_fn
     _refuse_trained_loss(loss_fn)
     runner = _Runner(model, call)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -104,28 +153,56 @@ def trace(
         values = fake_batch(columns, mode, device)
         try:
             with no_draws_in_python(model), kept_attributes(model) as replaced:
-                program = _export(runner, values)
+                program = _export(runner, values, symbolic)
         except Exception as error:
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
                 None if isinstance(error, TraceError) else error
             )
-    graph, constants = _lift(program, runner, tied)
-    _refuse_state(constants, replaced)
+    return Exported(
+        program.graph_module.graph,
+        program.graph_signature,
+        program.constants,
+        runner.outputs(),
+        names,
+        tied,
+        replaced,
+        call.columns,
+    )
+
+
+def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
+    """The second half of `trace`.
+
+    Args:
+        exported: the first half; its graph is consumed.
+        columns: the batch, as of `trace`.
+
+    Raises:
+        TraceError: as of `trace`.
+    """
+    graph = exported.graph
+    constants = _lift(exported)
+    _refuse_state(constants, exported.replaced)
     sources = clean_graph(graph)
     slice_neighbours(graph, constants)
     refuse_seen_through(graph)
-    return Trace(graph, runner.outputs(), names, tied, constants, dict(columns), sources)
+    names, tied = exported.parameters, exported.tied
+    return Trace(graph, exported.outputs, names, tied, constants, dict(columns), sources)
 
 
-def _export(runner: _Runner, values: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+def _export(
+    runner: _Runner, values: tuple[torch.Tensor, ...], symbolic: bool
+) -> torch.export.ExportedProgram:
+    auto = torch.export.Dim.AUTO
+    sizes = (tuple(dict.fromkeys(range(v.ndim), auto) for v in values),) if symbolic else None
     try:
-        return torch.export.export(runner, values, strict=False)
+        return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
     except TraceError:
         raise
     except Exception as error:
         try:
             with seemingly_eager():
-                return torch.export.export(runner, values, strict=False)
+                return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
         except Exception:
             raise error from None  # of the two ways, the usual one is told
 
@@ -270,14 +347,15 @@ def _named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.{inner}", tensor
 
 
-def _lift(
-    program: torch.export.ExportedProgram, runner: _Runner, tied: Mapping[str, str]
-) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
-    """Name the placeholders after what they stand for; keep only what the user's call returns."""
-    signature = program.graph_signature
-    graph = program.graph_module.graph
+def _lift(exported: Exported) -> dict[str, torch.Tensor]:
+    """Name the placeholders after what they stand for; keep only what the user's call returns.
+
+    Returns:
+        The tensors that are neither parameters nor buffers, by name.
+    """
+    signature, graph, tied = exported.signature, exported.graph, exported.tied
     constants: dict[str, torch.Tensor] = {}
-    columns = iter(runner.call.columns)
+    columns = iter(exported.columns)
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     for node in graph.find_nodes(op="placeholder"):
         spec = specs[node.name]
@@ -289,10 +367,10 @@ def _lift(
         else:
             node.meta |= {"kind": Kind.BUFFER, "name": target}
             if spec.kind == InputKind.CONSTANT_TENSOR:
-                constants[target] = _with_numbers(target, program.constants[spec.target or ""])
+                constants[target] = _with_numbers(target, exported.found[spec.target or ""])
     _keep_user_outputs(graph, signature)
     _merge_placeholders(graph)
-    return graph, constants
+    return constants
 
 
 def _with_numbers(name: str, constant: Any) -> torch.Tensor:
