@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ import typer
 from merak.cli import options
 from merak.cli.output import show
 from merak.core.errors import ScheduleError
+from merak.plan.overlap import Layers, layer_costs
 from merak.schedule import registry
 from merak.schedule.costs import Costs, uniform
 from merak.schedule.ir import Schedule
@@ -68,6 +69,21 @@ class ListReport:
     schedules: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The tensor parallel all-reduces of a stage.
+
+    Args:
+        all_reduce: time of all of them, in each direction.
+        layers: how many there are, equal ones.
+        in_halves: whether microbatches run in halves.
+    """
+
+    all_reduce: float = 0.0
+    layers: int = 1
+    in_halves: bool = False
+
+
 def schedule(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="A schedule's name, or a file with one.")
@@ -89,6 +105,21 @@ def schedule(
     backward: Annotated[float, typer.Option(help="Of its backward; I and W take half each.")] = 2.0,
     recompute: Annotated[float, typer.Option(help="Of recomputing it, where that is done.")] = 1.0,
     transfer: Annotated[float, typer.Option(help="Of sending one result to another rank.")] = 0.0,
+    all_reduce: Annotated[
+        float,
+        typer.Option(
+            "--all-reduce",
+            metavar="T",
+            help="Of the tensor parallel all-reduces of a stage, beside its forward's, its "
+            "backward's and its recomputation's own time.",
+        ),
+    ] = 0.0,
+    layers: Annotated[
+        int, typer.Option(metavar="K", help="Layers of a stage, with an all-reduce each.")
+    ] = 1,
+    in_halves: Annotated[
+        bool, typer.Option("--in-halves", help="Hide all-reduces: microbatches run in halves.")
+    ] = False,
     memory_limit: Annotated[
         float | None,
         typer.Option("--memory-limit", metavar="K", help="Most microbatches in flight on a rank."),
@@ -113,7 +144,8 @@ def schedule(
         "recompute_s": recompute,
         "transfer_s": transfer,
     }
-    simulation = simulated(name, stages, microbatches, times, memory_limit, option or ())
+    sums = Sums(all_reduce, layers, in_halves)
+    simulation = simulated(name, stages, microbatches, times, memory_limit, option or (), sums)
     for note in simulation.schedule.notes:
         print(f"merak: {note}", file=sys.stderr)
     if output is not None:
@@ -128,6 +160,7 @@ def simulated(
     times: dict[str, float],
     memory_limit: float | None = None,
     chosen: Sequence[str] = (),
+    sums: Sums | None = None,
 ) -> Simulation:
     """Build or read a schedule, check it, and simulate it with equal stages.
 
@@ -138,6 +171,7 @@ def simulated(
         times: the arguments of `uniform` but the number of stages.
         memory_limit: most microbatches in flight on a rank.
         chosen: options of the schedule, as KEY=VALUE.
+        sums: what tensor parallelism adds to the times.
 
     Raises:
         ScheduleError: what was asked for makes no sense, or does not fit the limit.
@@ -152,14 +186,14 @@ def simulated(
     if stages is None or microbatches is None:
         raise ScheduleError(f"{name} needs --stages P and --microbatches M.")
     if name == "auto":
-        values |= {"costs": _auto_costs(stages, times)}
+        values |= {"costs": _costs(stages, times, sums or Sums()) if stages > 0 else None}
         if memory_limit is not None:
             values["memory_limit_bytes"] = memory_limit
     built = registry.resolve(name, stages, microbatches, **values)
     check(built)
     if memory_limit is not None:
         check_in_flight(built, memory_limit)
-    return simulate(built, uniform(built.num_stages, **times))
+    return simulate(built, _costs(built.num_stages, times, sums or Sums()))
 
 
 def report(simulation: Simulation) -> ScheduleReport:
@@ -180,9 +214,23 @@ def report(simulation: Simulation) -> ScheduleReport:
     )
 
 
-def _auto_costs(num_ranks: int, times: dict[str, float]) -> Costs | None:
-    """Equal stages, one per rank; `auto` itself refuses less than one rank."""
-    return uniform(num_ranks, **times) if num_ranks > 0 else None
+def _costs(num_stages: int, times: Mapping[str, float], sums: Sums) -> Costs:
+    """Equal stages of equal layers."""
+    costs = uniform(num_stages, **times)
+    if sums.layers < 1 or not sums.all_reduce >= 0:
+        raise ScheduleError(
+            f"--layers {sums.layers} --all-reduce {sums.all_reduce:g} is no stage; give 1 layer or "
+            "more, and a time of 0 or more."
+        )
+    names = ("forward_s", "backward_s", "recompute_s")
+    forward_s, backward_s, recompute_s = (times[name] / sums.layers for name in names)
+    layers = Layers(sums.layers, forward_s, sums.all_reduce / sums.layers, backward_s, recompute_s)
+    return layer_costs(
+        (layers,) * num_stages,
+        sums.in_halves,
+        links=costs.links,
+        checkpoint_bytes=costs.checkpoint_bytes,
+    )
 
 
 def _parse_option(text: str) -> tuple[str, Any]:

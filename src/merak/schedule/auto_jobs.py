@@ -120,6 +120,7 @@ def make_job(request: Request, ranks: tuple[int, ...], flags: tuple[bool, ...], 
         ranks=ranks,
         forward_s=costs.forward_s,
         recompute_s=tuple(r if flag else None for r, flag in zip(costs.recompute_s, flags)),
+        inside_s=(costs.recompute_in_input_gradient_s if split else costs.recompute_in_backward_s),
         gradient_s=costs.input_gradient_s if split else costs.backward_s,
         weight_s=costs.weight_gradient_s if split else (None,) * costs.num_stages,
         transfer_s=transfer,
@@ -141,7 +142,8 @@ def lower_bound(job: Job) -> float:
     first_head = [float("inf")] * len(job.limit_bytes)
     for stage, rank in enumerate(job.ranks):
         first_head[rank] = min(first_head[rank], head)
-        passing = job.forward_s[stage] + job.gradient_s[stage] + (job.recompute_s[stage] or 0.0)
+        passing = job.forward_s[stage] + job.gradient_s[stage]
+        passing += min(job.recompute_s[stage] or 0.0, job.inside_s[stage])
         last = job.weight_s[0] or 0.0
         if stage:
             bound = max(bound, head + job.num_microbatches * passing + tail + last)

@@ -21,8 +21,11 @@ class Costs:
     """Times and sizes per stage, all for one microbatch. Build with `stage_costs` or `uniform`."""
 
     forward_s: tuple[float, ...]
-    # Of a stage that recomputes; spent in its R or, without one, inside its B or I.
+    # Of a stage that recomputes, in its R.
     recompute_s: tuple[float, ...]
+    # What it adds to a B, or to an I, that has no R before it.
+    recompute_in_backward_s: tuple[float, ...]
+    recompute_in_input_gradient_s: tuple[float, ...]
     # Without any recomputation.
     backward_s: tuple[float, ...]
     # The two halves of a split backward.
@@ -60,19 +63,22 @@ def stage_costs(
     Args:
         forward_s: duration of a forward, one per stage.
         backward_s: duration of a backward without recomputation, one per stage.
-        **others: any other field of `Costs`. Left out, recomputation takes as long as a forward,
-            either half of a split backward takes half of it, transfers and reductions take no time,
-            activations count 1 per microbatch and stage (kept whole until W), and checkpoints and
-            weights count nothing.
+        **others: any other field of `Costs`. Left out, recomputation takes as long as a forward
+            wherever it is done, either half of a split backward takes half of it, transfers and
+            reductions take no time, activations count 1 per microbatch and stage (kept whole until
+            W), and checkpoints and weights count nothing.
 
     Raises:
         ScheduleError: a field has the wrong length, or a time or size is negative.
     """
     num_stages = len(forward_s)
     nothing, one = (0.0,) * num_stages, (1.0,) * num_stages
+    recompute_s = others.get("recompute_s", forward_s)
     values: dict[str, object] = {
         "forward_s": forward_s,
-        "recompute_s": forward_s,
+        "recompute_s": recompute_s,
+        "recompute_in_backward_s": recompute_s,
+        "recompute_in_input_gradient_s": recompute_s,
         "backward_s": backward_s,
         "input_gradient_s": tuple(b / 2 for b in backward_s),
         "weight_gradient_s": tuple(b / 2 for b in backward_s),

@@ -30,6 +30,8 @@ class Job:
     forward_s: tuple[float, ...]
     # Duration of an R; None on stages that keep their activations.
     recompute_s: tuple[float | None, ...]
+    # What recomputing adds to a B or I without an R.
+    inside_s: tuple[float, ...]
     # Of the B or, on stages that split it, of the I.
     gradient_s: tuple[float, ...]
     # Of the W; None on stages that do not split their backward.
@@ -259,12 +261,11 @@ def _book_recompute(state: _State, rank: _Rank, action: Action, now: float) -> f
 def _book_backward(state: _State, rank: _Rank, action: Action, now: float) -> float:
     job, stage = state.job, action.stage
     duration = job.gradient_s[stage]
-    recompute_s = job.recompute_s[stage]
     if _is_recomputed(rank, action):
         rank.recomputed = None
         rank.used_bytes -= job.recomputed_bytes[stage]
-    elif recompute_s is not None:
-        duration += recompute_s
+    elif job.recompute_s[stage] is not None:
+        duration += job.inside_s[stage]
     rank.used_bytes -= job.kept_bytes[stage]
     state.gradients[stage].popleft()
     state.num_backwards[stage] += 1

@@ -87,8 +87,13 @@ def durations(schedule: Schedule, table: ActionTable, costs: Costs) -> FloatArra
     for kind, seconds in per_stage.items():
         chosen = table.is_kind(kind)
         duration[chosen] = np.array(seconds)[table.stage[chosen]]
-    inside = memory.recomputes_inside(schedule, table)
-    duration[inside] += np.array(costs.recompute_s)[table.stage[inside]]
+    recomputing = memory.recomputes_inside(schedule, table)
+    for kind, added in (
+        (Kind.BACKWARD, costs.recompute_in_backward_s),
+        (Kind.INPUT_GRADIENT, costs.recompute_in_input_gradient_s),
+    ):
+        chosen = recomputing & table.is_kind(kind)
+        duration[chosen] += np.array(added)[table.stage[chosen]]
     if not schedule.is_synchronous:
         # The rank waits for an update's reduction before it goes on with the new weights.
         updates = table.is_kind(*FINAL_KINDS)

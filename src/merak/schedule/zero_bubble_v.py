@@ -48,6 +48,7 @@ def _equal_stages(num_ranks: int, num_microbatches: int) -> Job:
         ranks=v_shape(num_ranks),
         forward_s=one,
         recompute_s=(None,) * num_stages,
+        inside_s=(0.0,) * num_stages,
         gradient_s=one,
         weight_s=one,
         transfer_s=(0.0,) * (num_stages - 1),

@@ -48,6 +48,21 @@ def test_json_is_one_object_with_every_rank(name: str, capsys: pytest.CaptureFix
     assert len(forwards) == found["stages"] * 8
 
 
+def test_all_reduces_lengthen_a_stage_and_halves_hide_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    counts = ("--stages", "1", "--microbatches", "1", "--json")
+    found = []
+    for more in (("--layers", "8"), ("--all-reduce", "1"), ("--in-halves", "--all-reduce", "1")):
+        run("gpipe", *counts, "--option", "recompute=true", "--layers", "8", *more)
+        found.append(json.loads(capsys.readouterr().out)["makespan"])
+    # F and, in one go, R and B; all-reduces of the same time as the forward's computation.
+    forward_s, paper_s = 1 + 1 / 16, (0.75 + 0.5 + 7.75 * 3) / 8
+    assert found == pytest.approx([1 + 1 + 2, 2 + 2 + 3, forward_s + paper_s])
+    with pytest.raises(ScheduleError, match="--layers 0 --all-reduce 1 is no stage; give 1 layer"):
+        run("gpipe", *counts, "--layers", "0", "--all-reduce", "1")
+
+
 def test_times_are_taken_from_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     counts = ("--stages", "4", "--microbatches", "5", "--json")
     makespans = []
