@@ -2,9 +2,13 @@
 
 Two ranks and the engine are real; the all-reduces go over gloo through a link whose rate is limited
 (two network namespaces, which take root), or last a known time where namespaces are not allowed.
-Computation is made to last a known time by sleeping, so that it takes no core from the link. Both
-ways run in turn in one job; medians of several steps. The last columns are the times by the paper's
-formula and by the planner's model (`merak.plan.overlap`).
+Computation is made to last a known time by sleeping, so that it takes no core from the link.
+
+Three runs take turns in one job, and medians of several steps count: in line, in halves, and in
+line with all-reduces that take no time, which gives T_m, late ends of sleeps and the operators
+included. T_a is measured before them: of the whole, which the run in line waits for, and twice that
+of a half, which the formula for halves takes. The last columns compare with the paper's formula and
+with the simulator's model (`merak.plan.overlap`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +34,14 @@ import merak
 from merak.core import collectives
 from merak.engine.engine import Engine
 from merak.engine.program import HalvedRun, HalvedSegment, SegmentProgram
-from merak.graph.features import Column, Replicate, Row
+from merak.graph import features
 from merak.parallel import ParallelModel
 from merak.plan.overlap import Layers
 
 WIDTH, HIDDEN, SAMPLES, TOKENS = 64, 8, 8, 256
 NUM_BYTES = SAMPLES * TOKENS * WIDTH * 4
 NAMESPACES, DEVICE, PORT = ("merak0", "merak1"), "veth", 29571
+Row = dict[str, Any]
 RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 
 
@@ -124,15 +129,23 @@ def build(num_layers: int, in_halves: bool) -> ParallelModel:
         Blocks(num_layers),
         {"x": torch.zeros(SAMPLES, TOKENS, WIDTH)},
         sub_pipelining="on" if in_halves else "off",
-        features={"up.*": Column(), "down.*": Row(), "first": Replicate()},
+        features={
+            "up.*": features.Column(),
+            "down.*": features.Row(),
+            "first": features.Replicate(),
+        },
     )
 
 
 class KnownLink:
-    """All-reduces that last a known time, one after another, in place of real ones."""
+    """All-reduces that last a known time, one after another, in place of real ones.
 
-    def __init__(self) -> None:
-        self.seconds_per_byte = 0.0
+    Args:
+        seconds_per_byte: of one rank's tensor.
+    """
+
+    def __init__(self, seconds_per_byte: float) -> None:
+        self.seconds_per_byte = seconds_per_byte
         self._free_at = 0.0
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -162,64 +175,75 @@ def limit_rate(bytes_per_s: float) -> None:
     subprocess.run([*command, "rate", rate, "burst", "16kb", "latency", "2s"], check=True)
 
 
-def measure_sum(repeats: int) -> float:
-    """Seconds of one all-reduce of a block's result, here and now."""
-    tensor = torch.zeros(SAMPLES, TOKENS, WIDTH)
+def measure_sum(samples: int, repeats: int) -> float:
+    """Seconds of one all-reduce of some samples of a block's result, here and now."""
+    tensor = torch.zeros(samples, TOKENS, WIDTH)
     group = merak.core.mesh.current_mesh().group("tp")
     times = []
-    for _ in range(repeats):
+    for _ in range(1 + repeats):
         dist.barrier()
         begin = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
+        collectives.dist.all_reduce(tensor, group=group)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
-def seconds(model: ParallelModel, step: int) -> float:
+def seconds(model: ParallelModel, link: KnownLink | None) -> float:
+    """One step, with all-reduces through a known link or the real one."""
     batch = {"x": torch.randn(SAMPLES, TOKENS, WIDTH)}
     dist.barrier()
-    begin = time.perf_counter()
-    model.step(batch)
-    return time.perf_counter() - begin
+    with _through(link):
+        begin = time.perf_counter()
+        model.step(batch)
+        return time.perf_counter() - begin
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """One of the two ranks."""
     torch.set_num_threads(1)
     merak.init(tp=2, device="cpu")
-    rows = []
-    link = KnownLink()
-    for ratio in args.ratios:
-        wanted_s = ratio * args.compute_ms / 1e3
-        models = [build(args.layers, in_halves) for in_halves in (False, True)]
-        for model in models:
-            slow_down(model.engine, args.compute_ms / 1e3)
-        if args.link == "known":
-            link.seconds_per_byte = wanted_s / NUM_BYTES
-            communication_s = wanted_s
-        else:
-            limit_rate(NUM_BYTES / wanted_s)
-            communication_s = measure_sum(args.steps)
-        with _through(link if args.link == "known" else None):
-            times = [[seconds(m, step) for m in models] for step in range(args.steps + 1)][1:]
-        blocking, halves = (statistics.median(column) for column in zip(*times, strict=True))
-        layers = Layers(args.layers, args.compute_ms / 1e3, communication_s)
-        model_s = layers.forward_s(True) + layers.backward_s(True)
-        rows.append(
-            {
-                "T_a / T_m": round(communication_s / layers.compute_s, 2),
-                "blocking s": blocking,
-                "in halves s": halves,
-                "faster": blocking / halves,
-                "formula s": layers.paper_s(),
-                "measured / formula": halves / layers.paper_s(),
-                "model s": model_s,
-                "measured / model": halves / model_s,
-            }
-        )
+    models = [build(args.layers, in_halves) for in_halves in (False, True)]
+    for model in models:
+        slow_down(model.engine, args.compute_ms / 1e3)
+    rows = [measure(args, models, ratio) for ratio in args.ratios]
     if dist.get_rank() == 0:
-        title = f"{args.layers} layers, T_m = {args.compute_ms:g} ms, {args.link} link"
+        load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+        title = f"{args.layers} layers, T_m = {args.compute_ms:g} ms, {args.link} link, load {load}"
         report.show({title: rows}, args.json)
+
+
+def measure(args: argparse.Namespace, models: Sequence[ParallelModel], ratio: float) -> Row:
+    """One line of the table.
+
+    Args:
+        args: of the command line.
+        models: in line, and in halves.
+        ratio: T_a / T_m as wanted.
+    """
+    link = None
+    wanted_s = ratio * args.compute_ms / 1e3
+    if args.link == "known":
+        link = KnownLink(wanted_s / NUM_BYTES)
+    else:
+        limit_rate(NUM_BYTES / wanted_s)
+    with _through(link):
+        whole_s, half_s = (measure_sum(n, args.steps) for n in (SAMPLES, SAMPLES // 2))
+    runs = [(models[0], link), (models[1], link), (models[0], KnownLink(0.0))]
+    times = [[seconds(*run) for run in runs] for _ in range(args.steps + 1)][1:]
+    blocking, halves, alone = (statistics.median(column) for column in zip(*times, strict=True))
+    layers = Layers(args.layers, alone / (3 * args.layers), 2 * half_s)
+    model_s = layers.forward_s(True) + layers.backward_s(True)
+    return {
+        "T_m ms": 1e3 * layers.compute_s,
+        "T_a ms": 1e3 * whole_s,
+        "2 halves' T_a ms": 2e3 * half_s,
+        "in line s": blocking,
+        "in halves s": halves,
+        "faster": blocking / halves,
+        "formula s": layers.paper_s(),
+        "measured / formula": halves / layers.paper_s(),
+        "measured / model": halves / model_s,
+    }
 
 
 @contextlib.contextmanager

@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from merak.core.mesh import init
 from merak.data import signature
+from merak.engine import overlap
 from merak.engine.build import build_engine
-from merak.engine.layout import EngineOptions
+from merak.engine.layout import EngineOptions, Layout
+from merak.engine.plans import Plans
 from merak.engine.program import HalvedRun
-from merak.graph.build import GraphSource
+from merak.graph.build import GraphSource, build_graph
+from merak.plan.partition import Partition
+from merak.plan.times import SegmentTimes
 from merak.schedule.registry import build, names
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, bert, gpt2, llama
 
 SYNCHRONOUS = tuple(name for name in names() if build(name, 4, 8).is_synchronous)
-MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert}
+
+
+class Block(nn.Module):
+    """A feed-forward block with a residual."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Blocks(nn.Module):
+    """Blocks whose last one is in one segment with the loss."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def blocks(dropout: float) -> nn.Module:
+    return Blocks(dropout)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "blocks": blocks}
+
+
+def draw(samples: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(samples, 6, 16, generator=torch.Generator().manual_seed(1))}
 
 
 def batches(count: int, samples: int, masked: bool) -> list[dict[str, torch.Tensor]]:
@@ -42,7 +85,7 @@ def gradients(
     tp, pp = degrees
     mesh = init(tp=tp, pp=pp)
     found = {}
-    own = batches(4, samples, family != "gpt2")
+    own = batches(4, samples, family != "gpt2") if family != "blocks" else [draw(samples)] * 4
     sample = signature(own[0]).columns
     for schedule in schedules:
         for in_halves in (True, False):
@@ -75,7 +118,7 @@ def compare(ranks: list[Any], schedules: list[str]) -> None:
             )
 
 
-@pytest.mark.parametrize("family", list(MODELS))
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_halves_give_what_the_whole_gives(pool, tmp_path, family):
     ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 4, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
@@ -84,16 +127,67 @@ def test_halves_give_what_the_whole_gives(pool, tmp_path, family):
     assert len(halved) >= blocks
 
 
-def test_every_schedule_runs_in_halves(pool, tmp_path):
+def test_every_schedule_runs_in_unequal_halves(pool, tmp_path):
     schedules = [name for name in SYNCHRONOUS if name not in ("1f1b", "gpipe")]
-    ranks = pool.run(gradients, 4, "llama", schedules, (2, 2), 2, tmp_path)
+    ranks = pool.run(gradients, 4, "llama", schedules, (2, 2), 3, tmp_path)
     compare(ranks, schedules)
     assert all(any(rank[name, True][2] for rank in ranks) for name in schedules)
     recomputing = {name for name in schedules if any(build(name, 2, 4).recompute)}
     assert recomputing >= {"early_recompute", "last_no_recompute", "shifted_critical_path"}
 
 
-def test_an_odd_microbatch_runs_whole(pool, tmp_path):
-    ranks = pool.run(gradients, 2, "llama", ["1f1b"], (2, 1), 3, tmp_path)
+def test_unequal_halves_draw_and_mask_as_the_whole(pool, tmp_path):
+    ranks = pool.run(gradients, 4, "bert", ["1f1b", "gpipe"], (2, 2), 3, tmp_path)
+    compare(ranks, ["1f1b", "gpipe"])
+    assert len({name for rank in ranks for name in rank["1f1b", True][2]}) >= 4 * 2
+
+
+@pytest.mark.parametrize("samples", [4, 5])
+def test_a_block_with_the_loss_in_its_segment_runs_in_halves(pool, tmp_path, samples):
+    ranks = pool.run(gradients, 2, "blocks", ["1f1b"], (2, 1), samples, tmp_path)
+    compare(ranks, ["1f1b"])
+    columns = dict(signature(draw(samples)).columns)
+    whole = build_graph(GraphSource(blocks(0.1)), columns, training=True)
+    assert ranks[0]["1f1b", True][2] == [segment.name for segment in whole.segments]
+
+
+def test_a_single_sample_runs_whole_and_says_so(pool, tmp_path):
+    ranks = pool.run(gradients, 2, "llama", ["1f1b"], (2, 1), 1, tmp_path)
     compare(ranks, ["1f1b"])
     assert not any(rank["1f1b", True][2] for rank in ranks)
+
+
+class KnownSum:
+    """An all-reduce that is over after a known time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.perf_counter() + seconds
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.end - time.perf_counter()))
+
+
+def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
+    """What a job of blocks that compute for 0.1 s decides, where sums take a known time."""
+    mesh = init(tp=2)
+    columns = dict(signature(draw(samples)).columns)
+    graph = build_graph(GraphSource(blocks(0.1)), columns, training=True)
+    layout = Layout(graph, Partition(len(graph.segments), ()), Plans("1f1b", 1, 4))
+    times = [SegmentTimes(s.name, 0.1, 0.2) for s in graph.segments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(ranks_per_node))
+        patch.setattr(overlap, "start_sum", lambda tensor, axis: KnownSum(sum_s))
+        return overlap.choose_halves(wish, layout, mesh, lambda: times)
+
+
+def test_auto_halves_where_sums_between_machines_take_as_long_as_computation(pool):
+    assert pool.run(choices, 2, 0.05, "auto", 1, 4) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("sum_s", "wish", "ranks_per_node", "samples"),
+    [(1e-4, "auto", 1, 4), (0.05, "auto", 2, 4), (0.05, "auto", 1, 1), (0.05, "off", 1, 4)],
+    ids=["sums are short", "one machine", "one sample", "not wished"],
+)
+def test_it_stays_whole_otherwise(pool, sum_s, wish, ranks_per_node, samples):
+    assert pool.run(choices, 2, sum_s, wish, ranks_per_node, samples) == [False, False]

@@ -169,7 +169,7 @@ class MerakArguments(TrainingArguments):
         metadata={
             "help": "Whether tensor parallel work runs every microbatch in two halves, so that "
             "one's all-reduces run beside the other's computation: 'on', 'off', or 'auto' for "
-            "where it pays by an estimate, which takes a GPU.",
+            "where it pays, with all-reduces measured on GPUs or between machines.",
             "choices": ["auto", "on", "off"],
         },
     )

@@ -61,7 +61,7 @@ def build_engine(
     layout = forecast.layout
     in_halves = choose_halves(
         options.sub_pipelining,
-        layout.graph,
+        layout,
         mesh,
         lambda: segment_times(layout.graph, options, mesh, source.cache_dir),
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby, islice
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
+from merak.core import collectives
 from merak.core.errors import ShardError
 from merak.engine.program import (
     HalfProgram,
@@ -18,12 +21,21 @@ from merak.engine.program import (
     Rewrite,
     Run,
     SegmentProgram,
+    compile_segment,
+    has_draws,
 )
-from merak.graph.halves import halve
+from merak.graph.halves import halve, shares
 from merak.graph.ir import Segment
+from merak.graph.leading import cuts
 from merak.graph.pieces import cut_at_sums, returned_names
 
 logger = logging.getLogger(__name__)
+
+Part = SegmentProgram | HalvedSegment
+"""One thing to run, whole or in halves."""
+
+_MOST_CUTS = 4
+"""Places to cut a segment that are tried."""
 
 
 def arrange_in_halves(
@@ -42,13 +54,57 @@ def arrange_in_halves(
         rewrites: what is done in turn to the segments of the stage.
         leaving: values that leave the stage.
     """
-    halved: dict[int, HalvedSegment] = {}
+    try:
+        shares(batch_size)
+    except ShardError as error:
+        if not (dist.is_initialized() and dist.get_rank()):
+            logger.warning("%s", error)
+        return tuple(programs)
+    parts: list[Part] = []
     for segment, program in zip(segments, programs, strict=True):
         try:
-            halved[segment.index] = halve_segment(segment, program, batch_size, rewrites)
+            parts.append(halve_segment(segment, program, batch_size, rewrites))
         except ShardError as error:
-            logger.info("segment %d (%s) is not halved: %s", segment.index, segment.name, error)
-    return group_runs(programs, halved, leaving)
+            cut = _cut(segment, program, batch_size, rewrites)
+            parts.extend(cut or (program,))
+            what = "only its first part is" if cut else "it is not"
+            logger.info("segment %d (%s): %s halved: %s", segment.index, segment.name, what, error)
+    return group_runs(parts, leaving)
+
+
+def _cut(
+    segment: Segment, whole: SegmentProgram, batch_size: int, rewrites: Sequence[Rewrite]
+) -> tuple[HalvedSegment, SegmentProgram] | None:
+    """The part of a segment that can be halved, and the rest; None where that does not pay.
+
+    It pays where the first part has sums to hide and the cut adds none.
+    """
+    for parts in islice(cuts(segment, batch_size), _MOST_CUTS):
+        try:
+            first, rest = (_compile_whole(part, whole, rewrites) for part in parts)
+            if 0 < _num_collectives(first) <= _num_collectives(whole) - _num_collectives(rest):
+                return halve_segment(parts[0], first, batch_size, rewrites), rest
+        except ShardError:
+            continue
+    return None
+
+
+def _compile_whole(
+    part: Segment, whole: SegmentProgram, rewrites: Sequence[Rewrite]
+) -> SegmentProgram:
+    (output,) = part.graph.find_nodes(op="output")
+    returned = zip(part.outputs, output.all_input_nodes, strict=True)
+    entering = ((n.meta["name"], n) for n in part.graph.find_nodes(op="placeholder"))
+    values = {name: node.meta["tensor"] for name, node in (*entering, *returned)}
+    local = part
+    for rewrite in rewrites:
+        local, _ = rewrite(local)
+    return replace(compile_segment(local, values, has_draws(part)), kept=whole.kept)
+
+
+def _num_collectives(program: SegmentProgram) -> int:
+    module = collectives.__name__
+    return sum(getattr(n.target, "__module__", "") == module for n in program.segment.graph.nodes)
 
 
 def halve_segment(
@@ -63,11 +119,11 @@ def halve_segment(
         rewrites: what is done in turn to the segments of its stage.
 
     Raises:
-        ShardError: an odd number of samples, or an operator that does not treat them one by one.
+        ShardError: a single sample, or an operator that does not treat them one by one.
     """
     halves = halve(segment, batch_size)
     first, second = (_compile(half, rewrites) for half in halves.segments)
-    return HalvedSegment(whole, (first, second), halves.dims)
+    return HalvedSegment(whole, (first, second), halves.shares, halves.dims)
 
 
 def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> HalfProgram:
@@ -84,39 +140,29 @@ def _function(graph: fx.Graph) -> Callable[..., tuple[torch.Tensor, ...]]:
     return fx.GraphModule(torch.nn.Module(), graph).forward
 
 
-def group_runs(
-    programs: Sequence[SegmentProgram],
-    halved: Mapping[int, HalvedSegment],
-    leaving: frozenset[str],
-) -> tuple[Run, ...]:
-    """The order of work of a stage: segments that run whole, and runs of those in halves.
+def group_runs(parts: Sequence[Part], leaving: frozenset[str]) -> tuple[Run, ...]:
+    """The order of work of a stage: what runs whole, and runs of what is in halves.
 
     Args:
-        programs: the stage's segments.
-        halved: those that run in halves, by their index.
+        parts: of the stage, in order.
         leaving: values that leave the stage.
     """
     runs: list[Run] = []
-    for is_halved, group in groupby(programs, key=lambda p: p.segment.index in halved):
+    for is_halved, group in groupby(parts, key=lambda part: isinstance(part, HalvedSegment)):
         own = tuple(group)
         if is_halved:
-            runs.append(_run(own, programs, halved, leaving))
+            runs.append(_run(own, parts, leaving))
         else:
-            runs.extend(own)
+            runs.extend(part for part in own if isinstance(part, SegmentProgram))
     return tuple(runs)
 
 
-def _run(
-    own: Sequence[SegmentProgram],
-    programs: Sequence[SegmentProgram],
-    halved: Mapping[int, HalvedSegment],
-    leaving: frozenset[str],
-) -> HalvedRun:
-    inside = {p.segment.index for p in own}
-    others = [p.segment for p in programs if p.segment.index not in inside]
-    read = leaving | {name for segment in others for name in segment.inputs}
-    segments = tuple(halved[p.segment.index] for p in own)
-    made = {name for p in own for name in p.segment.outputs}
+def _run(own: Sequence[Part], parts: Sequence[Part], leaving: frozenset[str]) -> HalvedRun:
+    inside = {id(part) for part in own}
+    others = [_whole(part) for part in parts if id(part) not in inside]
+    read = leaving | {name for whole in others for name in whole.segment.inputs}
+    segments = tuple(part for part in own if isinstance(part, HalvedSegment))
+    made = {name for part in segments for name in part.whole.segment.outputs}
     return HalvedRun(
         segments=segments,
         inputs={
@@ -132,3 +178,7 @@ def _run(
             if name in read
         },
     )
+
+
+def _whole(part: Part) -> SegmentProgram:
+    return part.whole if isinstance(part, HalvedSegment) else part

@@ -21,6 +21,7 @@ from merak.core.random import random_state, restore_random_state, set_random_sta
 from merak.engine.program import HalvedRun, HalvedSegment, PieceProgram, SegmentProgram
 from merak.engine.surroundings import Surroundings, Values, add_to
 from merak.engine.whole import propagate
+from merak.graph.halves import Share
 from merak.graph.pieces import Crossing
 
 TENSOR_AXIS = "tp"
@@ -73,7 +74,7 @@ def forward(run: HalvedRun, values: Values, around: Surroundings, keep: bool) ->
         for segment in run.segments:
             for name in segment.whole.segment.inputs:
                 if name not in local:
-                    local[name] = _part(values[name], segment.dims.get(name), half)
+                    local[name] = _part(values[name], segment.dims.get(name), run.shares[half])
             record = _enter(segment, local)
             stays = (keep or segment.whole.kept) and segment.whole.trains
             job = _Half(segment, half, around, stays)
@@ -118,7 +119,7 @@ def backward(
     for name, dim in run.outputs.items():
         if (gradient := gradients.pop(name, None)) is not None:
             for half in range(2):
-                local[half][name] = _part(gradient, dim, half)
+                local[half][name] = _part(gradient, dim, run.shares[half])
     done: set[int] = set()
 
     def work(half: int) -> Turns:
@@ -150,12 +151,9 @@ def _alternate(*halves: Turns) -> None:
 _DONE: Any = object()
 
 
-def _part(tensor: torch.Tensor, dim: int | None, half: int) -> torch.Tensor:
+def _part(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tensor:
     """A half's samples of a value of the whole microbatch; all of a value that has none."""
-    if dim is None:
-        return tensor
-    size = tensor.shape[dim] // 2
-    return tensor.narrow(dim, half * size, size)
+    return tensor if dim is None else tensor.narrow(dim, *share.rows(tensor.shape[dim]))
 
 
 def _joined(parts: list[torch.Tensor], dim: int | None) -> torch.Tensor:
@@ -185,7 +183,7 @@ class _Half:
         self._program = segment.halves[half]
         self._whole = segment.whole
         self._dims = segment.dims
-        self._half = half
+        self._share = segment.shares[half]
         self._around = around
         self._keep = keep
 
@@ -243,7 +241,7 @@ class _Half:
             )
 
     def _own(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return _part(tensor, self._dims.get(name), self._half)
+        return _part(tensor, self._dims.get(name), self._share)
 
     def _cross(self, crossings: Sequence[Crossing], values: Values) -> Turns:
         """Sum what the ranks have made of a value, while the other half takes its turn."""

@@ -10,6 +10,7 @@ from torch import fx
 
 from merak.core.shards import ParameterShard
 from merak.graph.clean import is_random
+from merak.graph.halves import Share
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.pieces import Crossing
 from merak.graph.shard import slice_outputs
@@ -77,12 +78,14 @@ class HalvedSegment:
     Args:
         whole: the segment for all of a microbatch.
         halves: the first half's samples, and the second's.
+        shares: which samples they are.
         dims: the dim along which a half has its samples, by the name of an input, column, derived
             value or output; what is not named is the same for both.
     """
 
     whole: SegmentProgram
     halves: tuple[HalfProgram, HalfProgram]
+    shares: tuple[Share, Share]
     dims: Mapping[str, int]
 
 
@@ -99,6 +102,11 @@ class HalvedRun:
     segments: tuple[HalvedSegment, ...]
     inputs: Mapping[str, int | None]
     outputs: Mapping[str, int]
+
+    @property
+    def shares(self) -> tuple[Share, Share]:
+        """Which samples each half has."""
+        return self.segments[0].shares
 
 
 Run = SegmentProgram | HalvedRun
@@ -197,7 +205,9 @@ def compile_program(
         first, stop = bounds[stage], bounds[stage + 1]
         programs = []
         for segment in graph.segments[first:stop]:
-            draws = _draws(segment)  # which its rewritten form, of operators of our own, may hide
+            draws = has_draws(
+                segment
+            )  # which its rewritten form, of operators of our own, may hide
             local = segment
             for rewrite in own_rewrites:
                 local, split = rewrite(local)
@@ -246,7 +256,7 @@ def _written_buffers(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(node.meta["name"] for node in nodes if node.meta["kind"] is Kind.BUFFER)
 
 
-def _draws(segment: Segment) -> bool:
+def has_draws(segment: Segment) -> bool:
     """Whether a segment as traced draws random numbers."""
     return any(is_random(n) for n in segment.graph.nodes if n.op == "call_function")
 

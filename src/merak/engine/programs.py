@@ -127,7 +127,7 @@ class Programs:
         kept = self._kept if is_same else ()
         arrange: Arrange = arrange_whole
         if self._in_halves and graph.loss is not None:
-            arrange = partial(arrange_in_halves, _batch_size(graph))
+            arrange = partial(arrange_in_halves, batch_size(graph))
         program = compile_program(graph, bounds, self._rewrites, kept, arrange)
         device = self.mesh.device
         return replace(program, constants={n: t.to(device) for n, t in graph.constants.items()})
@@ -145,7 +145,7 @@ def check_max_shapes(max_shapes: int) -> None:
         )
 
 
-def _batch_size(graph: ModelGraph) -> int:
+def batch_size(graph: ModelGraph) -> int:
     """Samples of a microbatch: the first size of most of its columns."""
     sizes = Counter(meta.shape[0] for meta in graph.columns.values() if meta.shape)
     return sizes.most_common(1)[0][0] if sizes else 1

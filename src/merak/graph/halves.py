@@ -2,8 +2,9 @@
 
 A segment may run in halves if every operator in it treats the samples of a microbatch one by one.
 The rules of tensor parallelism tell: with the batch split as if over two ranks, no operator may ask
-for a collective. A half's dropout takes its rows of the pattern that the whole would draw, so that
-two halves give what the whole gives.
+for a collective. Of an odd number of samples the first half has one more: the rules then reckon
+with the fraction that a half has. A half's dropout takes its rows of the pattern that the whole
+would draw, so that two halves give what the whole gives.
 
 Source: Merak (IEEE TPDS), section 5.3.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -39,16 +41,58 @@ _DROPPING: Mapping[Any, str] = {dropout_sharded: "layout", attend_sharded: "layo
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Which samples of a microbatch a half has.
+
+    Args:
+        start: the first.
+        stop: the one after the last.
+        whole: samples of the microbatch.
+    """
+
+    start: int
+    stop: int
+    whole: int
+
+    @property
+    def degree(self) -> Fraction:
+        """How many times the half fits in the whole."""
+        return Fraction(self.whole, self.stop - self.start)
+
+    def rows(self, size: int) -> tuple[int, int]:
+        """Where the half's part of a dim begins that runs over the samples, and its length."""
+        first, last = (size * n // self.whole for n in (self.start, self.stop))
+        return first, last - first
+
+
+def shares(batch_size: int) -> tuple[Share, Share]:
+    """The samples of both halves; of an odd number the first has one more.
+
+    Raises:
+        ShardError: less than two samples.
+    """
+    if batch_size < 2:
+        raise ShardError(
+            f"a microbatch of {batch_size} sample has no halves; give a microbatch two samples or "
+            "more."
+        )
+    middle = (batch_size + 1) // 2
+    return Share(0, middle, batch_size), Share(middle, batch_size, batch_size)
+
+
+@dataclass(frozen=True, slots=True)
 class Halves:
     """A segment in two halves.
 
     Args:
         segments: what each half runs, with the names of the whole's inputs and outputs.
+        shares: which samples they have.
         dims: the dim along which a half has its part, by the name of an input, column, derived
             value or output; both halves read whole what is not named.
     """
 
     segments: tuple[Segment, Segment]
+    shares: tuple[Share, Share]
     dims: Mapping[str, int]
 
 
@@ -61,34 +105,74 @@ def halve(segment: Segment, batch_size: int) -> Halves:
             of the values between segments.
 
     Raises:
-        ShardError: an odd number of samples, or an operator that does not treat them one by one.
+        ShardError: a single sample, or an operator that does not treat them one by one.
     """
-    if batch_size % 2:
-        raise ShardError(f"a microbatch of {batch_size} samples has no equal halves.")
+    both = shares(batch_size)
+    first, second = (_lay_out(segment, share) for share in both)
+    dims = {
+        node.meta["name"]: placed.dim
+        for node, placed in first.placements.items()
+        if node.op == "placeholder" and isinstance(placed, Sharded)
+    }
+    for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
+        dim = sample_dim(first.placements[node])
+        if dim is None or dim != sample_dim(second.placements[node]):
+            raise ShardError(f"its result {name} does not belong to single samples.")
+        dims[name] = dim
+    written = (
+        replace(segment, graph=_Writer(first).run(segment.graph)),
+        replace(segment, graph=_Writer(second).run(segment.graph)),
+    )
+    return Halves(written, both, dims)
+
+
+def sample_dim(placed: Placed) -> int | None:
+    """The one dim of a value along which the samples lie in their order; None if there is none."""
+    return placed.dim if isinstance(placed, Sharded) and len(placed.parts) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the values of a segment lie in one half of it.
+
+    Args:
+        share: which samples the half has.
+        placements: by node, as if the samples were split over ranks.
+        decisions: by operator; fewer than the segment has, where one needs all samples.
+        refusal: why there are fewer.
+    """
+
+    share: Share
+    placements: Mapping[fx.Node, Placed]
+    decisions: Mapping[fx.Node, Decision]
+    refusal: ShardError | None = None
+
+
+def follow_samples(segment: Segment, share: Share) -> Layout:
+    """Follow the samples of a microbatch through a segment, up to what needs all of them."""
     placements: dict[fx.Node, Placed] = {}
     decisions: dict[fx.Node, Decision] = {}
     for node in segment.graph.nodes:
-        if node.op == "call_function":
-            decisions[node] = _decide(Operator(node, placements, 2))
-            placements[node] = decisions[node].output
-        elif node.op == "placeholder":
-            placements[node] = _entering(node, batch_size)
-    outputs = _output_nodes(segment)
-    dims = {
-        node.meta["name"]: placed.dim
-        for node, placed in placements.items()
-        if node.op == "placeholder" and isinstance(placed, Sharded)
-    }
-    for name, node in zip(segment.outputs, outputs, strict=True):
-        placed = placements[node]
-        if not isinstance(placed, Sharded):
-            raise ShardError(f"its result {name} does not belong to single samples.")
-        dims[name] = placed.dim
-    first, second = (
-        replace(segment, graph=_Writer(placements, decisions, half).run(segment.graph))
-        for half in range(2)
-    )
-    return Halves((first, second), dims)
+        if node.op == "placeholder":
+            placements[node] = _entering(node, share.whole)
+    for node in _operators(segment):
+        try:
+            decisions[node] = _decide(Operator(node, placements, share.degree))
+        except ShardError as error:
+            return Layout(share, placements, decisions, error)
+        placements[node] = decisions[node].output
+    return Layout(share, placements, decisions)
+
+
+def _operators(segment: Segment) -> list[fx.Node]:
+    return [node for node in segment.graph.nodes if node.op == "call_function"]
+
+
+def _lay_out(segment: Segment, share: Share) -> Layout:
+    layout = follow_samples(segment, share)
+    if layout.refusal is not None:
+        raise layout.refusal
+    return layout
 
 
 def _output_nodes(segment: Segment) -> tuple[fx.Node, ...]:
@@ -117,10 +201,19 @@ def _decide(op: Operator) -> Decision:
     placed = decision.output if isinstance(decision.output, tuple) else (decision.output,)
     if decision.then or any(isinstance(p, Partial) for p in placed):
         raise op.error("sums over the samples of a microbatch")
+    several = [p for p in (*placed, *decision.needs.values()) if _is_parted(p)]
+    if several and (op.node.target in _DROPPING or decision.target in _DROPPING):
+        raise op.error("draws for samples that do not lie in their order")
     for node, need in decision.needs.items():
+        if _is_parted(need) and not isinstance(op.placement(node), Sharded):
+            raise op.error("takes samples that do not lie in their order")
         if not isinstance(need, (Sharded, Copied)) and isinstance(op.placement(node), Sharded):
             raise op.error("must see all samples of a microbatch")
     return decision
+
+
+def _is_parted(placed: Placement) -> bool:
+    return isinstance(placed, Sharded) and len(placed.parts) > 1
 
 
 def _refuse_writes(op: Operator) -> None:
@@ -149,15 +242,10 @@ _MORE_RULES: dict[str, Callable[[Operator], Decision]] = {
 class _Writer:
     """Writes the graph of one half."""
 
-    def __init__(
-        self,
-        placements: Mapping[fx.Node, Placed],
-        decisions: Mapping[fx.Node, Decision],
-        half: int,
-    ) -> None:
-        self.placements = placements
-        self.decisions = decisions
-        self.half = half
+    def __init__(self, layout: Layout) -> None:
+        self.placements = layout.placements
+        self.decisions = layout.decisions
+        self.share = layout.share
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.narrowed: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -171,7 +259,7 @@ class _Writer:
                 self.env[node] = self.operator(node, self.decisions[node])
             else:
                 self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
-            local = local_meta(node.meta["tensor"], self.placements[node], 2)
+            local = local_meta(node.meta["tensor"], self.placements[node], self.share.degree)
             self.env[node].meta = {**node.meta, "tensor": local}
         return self.graph
 
@@ -196,11 +284,11 @@ class _Writer:
         """The half's part of what it reads whole otherwise."""
         if (node, dim) not in self.narrowed:
             meta = node.meta["tensor"]
-            size = meta.shape[dim] // 2
             new = self.graph.call_function(
-                aten.narrow.default, (self.env[node], dim, self.half * size, size)
+                aten.narrow.default, (self.env[node], dim, *self.share.rows(meta.shape[dim]))
             )
-            new.meta = {**node.meta, "tensor": local_meta(meta, Sharded(dim, ()), 2)}
+            local = local_meta(meta, Sharded(dim, ()), self.share.degree)
+            new.meta = {**node.meta, "tensor": local}
             self.narrowed[node, dim] = new
         return self.narrowed[node, dim]
 
@@ -211,7 +299,7 @@ class _Writer:
         placed = self.placements[node]
         assert isinstance(placed, Sharded)
         whole = node.meta["tensor"].shape[placed.dim]
-        rows = (placed.dim, self.half * whole // 2, whole)
+        rows = (placed.dim, self.share.rows(whole)[0], whole)
         if target is dropout_sharded:
             operand, p, train, _ = args
             return (operand, p, train, None), {"rows": rows}

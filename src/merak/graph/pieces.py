@@ -7,7 +7,7 @@ stands between them as data, for whoever runs the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -74,7 +74,8 @@ def _levels(operators: Sequence[fx.Node], cuts: Collection[fx.Node]) -> dict[fx.
     return levels
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Whether an operator writes into one of its operands."""
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
@@ -94,8 +95,8 @@ class _Cutter:
         self.segment = segment
         operators = [node for node in segment.graph.nodes if node.op == "call_function"]
         # What is written in place must stay in one piece, with the sums inside.
-        writes = any(_writes(node) for node in operators)
-        self.cuts = {} if writes else {node: None for node in operators if _is_cut(node)}
+        in_place = any(writes(node) for node in operators)
+        self.cuts = {} if in_place else {node: None for node in operators if _is_cut(node)}
         self.levels = _levels(operators, self.cuts)
         self.num_levels = max((n + (o in self.cuts) for o, n in self.levels.items()), default=0) + 1
         (output,) = segment.graph.find_nodes(op="output")
@@ -111,7 +112,7 @@ class _Cutter:
         own = [n for n, found in self.levels.items() if found == level and n not in self.cuts]
         outputs = [n for n in own if self._leaves(n, level)]
         return Piece(
-            self._segment(own, outputs),
+            part_of(self.segment, own, outputs, self.name),
             tuple(
                 Crossing(self.name(_source(n)), self.name(n), n.target is reduce_from)
                 for n in self.cuts
@@ -131,34 +132,48 @@ class _Cutter:
         # A value of this segment alone is named apart from those between segments.
         return self.names.get(node, f"{self.segment.index}/{node.name}")
 
-    def _segment(self, own: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Segment:
-        inside = set(own)
-        read = dict.fromkeys(n for node in own for n in node.all_input_nodes if n not in inside)
-        by_kind: dict[Kind, list[fx.Node]] = {kind: [] for kind in Kind}
-        for node in read:
-            kind = node.meta["kind"] if node.op == "placeholder" else Kind.VALUE
-            by_kind[kind].append(node)
-        graph = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        for kind in Kind:
-            for node in by_kind[kind]:
-                env[node] = graph.placeholder(node.name)
-                env[node].meta = {**node.meta, "kind": kind, "name": self.name(node)}
-        for node in own:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-        graph.output(tuple(env[n] for n in outputs))
-        names = {kind: tuple(self.name(n) for n in found) for kind, found in by_kind.items()}
-        return Segment(
-            index=self.segment.index,
-            name=self.segment.name,
-            graph=graph,
-            parameters=names[Kind.PARAMETER],
-            buffers=names[Kind.BUFFER],
-            columns=names[Kind.COLUMN],
-            inputs=names[Kind.VALUE],
-            outputs=tuple(self.name(n) for n in outputs),
-            derived=names[Kind.DERIVED],
-        )
+
+def part_of(
+    segment: Segment,
+    own: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    name: Callable[[fx.Node], str],
+) -> Segment:
+    """Some of a segment's operators as a segment of their own.
+
+    Args:
+        segment: the whole.
+        own: the operators, in their order.
+        outputs: those whose results others read.
+        name: what a value is called outside.
+    """
+    inside = set(own)
+    read = dict.fromkeys(n for node in own for n in node.all_input_nodes if n not in inside)
+    by_kind: dict[Kind, list[fx.Node]] = {kind: [] for kind in Kind}
+    for node in read:
+        kind = node.meta["kind"] if node.op == "placeholder" else Kind.VALUE
+        by_kind[kind].append(node)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for kind in Kind:
+        for node in by_kind[kind]:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = {**node.meta, "kind": kind, "name": name(node)}
+    for node in own:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in outputs))
+    names = {kind: tuple(name(n) for n in found) for kind, found in by_kind.items()}
+    return Segment(
+        index=segment.index,
+        name=segment.name,
+        graph=graph,
+        parameters=names[Kind.PARAMETER],
+        buffers=names[Kind.BUFFER],
+        columns=names[Kind.COLUMN],
+        inputs=names[Kind.VALUE],
+        outputs=tuple(name(n) for n in outputs),
+        derived=names[Kind.DERIVED],
+    )
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -10,6 +10,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.graph.sharding_placement import (
     Decision,
+    Degree,
     Operator,
     Sharded,
     family,
@@ -103,6 +104,6 @@ def _edges(op: Operator, operand: fx.Node, placed: Sharded) -> set[int]:
     return {sum(sizes[:i]) for i in range(len(sizes) + 1)}
 
 
-def divides(placed: Sharded, degree: int) -> bool:
+def divides(placed: Sharded, degree: Degree) -> bool:
     """Whether every fused part has a share for each rank."""
     return math.gcd(*placed.parts) % degree == 0

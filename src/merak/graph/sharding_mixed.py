@@ -18,6 +18,7 @@ from merak.graph import sharding_views as views
 from merak.graph.sharding_placement import (
     COPIED,
     Decision,
+    Degree,
     Mixed,
     Operator,
     Placement,
@@ -42,7 +43,7 @@ def decide_mixed(op: Operator) -> Decision:
     return rule(op)
 
 
-def local_size(placed: Mixed, degree: int) -> int:
+def local_size(placed: Mixed, degree: Degree) -> int:
     """What a rank holds along the split dim."""
     sizes = enumerate(placed.parts)
     return sum(size if i in placed.whole else size // degree for i, size in sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from merak.graph.ir import TensorMeta
 
 AXIS = "tp"
 """The mesh axis that the rewriting splits over."""
+
+Degree = int | Fraction
+"""How many times a share fits in the whole: the number of ranks, or a fraction of unequal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +109,13 @@ class Operator:
     Args:
         node: the operator's node, in the graph before rewriting.
         placements: how the results of all nodes before it lie.
-        degree: the tensor parallel degree.
+        degree: the tensor parallel degree; or the whole ÷ one share, where shares are unequal.
         copied: whether to count it to the work that is split, though its operands are whole.
     """
 
     node: fx.Node
     placements: Mapping[fx.Node, Placed]
-    degree: int
+    degree: Degree
     copied: bool = False
 
     def placement(self, operand: Any) -> Placement:
@@ -204,7 +208,7 @@ def positive(dim: int, num_dims: int) -> int:
     return dim + num_dims if dim < 0 else dim
 
 
-def local_meta(meta: Any, placed: Placed, degree: int) -> Any:
+def local_meta(meta: Any, placed: Placed, degree: Degree) -> Any:
     """What a rank holds of a value that lies as `placed`."""
     if isinstance(meta, tuple):
         each = placed if isinstance(placed, tuple) else (placed,) * len(meta)

@@ -11,6 +11,7 @@ import torch
 from merak.graph.sharding_placement import (
     REPLICATED,
     Decision,
+    Degree,
     Operator,
     Sharded,
     listed_parts,
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 
 
 def reshaped(
-    old: Sequence[int], new: Sequence[int], placed: Sharded, degree: int
+    old: Sequence[int], new: Sequence[int], placed: Sharded, degree: Degree
 ) -> Sharded | None:
     """How a split value lies after it is reshaped.
 
@@ -68,7 +69,9 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int],
         yield a, b
 
 
-def _unflatten(flat: tuple[int, ...], left: int, right: int, degree: int) -> tuple[int, ...] | None:
+def _unflatten(
+    flat: tuple[int, ...], left: int, right: int, degree: Degree
+) -> tuple[int, ...] | None:
     if len(flat) % left:
         return None
     head = flat[: len(flat) // left]

@@ -14,6 +14,7 @@ from merak.graph.build import GraphSource, build_graph
 from merak.graph.features import Column, Row
 from merak.graph.halves import halve
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.leading import cuts
 from merak.graph.pieces import cut_at_sums, returned_names
 from merak.graph.tensor_parallel import tensor_parallel
 
@@ -55,6 +56,17 @@ class Model(nn.Module):
         return x.square().mean()
 
 
+class Growing(nn.Module):
+    """Gives its loss more than it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).square().mean()
+
+
 def graph_of(model: nn.Module, batch: int = BATCH) -> ModelGraph:
     columns = {"x": TensorMeta((batch, 8), torch.float32)}
     return build_graph(GraphSource(model), columns, training=True)
@@ -77,23 +89,25 @@ def call(segment: Segment, given: Sequence[object]) -> tuple[torch.Tensor, ...]:
     return result
 
 
-def test_two_halves_are_the_whole_dropout_included() -> None:
+@pytest.mark.parametrize("batch", [2, 3, 4, 5])
+def test_two_halves_are_the_whole_dropout_included(batch: int) -> None:
     model = Model()
-    graph = graph_of(model)
-    values = {"x": torch.randn(BATCH, 8)}
+    graph = graph_of(model, batch)
+    values = {"x": torch.randn(batch, 8)}
     num_halved = 0
+    middle = (batch + 1) // 2
     for segment in graph.segments:
         whole = call(segment, arguments(segment, model, values))
         made = dict(zip(segment.outputs, whole, strict=True))
         if segment is graph.segments[-1]:
             with pytest.raises(ShardError):  # the loss is a mean over the samples
-                halve(segment, BATCH)
+                halve(segment, batch)
             break
-        halves = halve(segment, BATCH)
+        halves = halve(segment, batch)
         parts = []
-        for half, own in enumerate(halves.segments):
+        for own, start, stop in zip(halves.segments, (0, middle), (middle, batch), strict=True):
             local = {
-                name: v.narrow(halves.dims[name], half * BATCH // 2, BATCH // 2)
+                name: v.narrow(halves.dims[name], start, stop - start)
                 for name, v in values.items()
                 if name in halves.dims
             }
@@ -117,9 +131,29 @@ def test_what_sees_several_samples_is_not_halved(across: str) -> None:
     assert refused == 1
 
 
-def test_an_odd_microbatch_has_no_halves() -> None:
-    with pytest.raises(ShardError, match="3 samples has no equal halves"):
-        halve(graph_of(Model(), 3).segments[0], 3)
+def test_a_single_sample_has_no_halves() -> None:
+    with pytest.raises(ShardError, match="1 sample has no halves; give a microbatch two samples"):
+        halve(graph_of(Model(), 1).segments[0], 1)
+
+
+def test_a_block_is_cut_from_the_loss_behind_it() -> None:
+    model = Model()
+    segment = graph_of(model).segments[-1]
+    first, rest = next(cuts(segment, BATCH))
+    assert set(first.parameters) == set(segment.parameters) and not rest.parameters
+    halve(first, BATCH)
+    values = {name: torch.randn(BATCH, 8) for name in segment.inputs}
+    (expected,) = call(segment, arguments(segment, model, values))
+    made = call(first, arguments(first, model, values))
+    values |= dict(zip(first.outputs, made, strict=True))
+    assert torch.equal(call(rest, arguments(rest, model, values))[0], expected)
+
+
+def test_a_block_is_not_cut_where_more_would_cross_or_draw() -> None:
+    drawing = Model()
+    drawing.blocks[-1] = nn.Sequential(Block("mean"), nn.Dropout(0.5))
+    assert not list(cuts(graph_of(drawing).segments[-1], BATCH))
+    assert not list(cuts(graph_of(Growing()).segments[-1], BATCH))
 
 
 def test_pieces_are_cut_at_the_sums_and_hold_none() -> None:
