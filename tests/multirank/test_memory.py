@@ -42,13 +42,11 @@ def test_schedules_take_what_was_foreseen(pool, tmp_path):
     assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
 
 
-@pytest.mark.parametrize("degrees", [(2, 1, 2), (4, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("degrees", [(2, 1, 2), (2, 2, 1)])
 def test_shared_optimizers_and_masters_take_what_was_foreseen(pool, tmp_path, degrees):
     half = {"master_weights": True, "bucket_bytes": 2**14}
     jobs = [
-        MemoryJob("llama", dtype=torch.bfloat16, options={**half, "zero": zero})
-        for zero in (0, 1, 2)
+        MemoryJob("llama", dtype=torch.bfloat16, options={**half, "zero": zero}) for zero in (1, 2)
     ]
-    jobs += [MemoryJob("gpt2", 0.1, options={"zero": zero}) for zero in (1, 2)]
-    jobs += [MemoryJob("gpt2", dtype=torch.bfloat16)]
+    jobs += [MemoryJob("gpt2", 0.1, options={"zero": 2}), MemoryJob("gpt2", dtype=torch.bfloat16)]
     assert_close(pool.run(measure, math.prod(degrees), degrees, jobs, tmp_path))

@@ -58,6 +58,7 @@ class MerakArguments(TrainingArguments):
         nan_policy: "stop" or "skip", for a step whose loss or gradient is not finite.
         bucket_bytes: bytes of gradients reduced together over the replicas.
         master_weights: keep float32 masters of bfloat16 and float16 parameters.
+        gradient_sums: "float32" or "own": what gradients of such parameters are summed in.
         zero: 1 shards the optimizer over the replicas, 2 also the gradients.
         tied_gradients: "microbatch" or "step": when gradients of tied parameters are summed.
         hang_limit_s: seconds that a rank may wait before every rank says where it stands and the
@@ -130,7 +131,15 @@ class MerakArguments(TrainingArguments):
         default=False,
         metadata={
             "help": "Keep a float32 master of every parameter of a lower precision, which the "
-            "optimizer steps. Gradients are summed in float32 either way."
+            "optimizer steps."
+        },
+    )
+    gradient_sums: str = field(
+        default="float32",
+        metadata={
+            "help": "What gradients of parameters of a lower precision are summed in, over "
+            "microbatches and replicas: 'float32', or their 'own' type in half the memory.",
+            "choices": ["float32", "own"],
         },
     )
     zero: int = field(
@@ -333,7 +342,7 @@ def _accelerator_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str
 
 
 def _own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
-    for name in ("nan_policy", "tied_gradients", "zero"):
+    for name in ("nan_policy", "tied_gradients", "gradient_sums", "zero"):
         choices = MerakArguments.__dataclass_fields__[name].metadata["choices"]
         if getattr(arguments, name) not in choices:
             named = " or ".join(repr(choice) for choice in choices)

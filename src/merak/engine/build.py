@@ -10,10 +10,11 @@ from torch import nn
 from merak.checkpoint.initial import materialize
 from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
+from merak.engine.arrivals import MOST_OPEN_GATHERS, Arrivals, guard
 from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
-from merak.engine.gradients import GradientReducer
+from merak.engine.gradients import GradientReducer, fill_buckets
 from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times
 from merak.engine.overlap import choose_halves
 from merak.engine.parts import KeepLess, Parts, Signature
@@ -26,7 +27,7 @@ from merak.engine.relief import Relief
 from merak.engine.replicas import reduced_of
 from merak.engine.stage import Stage
 from merak.engine.tied import Shared, TiedGradients, find_holders
-from merak.engine.trained import TrainedParameters
+from merak.engine.trained import Precision, TrainedParameters
 from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
 from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
@@ -154,18 +155,18 @@ def _assemble(
     parameters = {name: everything[name] for name in names}
     programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
     shared = _shared(layout)
+    progress = Progress(clock_of(mesh.device), options.recorded_steps)
+    trained, arrivals = _trained(programs, parameters, mesh, options, progress)
     stages = {
         stage: Stage(
             stage,
-            _weights(stage, layout, programs, parameters, shared),
+            _weights(stage, layout, programs, (parameters, shared), arrivals),
             programs.buffers,
             waiting,
             mesh.device,
         )
         for stage, waiting in programs.waiting.items()
     }
-    trained = _trained(parameters, mesh, options)
-    progress = Progress(clock_of(mesh.device), options.recorded_steps)
     relief = Relief(is_armed=keep_less is not None)
     transfers = Transfers(mesh, progress, relief, max_open_sends=4 * mesh.pp)
     evaluated = channels_of_pipe(layout.stage_rank)
@@ -213,11 +214,12 @@ def _weights(
     stage: int,
     layout: Layout,
     programs: Programs,
-    parameters: Mapping[str, nn.Parameter],
-    shared: frozenset[str],
+    held: tuple[Mapping[str, nn.Parameter], frozenset[str]],
+    arrivals: Arrivals | None,
 ) -> Weights:
+    parameters, shared = held
     if layout.schedule.is_synchronous:
-        return LiveWeights(parameters, shared)
+        return LiveWeights(parameters, shared, arrivals)
     own = {n for s in programs.base.stages[stage].segments for n in s.segment.parameters}
     return StashedWeights({name: p for name, p in parameters.items() if name in own})
 
@@ -240,10 +242,29 @@ def _kept_buffers(layout: Layout, programs: Programs, mesh: Mesh) -> frozenset[s
 
 
 def _trained(
-    parameters: Mapping[str, nn.Parameter], mesh: Mesh, options: EngineOptions
-) -> TrainedParameters:
+    programs: Programs,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    options: EngineOptions,
+    progress: Progress,
+) -> tuple[TrainedParameters, Arrivals | None]:
+    """What this rank steps, and what brings it the others' steps."""
+    precision = Precision(options.master_weights, options.float32_gradients)
     group = mesh.group("dp") if options.zero else None
-    return TrainedParameters(parameters, group, options.master_weights, options.bucket_bytes)
+    if group is None:
+        return TrainedParameters(parameters, None, precision), None
+    stages = programs.base.stages.values()
+    read = [n for stage in stages for s in stage.segments for n in s.segment.parameters]
+    in_order = dict.fromkeys([*read, *parameters])
+    names = {id(parameters[name]): name for name in in_order}
+    buckets = [
+        {names[id(parameter)]: parameter for parameter in bucket}
+        for bucket in fill_buckets((parameters[n] for n in in_order), options.bucket_bytes)
+    ]
+    most_open = MOST_OPEN_GATHERS if options.zero == 2 else None
+    arrivals = Arrivals(buckets, group, most_open, progress)
+    guard(programs.source.model, arrivals)
+    return TrainedParameters(parameters, group, precision, arrivals), arrivals
 
 
 def _tied(

@@ -34,11 +34,16 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self.mesh = parts.mesh
-        self.parameters = parts.parameters
         self.progress = parts.progress
         self._parts = parts
         self._exchange = Exchange(parts.transfers, parts.mesh)
         self._microbatches = Microbatches(parts.mesh, parts.buffers, parts.seed)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """This rank's parameters by name, with all that replicas have stepped."""
+        self._parts.trained.wait()
+        return self._parts.parameters
 
     @property
     def holds_first_stage(self) -> bool:

@@ -160,6 +160,7 @@ class Forecast:
                 degree=mesh.dp if self.options.zero else 1,
                 every_microbatch=self.options.zero == 2 and mesh.dp > 1,
                 masters=self.options.master_weights,
+                float32_gradients=self.options.float32_gradients,
             ),
         )
 

@@ -48,6 +48,8 @@ class EngineOptions:
             `merak.plan.recompute.parse_recompute` reads it; None leaves it to the schedule.
         memory_budget_bytes: what a rank may hold; None takes a GPU's memory, and on the CPU none.
         master_weights: keep float32 masters of parameters of a lower precision for the optimizer.
+        float32_gradients: sum gradients of parameters of a lower precision in float32; else in
+            their own type.
         zero: 1 shards the optimizer over dp, 2 also the gradients, 0 neither.
         optimizer: makes the optimizer, whose state counts in the memory; None counts none.
     """
@@ -67,6 +69,7 @@ class EngineOptions:
     recompute: Recompute = None
     memory_budget_bytes: int | None = None
     master_weights: bool = False
+    float32_gradients: bool = True
     zero: int = 0
     optimizer: OptimizerFactory | None = None
 

@@ -13,7 +13,7 @@ Source: arXiv:1710.03740 (mixed precision), section 3.1; arXiv:1910.02054 (ZeRO)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,27 @@ import torch.distributed as dist
 from torch import nn
 
 from merak.core.shards import RowShare, Stepped
-from merak.engine.gradients import fill_buckets, is_low_precision, sum_in_float32
-from merak.engine.shares import pack, rows_of, share_rows, unpack
+from merak.engine.arrivals import Arrivals
+from merak.engine.gradients import is_low_precision
+from merak.engine.shares import rows_of, share_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """In which precision a job sums gradients and steps.
+
+    Args:
+        masters: keep float32 masters of parameters of a lower precision.
+        float32_gradients: sum their gradients in float32, over microbatches and ranks.
+    """
+
+    masters: bool = False
+    float32_gradients: bool = True
+
+    def sums_of(self, parameter: torch.Tensor) -> torch.dtype:
+        """What a parameter's gradients are summed in."""
+        is_low = is_low_precision(parameter) and self.float32_gradients
+        return torch.float32 if is_low else parameter.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +77,26 @@ class TrainedParameters:
     Args:
         parameters: this rank's parameters by name.
         group: the replicas among which steps are shared; None steps everything here.
-        masters: keep float32 masters of parameters of a lower precision.
-        bucket_bytes: parameters are given to the other replicas so many bytes at a time.
+        precision: in which gradients are summed, and the optimizer steps.
+        arrivals: brings what the other replicas have stepped.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        group: dist.ProcessGroup | None,
-        masters: bool,
-        bucket_bytes: int,
+        group: dist.ProcessGroup | None = None,
+        precision: Precision | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._group = group
         self._degree = 1 if group is None else dist.get_world_size(group)
         self._index = 0 if group is None else dist.get_rank(group)
+        self._precision = precision or Precision()
+        self._arrivals = arrivals
         self.parameters = parameters
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        sum_in_float32(trained.values())
-        self.items = {name: self._make(p, masters) for name, p in trained.items()}
-        self._buckets = fill_buckets(trained.values(), bucket_bytes) if group is not None else ()
+        self.items = {name: self._make(p) for name, p in trained.items()}
+        self.start_step()
 
     @property
     def is_sharded(self) -> bool:
@@ -101,7 +121,8 @@ class TrainedParameters:
             for name, item in self.items.items()
         }
 
-    def _make(self, parameter: nn.Parameter, masters: bool) -> Trained:
+    def _make(self, parameter: nn.Parameter) -> Trained:
+        masters = self._precision.masters
         rows = share_rows(parameter, self._degree, self._index) if self.is_sharded else None
         low = is_low_precision(parameter)
         if rows is None and not (low and masters):
@@ -114,7 +135,10 @@ class TrainedParameters:
     def start_step(self) -> None:
         """Gradients of a step are about to be summed."""
         for item in self.items.values():
-            sum_in_float32((item.parameter, item.stepped))
+            dtype = self._precision.sums_of(item.parameter)
+            for leaf in (item.parameter, item.stepped):
+                if leaf.grad is None:
+                    leaf.grad_dtype = dtype
 
     def take_gradients(self, loss_scale: float = 1.0) -> None:
         """Give the final gradients to what is stepped, in the type that the optimizer expects.
@@ -147,14 +171,10 @@ class TrainedParameters:
         for item in self.items.values():
             if item.is_master:
                 item.own_rows().copy_(item.stepped)
-        for bucket in self._buckets:
-            self._gather(bucket)
+        if self._arrivals is not None:
+            self._arrivals.start()
 
-    def _gather(self, bucket: Sequence[nn.Parameter]) -> None:
-        own = pack(bucket, self._degree, self._index)
-        everything = own.new_empty(self._degree * own.numel())
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(everything, own, group=self._group)
-        for index, flat in enumerate(everything.chunk(self._degree)):
-            if index != self._index:
-                unpack(flat, bucket, self._degree, index)
+    def wait(self) -> None:
+        """Wait until the parameters are whole, with what other replicas have stepped of them."""
+        if self._arrivals is not None:
+            self._arrivals.wait()

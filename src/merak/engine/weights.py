@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from merak.engine.gradients import add_gradient, sum_in_float32
+from merak.engine.arrivals import Arrivals, Awaited
+from merak.engine.gradients import add_gradient, gradient_dtype
 
 Leaves = Mapping[str, torch.Tensor]
 
@@ -25,10 +26,14 @@ class LiveWeights:
     Args:
         parameters: by name, at least those that the stage's segments read.
         shared: names whose gradient is collected apart, since several segments read them.
+        arrivals: what the parameters wait for before they are read; None for nothing.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], shared: Collection[str]
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        shared: Collection[str],
+        arrivals: Arrivals | None = None,
     ) -> None:
         # A shared parameter enters each stage as a leaf of its own over the same memory.
         self.shared = {
@@ -36,8 +41,10 @@ class LiveWeights:
             for name in parameters
             if name in shared
         }
-        sum_in_float32(self.shared.values())
-        self.live: Leaves = {**parameters, **self.shared}
+        for name, leaf in self.shared.items():
+            leaf.grad_dtype = parameters[name].grad_dtype
+        leaves = {**parameters, **self.shared}
+        self.live: Leaves = leaves if arrivals is None else Awaited(leaves, arrivals)
 
     def of(self, number: int) -> Leaves:
         """What a microbatch computes with."""
@@ -119,7 +126,8 @@ class StashedWeights:
             name: parameter.data.requires_grad_(parameter.requires_grad)
             for name, parameter in self._parameters.items()
         }
-        sum_in_float32(leaves.values())
+        for name, leaf in leaves.items():
+            leaf.grad_dtype = gradient_dtype(self._parameters[name])
         return leaves
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from merak.engine.gradients import MOST_OPEN_BUCKETS
 from merak.engine.program import SegmentProgram
 from merak.plan.ledger import Ledger, Part, Window
-from merak.plan.sharing import gradient_bytes
 from merak.plan.surroundings import SharedHere, Surroundings, parameters_of
 from merak.schedule.ir import FINAL_KINDS, Action
 
@@ -43,9 +42,8 @@ class Gradients:
         metas = parameters_of(around.program)
         trained = {name: meta for name, meta in metas.items() if meta.requires_grad}
         self._parameter_bytes = {name: meta.num_bytes for name, meta in trained.items()}
-        self.bytes = {name: gradient_bytes(meta) for name, meta in trained.items()}
-        stepped = around.sharing.stepped(trained)
-        self._share_bytes = {name: gradient_bytes(meta) for name, meta in stepped.items()}
+        self.bytes = around.sharing.gradient_bytes(trained)
+        self._share_bytes = around.sharing.share_bytes(trained)
         for action in around.schedule.actions[around.rank]:
             if action.kind in FINAL_KINDS:
                 self._last[action.stage] = action.microbatch

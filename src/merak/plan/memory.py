@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from merak.core.mesh import Mesh, pretended
+from merak.engine.arrivals import MOST_OPEN_GATHERS
 from merak.engine.program import Program
 from merak.graph.ir import TensorMeta
 from merak.plan.ledger import Ledger, Moment, Part
 from merak.plan.optimizer import OptimizerFactory, OptimizerMemory, optimizer_memory
 from merak.plan.saved import SegmentMemories, SegmentMemory, storage_bytes
-from merak.plan.sharing import Sharing, gradient_bytes, total_bytes
+from merak.plan.sharing import Sharing, total_bytes
 from merak.plan.surroundings import SharedHere, Surroundings, parameters_of
 from merak.plan.walk import Walk
 from merak.schedule.ir import Schedule
@@ -104,7 +105,7 @@ class MemoryModel:
         self.job = job
         device = _fake_device(job.mesh.device)
         with pretended(replace(job.mesh, rank=0, device_mesh=None)):
-            measure = SegmentMemories(device)
+            measure = SegmentMemories(device, job.sharing.float32_gradients)
             self.segments: dict[int, SegmentMemory] = {
                 segment.segment.index: measure(segment.segment)
                 for program in job.programs
@@ -221,13 +222,14 @@ def _optimizer(job: Job, program: Program, device: torch.device) -> tuple[dict[s
 
 
 def _gathered_bytes(job: Job, metas: Mapping[str, TensorMeta]) -> int:
-    """What replicas take to give each other the parameters they have stepped, by buckets."""
+    """What replicas take to give each other the parameters that they have stepped."""
     if not job.sharing.is_sharded or not metas:
         return 0
-    whole = total_bytes(metas.values())
-    largest = max(meta.num_bytes for meta in metas.values())
-    bucket = min(whole, job.bucket_bytes + largest)
-    return bucket + bucket // job.sharing.degree
+    sent = total_bytes(metas.values())
+    if job.sharing.every_microbatch:
+        largest = max(meta.num_bytes for meta in metas.values())
+        sent = min(sent, MOST_OPEN_GATHERS * (job.bucket_bytes + largest))
+    return sent + sent // job.sharing.degree
 
 
 def _trained(metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
@@ -262,11 +264,11 @@ def _stage(
     own = {n: m for n, m in parameters_of(program).items() if n in _names(program, stage)}
     metas = {name: meta for name, meta in own.items() if name not in earlier}
     trained = _trained(metas)
-    kept = sharing.stepped(trained) if sharing.every_microbatch else trained
+    of = sharing.share_bytes if sharing.every_microbatch else sharing.gradient_bytes
     return StageMemory(
         stage=stage,
         parameters=_sum(metas),
-        gradients=sum(gradient_bytes(meta) for meta in kept.values()),
+        gradients=sum(of(trained).values()),
         optimizer=sum(state.get(name, 0) for name in trained),
         activations=activations,
     )

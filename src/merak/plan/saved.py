@@ -63,17 +63,19 @@ class SegmentMemories:
 
     Args:
         device: type of device they run on, which may choose other kernels than another's.
+        float32_gradients: whether gradients of low precision are summed in float32.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, float32_gradients: bool = True) -> None:
         self._device = device
+        self._float32_gradients = float32_gradients
         self._known: dict[Any, tuple[SegmentMemory, Segment]] = {}
 
     def __call__(self, segment: Segment) -> SegmentMemory:
         """What a segment needs, by the shapes in its graph."""
         key = _likeness(segment.graph)
         if key not in self._known:
-            self._known[key] = (_measure(segment, self._device), segment)
+            self._known[key] = (self._measure(segment), segment)
         found, known = self._known[key]
         names = dict(zip(known.inputs + known.outputs, segment.inputs + segment.outputs))
         outputs = {
@@ -89,6 +91,12 @@ class SegmentMemories:
             found.backward_bytes,
             found.deferred_bytes,
         )
+
+    def _measure(self, segment: Segment) -> SegmentMemory:
+        run = _Run(segment, self._device)
+        if self._float32_gradients:
+            sum_in_float32(run.parameters)
+        return _measure(run)
 
 
 def storage_bytes(segment: Segment, device: torch.device) -> dict[str, int]:
@@ -124,7 +132,6 @@ class _Run:
                 self.inputs[node.meta["name"]] = argument
             elif kind is Kind.PARAMETER and argument.requires_grad:
                 self.parameters.append(argument)
-        sum_in_float32(self.parameters)
 
     def fake(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         with self.mode:
@@ -146,8 +153,7 @@ class _Run:
                 torch.autograd.backward([o for o in outputs if o.requires_grad], gradients)
 
 
-def _measure(segment: Segment, device: torch.device) -> SegmentMemory:
-    run = _Run(segment, device)
+def _measure(run: _Run) -> SegmentMemory:
     with torch.no_grad(), Storages(run.arguments) as plain:
         run.call()
     kept, first, places = _backward(run)
@@ -163,7 +169,7 @@ def _measure(segment: Segment, device: torch.device) -> SegmentMemory:
         kept_forward_bytes=kept[1],
         first_backward_bytes=first,
         backward_bytes=later,
-        deferred_bytes=_deferred_bytes(segment.graph),
+        deferred_bytes=_deferred_bytes(run.segment.graph),
     )
 
 

@@ -5,7 +5,6 @@ Source: arXiv:1910.02054 (ZeRO), sections 5.1 and 5.2.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -25,11 +24,13 @@ class Sharing:
         degree: the replicas that share it; 1 where each steps everything.
         every_microbatch: whether replicas keep shares of the gradients between microbatches.
         masters: whether parameters of low precision have float32 masters.
+        float32_gradients: whether their gradients are summed in float32.
     """
 
     degree: int = 1
     every_microbatch: bool = False
     masters: bool = False
+    float32_gradients: bool = True
 
     @property
     def is_sharded(self) -> bool:
@@ -44,6 +45,22 @@ class Sharing:
         ]
         return max(shares, key=lambda share: sum(meta.num_bytes for meta in share.values()))
 
+    def gradient_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
+        """Bytes of the whole gradients of some parameters."""
+        return {name: meta.num_bytes for name, meta in self._gradients(metas).items()}
+
+    def share_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
+        """Bytes of what the replica that steps most gets of each gradient."""
+        shares = replace(self, masters=False).stepped(self._gradients(metas))
+        return {name: meta.num_bytes for name, meta in shares.items()}
+
+    def _gradients(self, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+        def summed(meta: TensorMeta) -> TensorMeta:
+            is_low = meta.dtype in _LOW_PRECISION and self.float32_gradients
+            return replace(meta, dtype=torch.float32) if is_low else meta
+
+        return {name: summed(meta) for name, meta in metas.items()}
+
     def master_bytes(self, parameter: TensorMeta, stepped: TensorMeta) -> int:
         """Bytes of a parameter's master on a replica."""
         return stepped.num_bytes if stepped.dtype != parameter.dtype else 0
@@ -54,11 +71,6 @@ class Sharing:
             return replace(meta, dtype=dtype)
         rows = row_share(meta.shape, self.degree, index)
         return replace(meta, dtype=dtype, shape=(rows.stop - rows.start, *meta.shape[1:]))
-
-
-def gradient_bytes(meta: TensorMeta) -> int:
-    """Bytes of a parameter's gradient, which is summed in float32 at least."""
-    return math.prod(meta.shape) * max(meta.dtype.itemsize, torch.float32.itemsize)
 
 
 def total_bytes(metas: Iterable[TensorMeta]) -> int:

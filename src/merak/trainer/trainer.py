@@ -160,6 +160,7 @@ class MerakTrainer(Saving, Trainer):
             exact_tied_gradients=args.tied_gradients == "microbatch",
             sub_pipelining=args.sub_pipelining,
             master_weights=args.master_weights,
+            float32_gradients=args.gradient_sums == "float32",
             zero=args.zero,
             hang_limit_s=args.hang_limit_s,
             max_shapes=args.max_shapes,

@@ -1,0 +1,97 @@
+"""Bytes that replicas hold with mixed precision and Adam, counted in real storages."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import merak
+from tests.multirank.ranks import RankPool
+
+WIDTH, DEPTH = 128, 8
+PHI = DEPTH * WIDTH * WIDTH
+
+
+class Square(nn.Module):
+    """Layers whose rows divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.float().square().mean()}
+
+
+def held(before: set[int]) -> int:
+    """Bytes of all storages of tensors and gradients that Python knows, but for some."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None and tensor.device.type == "cpu":
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(size for place, size in found.items() if place not in before)
+
+
+def places() -> set[int]:
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    return {t.untyped_storage().data_ptr() for t in tensors if t.device.type == "cpu"}
+
+
+def count_all(choices: list[tuple[int, bool]]) -> list[tuple[list[float], float]]:
+    merak.init(dp=torch.distributed.get_world_size(), device="cpu")
+    return [count(*choice) for choice in choices]
+
+
+def count(zero: int, float32_gradients: bool) -> tuple[list[float], float]:
+    """Bytes per parameter: at the start of microbatches of the second step, and after it."""
+    before = places()
+    batch = {"x": torch.ones(4, WIDTH, dtype=torch.bfloat16)}
+    parallel = merak.parallelize(
+        Square().to(torch.bfloat16), batch, num_microbatches=2, master_weights=True, zero=zero,
+        float32_gradients=float32_gradients, bucket_bytes=WIDTH * WIDTH,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    )  # fmt: skip
+    parallel.step(batch)
+    engine, seen = parallel.engine, []
+    derive = engine._microbatches.derive
+
+    def note(microbatch: Any) -> None:
+        engine._parts.reducer.wait()  # what is under way is two buckets at most
+        seen.append(held(before) / PHI)
+        derive(microbatch)
+
+    with mock.patch.object(engine._microbatches, "derive", note):
+        parallel.step(batch)
+    engine.trained.wait()
+    return seen, held(before) / PHI
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_bytes_fall_as_the_formulas_say(pool: RankPool, degree: int) -> None:
+    # Masters and two moments take 12 bytes, parameters 2; gradients in their own type 2, or 4.
+    formulas = {
+        (0, False): 16, (1, False): 4 + 12 / degree, (2, False): 2 + 14 / degree,
+        (0, True): 18, (1, True): 6 + 12 / degree, (2, True): 2 + 16 / degree,
+    }  # fmt: skip
+    if degree == 4:
+        formulas = {choice: formulas[choice] for choice in ((1, False), (2, False), (2, True))}
+    for rank in pool.run(count_all, degree, list(formulas)):
+        for (choice, expected), ((_, between), after) in zip(formulas.items(), rank):
+            # A batch, and counts of steps.
+            assert expected <= between <= 1.03 * expected, choice
+            # When all is done, shares of the gradients are left in the masters' type.
+            final = 18 if choice[0] == 0 else 2 + 16 / degree
+            assert final <= after <= 1.03 * final, choice

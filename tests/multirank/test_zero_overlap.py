@@ -1,0 +1,107 @@
+"""Replicas give each other what they have stepped while the next forward begins."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import merak
+from merak.engine import whole
+from merak.engine.arrivals import Arrivals
+from tests.multirank.ranks import RankPool
+from tests.multirank.test_zero import make, share
+
+PATIENCE_S = 60.0
+
+
+def small(layout: tuple[int, int, int], zero: int = 1) -> Any:
+    """A model whose parameters travel alone."""
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    return make(layout, torch.float32, zero=zero, bucket_bytes=1)
+
+
+def late(folder: str) -> list[tuple[str, int]]:
+    """Replica 1 sends its last bucket when replica 0 has begun the next forward, not before."""
+    parallel = small((2, 1, 1))
+    rank, begun = parallel.engine.mesh.dp_rank, Path(folder) / "begun"
+    gather, wait, call = Arrivals._gather, Arrivals._wait, whole.call
+    last = parallel.engine.trained._arrivals._buckets[-1]
+    events: list[tuple[str, int]] = []
+    is_next = False
+
+    def gather_late(self: Any, bucket: Any) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while rank == 1 and bucket is last and not begun.exists():
+            assert time.monotonic() < deadline, "the first segment waits for the last one's bucket"
+            time.sleep(0.01)
+        return gather(self, bucket)
+
+    def noted(self: Any, number: int) -> None:
+        events.append(("wait", number))
+        wait(self, number)
+
+    def run(program: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = call(program, *args, **kwargs)
+        events.append(("segment", program.segment.index))
+        if is_next and rank == 0:
+            begun.touch()
+        return outputs
+
+    with (
+        mock.patch.object(Arrivals, "_gather", gather_late),
+        mock.patch.object(Arrivals, "_wait", noted),
+        mock.patch.object(whole, "call", run),
+    ):
+        parallel.step(share(0, torch.float32))
+        is_next = True
+        events.clear()
+        parallel.step(share(1, torch.float32))
+    return events
+
+
+def test_a_forward_does_not_wait_for_what_later_segments_read(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    for events in pool.run(late, 2, str(tmp_path)):
+        forward = events[: events.index(("segment", 0), events.index(("segment", 0)) + 1)]
+        waits = [number for kind, number in forward if kind == "wait"]
+        first = forward.index(("segment", 0))
+        assert waits == sorted(waits) and len(waits) > 4
+        assert 0 < len([kind for kind, _ in forward[:first] if kind == "wait"]) < len(waits)
+        assert forward.index(("wait", waits[-1])) > forward.index(("segment", 1))
+
+
+READERS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
+    "state_dict": lambda model: dict(model.state_dict()),
+    "parameters": lambda model: dict(model.named_parameters()),
+    "attribute": lambda model: {"first.weight": model.first.weight},
+    "copy": lambda model: dict(copy.deepcopy(model).named_parameters()),
+}
+
+
+def read(name: str) -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Whether something was under way; what a reader of the model found; what there is."""
+    parallel = small((2, 1, 1), zero=2)
+    parallel.step(share(0, torch.float32))
+    under_way = parallel.engine.trained._arrivals.num_open > 0
+    found = {n: t.detach().clone() for n, t in READERS[name](parallel.model).items()}
+    return under_way, found, {n: p.detach() for n, p in parallel.engine.parameters.items()}
+
+
+@pytest.mark.parametrize("name", list(READERS))
+def test_whoever_reads_the_model_finds_it_whole(pool: RankPool, name: str) -> None:
+    (_, _, first), (under_way, found, second) = pool.run(read, 2, name)
+    assert under_way
+    for key, value in found.items():
+        if key in first:  # a tied parameter has one name in the engine
+            assert torch.equal(value, first[key]) and torch.equal(value, second[key]), key
+    assert set(found) & set(first)
