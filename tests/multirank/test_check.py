@@ -34,16 +34,33 @@ class Net(nn.Module):
         return {"loss": self.norm(x).square().mean() + x.sum() / 100}
 
 
+class Chaotic(nn.Module):
+    """Enlarges the rounding of its products some thousand times, in float32 whatever its type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sigmoid(self.down(torch.tanh(self.up(x))).float())
+        for _ in range(12):
+            x = torch.full((1,), 4.0) * x * (1 - x)
+        return self.last(x).square().mean()
+
+
 def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {"x": torch.randn(samples, 8, generator=generator)}
 
 
 def run(pool: RankPool, layout: Layout, schedule: str = "1f1b", other: bool = False) -> CheckReport:
+    return run_case(pool, Case("Net", partial(Net, other), draw), layout, schedule)
+
+
+def run_case(pool: RankPool, case: Case, layout: Layout, schedule: str = "1f1b") -> CheckReport:
     def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
         return pool.run(function, num_ranks, *arguments)
 
-    case = Case("Net", partial(Net, other), draw)
     return check_model(case, layout, CheckOptions(schedule, steps=2), launch=launch)
 
 
@@ -54,6 +71,13 @@ def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
     assert (report.tp_sharded_fraction > 0.3) == (layout.tp > 1)
     assert report.loss_max_rel_diff is not None and report.loss_max_rel_diff < 1e-6
     assert report.segments == 4
+
+
+def test_what_float64_shows_to_be_rounding_is_right(pool: RankPool) -> None:
+    report = run_case(pool, Case("Chaotic", Chaotic, draw), Layout(tp=2))
+    assert (report.ok, report.reason) == (True, None)
+    assert report.gradient_max_rel_diff is not None and report.gradient_max_rel_diff > 1e-5
+    assert report.tolerance >= report.gradient_max_rel_diff
 
 
 def test_a_model_that_parts_from_one_process(pool: RankPool) -> None:

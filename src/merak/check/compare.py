@@ -12,6 +12,9 @@ from merak.core.shards import join
 TOLERANCE = 1e-5
 """The most that fp32 may differ, relative to the largest magnitude of a tensor."""
 
+EXACT = 1e-9
+"""The most that float64 may differ where a float32 difference is to be rounding alone."""
+
 SMALLEST = 1e-3
 """Tensors this much smaller than the largest one of the model are held to its scale instead.
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from merak.check.case import Case
+from merak.check.precision import computing_in
 from merak.core.mesh import Mesh, init
 from merak.core.shards import ParameterShard
 from merak.data import signature
@@ -25,6 +27,7 @@ Tensors = dict[str, torch.Tensor]
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 MAX_GRAD_NORM = 1.0
+"""Not in float64: the norm over all ranks is a number in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +86,43 @@ class Job:
         case: what to train.
         layout: on which ranks.
         options: how.
+        dtype: floating point type of weights and inputs.
     """
 
     case: Case
     layout: Layout = field(default_factory=Layout)
     options: CheckOptions = field(default_factory=CheckOptions)
+    dtype: torch.dtype = torch.float32
 
     @property
     def num_samples(self) -> int:
         """Samples of a step's batch, over all replicas."""
         return self.options.num_samples * self.layout.dp
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm that gradients are clipped to."""
+        return None if self.dtype == torch.float64 else MAX_GRAD_NORM
+
+    def model(self) -> nn.Module:
+        """The model as training begins."""
+        model = self.case.model(self.options.seed)
+        if self.dtype == torch.float64 and isinstance(model, PreTrainedModel):
+            model.set_experts_implementation("batched_mm")  # grouped products know no float64
+        return model.to(self.dtype)
+
+    def batch(self, step: int, num_samples: int) -> Tensors:
+        """The batch of all replicas for a step."""
+        found = self.case.batch(step, num_samples)
+        return {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in found.items()}
+
     def sample(self) -> dict[str, TensorMeta]:
         """The columns of a microbatch."""
-        return dict(signature(self.case.batch(0, self.options.microbatch)).columns)
+        return dict(signature(self.batch(0, self.options.microbatch)).columns)
 
     def source(self, device: torch.device, cache: Path) -> GraphSource:
         """The model, to be traced for a device; the trace is kept in a folder ranks share."""
-        model = self.case.model(self.options.seed)
+        model = self.model()
         return GraphSource(model, self.case.loss_fn, device=device, cache_dir=cache)
 
 
@@ -134,28 +156,29 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def train_alone(job: Job, dtype: torch.dtype = torch.float32) -> Outcome:
+def train_alone(job: Job) -> Outcome:
     """Train in this process, in plain PyTorch.
 
     Args:
         job: what to train; replicas' batches are further microbatches.
-        dtype: floating point type of weights and inputs.
     """
     options = job.options
-    model = job.case.model(options.seed).to(dtype)
+    model = job.model()
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(p for p in parameters.values() if p.requires_grad)
     outcome = Outcome()
     for step in range(options.steps):
         optimizer.zero_grad(set_to_none=True)
-        batch = _cast(job.case.batch(step, job.num_samples), dtype)
+        batch = job.batch(step, job.num_samples)
         microbatches = split_batch(batch, options.num_microbatches * job.layout.dp)
         total = 0.0
         for microbatch in microbatches:
-            loss = loss_of(job.case, model, microbatch) / len(microbatches)
+            with computing_in(job.dtype):
+                loss = loss_of(job.case, model, microbatch) / len(microbatches)
             loss.backward()
             total += float(loss.detach())
-        nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM)
+        if job.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters.values(), job.max_grad_norm)
         if step == 0:
             outcome.gradients = _gradients(parameters)
         optimizer.step()
@@ -191,7 +214,7 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
     for step in range(options.steps):
         first = mesh.dp_rank * options.num_samples
-        batch = job.case.batch(step, job.num_samples)
+        batch = job.batch(step, job.num_samples)
         own = {n: t[first:][: options.num_samples] if t.ndim else t for n, t in batch.items()}
         outcome.losses.append(float(parallel.step(own)))
         if step == 0:
@@ -215,7 +238,7 @@ def _parallelize(job: Job, mesh: Mesh, cache: Path) -> ParallelModel:
     )
     engine = build_engine(source, sample, mesh, chosen)
     return ParallelModel(
-        source.model, engine, chosen.num_microbatches, make_optimizer, MAX_GRAD_NORM
+        source.model, engine, chosen.num_microbatches, make_optimizer, job.max_grad_norm
     )
 
 
@@ -226,7 +249,3 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
 
 def _buffers(model: nn.Module) -> Tensors:
     return {n: b.detach().cpu() for n, b in model.named_buffers() if b.is_floating_point()}
-
-
-def _cast(batch: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Tensors:
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
