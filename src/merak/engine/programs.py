@@ -23,7 +23,7 @@ from merak.graph.build import GraphSource
 from merak.graph.features import Features
 from merak.graph.ir import ModelGraph, Segment
 from merak.graph.shapes import Graphs
-from merak.graph.split_report import indivisible
+from merak.graph.split_report import left_whole
 from merak.graph.tensor_parallel import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite |
     if tp == 1:
         return None
     parallel = tensor_parallel(graph, features, tp)
-    left = indivisible(graph, parallel)
+    left = left_whole(graph, parallel)
     if left is not None and not (dist.is_initialized() and dist.get_rank()):
         logger.warning("%s", left)
     return parallel

@@ -108,16 +108,19 @@ def derive(
 
 
 def check_limits(model: ModelGraph, degree: int) -> None:
-    """Check, where a degree splits nothing, that no smaller one would.
+    """Check, where a degree splits nothing, that it is not for its size.
+
+    Where the weights could be cut so often, but what runs between them would have to be gathered,
+    every rank trains the whole model.
 
     Raises:
-        ShardError: one would; the sentence says what limits the degree.
+        ShardError: a smaller degree fits; the sentence says what limits the degree.
     """
     limits = limits_of(model)
     pieces = {name: limits[name] for name in _largest(model, limits)}
     counts = pieces.values()
     fitting = [d for d in range(1, max(counts, default=1) + 1) if any(n % d == 0 for n in counts)]
-    if len(fitting) > 1:
+    if len(fitting) > 1 and degree not in fitting:
         listed = ", ".join(f"{name} into {count}" for name, count in pieces.items())
         raise ShardError(
             f"tp={degree} can split nothing of this model: the outputs of {listed} pieces at the "

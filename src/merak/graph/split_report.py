@@ -55,9 +55,15 @@ def whole_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]
     return {name: why for name, why in found.items() if name not in parallel.weights}
 
 
-def indivisible(model: ModelGraph, parallel: TensorParallel) -> str | None:
-    """A sentence about weights that the degree does not divide; None if they are few."""
+def left_whole(model: ModelGraph, parallel: TensorParallel) -> str | None:
+    """A sentence about weights that the degree leaves whole; None if they are few."""
     degree = parallel.deriver.degree
+    if not parallel.weights:
+        return (
+            f"tp={degree} splits nothing of this model, so that every rank trains all of it: any "
+            "split would gather more than it saves; `merak trace --tp` lists why, and dp or pp "
+            "would use the ranks."
+        )
     sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
     pieces = limits_of(model)
     whole = [n for n, count in pieces.items() if count % degree and n not in parallel.weights]

@@ -20,6 +20,7 @@ from merak.graph.features import Column, Replicate
 from merak.graph.ir import ModelGraph
 from merak.graph.sharding_cost import FORWARD, Collective, Transfer
 from merak.graph.sharding_placement import Sharded
+from merak.graph.split_report import left_whole
 from merak.graph.tensor_parallel import tensor_parallel
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
@@ -192,6 +193,24 @@ def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.DeepseekV3ForCausalLM(config)
     ids = torch.randint(64, (2, 8))
     assert_parity(model, {"input_ids": ids, "labels": ids}, None, 2, monkeypatch)
+
+
+def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = transformers.Mamba2Config(
+        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=1,
+        vocab_size=63, chunk_size=8, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Mamba2ForCausalLM(config)
+    ids = torch.randint(63, (2, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    graph = cases.traced(model, batch)
+    parallel = tensor_parallel(graph, None, 2)
+    assert parallel.weights == {}
+    assert "tp=2 splits nothing of this model" in str(left_whole(graph, parallel))
+    assert_parity(model, batch, None, 2, monkeypatch)
 
 
 def test_a_degree_that_splits_nothing_says_what_limits_it() -> None:
