@@ -2,10 +2,11 @@
 
 They come in pairs of what a tensor is on the ranks of an axis (replicated, a partial sum, a slice)
 and what it becomes; backward does the opposite for the gradient. Every transfer goes through
-`_all_reduce` or `_all_gather`: nothing is synchronised with the host, and a version that starts
-early and is waited for later has these two places to change.
+`_all_reduce`, `_all_gather` or `_reduce_scatter`: nothing is synchronised with the host, and a
+version that starts early and is waited for later has these places to change.
 
-Source: Megatron-LM (arXiv 1909.08053, section 3, the operators f and g).
+Source: Megatron-LM (arXiv 1909.08053, section 3, the operators f and g); Korthikanti et al.
+(arXiv 2205.05198, section 4.2.2, the operators g and its conjugate).
 """
 
 from __future__ import annotations
@@ -95,6 +96,41 @@ def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) 
         The slice; backward puts the slices of the gradient together.
     """
     result: torch.Tensor = _SliceTo.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def scatter_sum(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    """Sum the parts that the ranks of an axis hold, and keep the rank's own slice of the sum.
+
+    Args:
+        tensor: one summand per rank.
+        dim: the dim to split, counted from the front.
+        parts: sizes of the fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The slice; backward puts the slices of the gradient together, for every summand.
+    """
+    result: torch.Tensor = _ScatterSum.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_copied(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    """Put slices together for work that is split over an axis; the inverse of `scatter_sum`.
+
+    Args:
+        tensor: one slice per rank.
+        dim: the dim that is split, counted from the front.
+        parts: sizes of the whole tensor's fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The whole tensor, on every rank; its gradient, of which each rank has a part, is summed over
+        the axis, and backward keeps the rank's own slice.
+    """
+    result: torch.Tensor = _GatherCopied.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -232,6 +268,32 @@ class _SliceTo(torch.autograd.Function):
         return _all_gather(gradient, *ctx.layout), None, None, None
 
 
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+    ) -> torch.Tensor:
+        ctx.layout = (dim, parts, axis)
+        return _reduce_scatter(tensor, dim, parts, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_gather(gradient, *ctx.layout), None, None, None
+
+
+class _GatherCopied(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+    ) -> torch.Tensor:
+        ctx.layout = (dim, parts, axis)
+        return _all_gather(tensor, dim, parts, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _reduce_scatter(gradient, *ctx.layout), None, None, None
+
+
 def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     group = current_mesh().group(axis)
@@ -247,8 +309,24 @@ def _all_gather(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     group = current_mesh().group(axis)
     shares = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
     if group is not None:  # a mesh that is only pretended has none
-        dist.all_gather_into_tensor(shares, tensor.contiguous(), group=group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(shares, tensor.contiguous(), group=group)
     return join(shares.chunk(degree), ParameterShard(dim, parts, degree))
+
+
+def _reduce_scatter(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    shard = ParameterShard(dim, parts, axis_degree(axis))
+    if shard.degree == 1:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    shares = torch.stack([take(tensor, shard, rank) for rank in range(shard.degree)])
+    own = torch.empty_like(shares[0])
+    group = current_mesh().group(axis)
+    if group is not None:  # a mesh that is only pretended has none
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(own, shares.flatten(0, 1), group=group)
+    return own
 
 
 def _own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Deriver:
 
     def __call__(self, task: Task) -> SegmentSplit:
         """Choose how the weights of a segment are split that are neither given nor kept."""
-        key = tuple(_structure(task))
+        key = tuple(structure_of(task))
         if key not in self._known:
             search = Search(task.segment, self.parameters, self.degree, task.kept, task.given)
             found = search.run(task.heads)
@@ -140,7 +140,7 @@ def limits_of(model: ModelGraph) -> dict[str, int]:
     known: dict[Any, tuple[int | None, ...]] = {}
     whole = frozenset(embeddings(model) | loss_weights(model))
     for segment in model.segments:
-        key = tuple(_structure(Task(segment, {}, whole)))
+        key = tuple(structure_of(Task(segment, {}, whole)))
         if key not in known:
             limits = Search(segment, model.parameters, 1, whole, {}).limits()
             known[key] = tuple(limits.get(name) for name in segment.parameters)
@@ -190,7 +190,7 @@ def _parameters_of(node: fx.Node) -> set[str]:
     return found
 
 
-def _structure(task: Task) -> Iterator[Any]:
+def structure_of(task: Task) -> Iterator[Any]:
     """What the answer depends on: the operators, their shapes, and what is given."""
     place = {node: i for i, node in enumerate(task.segment.graph.nodes)}
     for node in task.segment.graph.nodes:

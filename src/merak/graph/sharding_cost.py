@@ -32,9 +32,12 @@ class Collective(Enum):
     GATHER = "all-gather in the forward"
     COPY = "all-reduce in the backward"
     SLICE = "all-gather in the backward"
+    SCATTER = "reduce-scatter in the forward"
+    SPREAD = "reduce-scatter in the backward"
 
 
-FORWARD = frozenset((Collective.REDUCE, Collective.GATHER))
+FORWARD = frozenset((Collective.REDUCE, Collective.GATHER, Collective.SCATTER))
+ALL_REDUCES = frozenset((Collective.REDUCE, Collective.COPY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def conversions(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.
 def _needs(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node, Placement | None]]:
     for node in graph.nodes:
         if node.op == "output":
-            yield from ((n, REPLICATED) for n in node.all_input_nodes)
+            yield from ((n, propagation.leaving(n)) for n in node.all_input_nodes)
         elif node.op == "call_function":
             decision = propagation.decisions[node]
             for operand in operands_of(node, decision):
@@ -106,12 +109,12 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
         ShardError: a value would have to lie in a way that no collective gives.
     """
     weights = weights_only(graph)
-    found: dict[tuple[fx.Node, Collective], Transfer] = {}
+    found: dict[tuple[fx.Node, Collective, bool], Transfer] = {}
 
-    def add(node: fx.Node, kind: Collective) -> None:
+    def add(node: fx.Node, kind: Collective, apart: bool = False) -> None:
         meta = node.meta["tensor"]
         numel = math.prod(meta.shape) if isinstance(meta, TensorMeta) else 0
-        found[node, kind] = Transfer(kind, numel, node in weights)
+        found[node, kind, apart] = Transfer(kind, numel, node in weights)
 
     for node, need in conversions(graph, propagation):
         placed = propagation.placements[node]
@@ -120,6 +123,11 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
             raise ShardError(f"{node} would have to be joined from split and whole parts.")
         if isinstance(need, Partial):
             continue  # every rank takes its share
+        if propagation.scatters and (isinstance(placed, Sharded) or isinstance(need, Sharded)):
+            # What is gathered for split work and what is gathered whole are two values.
+            for kind in _kinds_scattered(placed, need, has_gradient(node)):
+                add(node, kind, isinstance(need, Replicated))
+            continue
         for kind in _kinds(placed, need, has_gradient(node)):
             add(node, kind)
     for node, placed in propagation.placements.items():
@@ -142,6 +150,20 @@ def _kinds(placed: Placement, need: Placement, has_gradient: bool) -> Iterator[C
     if isinstance(need, Copied) and has_gradient:
         yield Collective.COPY
     elif isinstance(need, Sharded) and has_gradient:
+        yield Collective.SLICE
+
+
+def _kinds_scattered(
+    placed: Placement, need: Placement, has_gradient: bool
+) -> Iterator[Collective]:
+    """Conversions from and to shares, where sums become shares without being whole between."""
+    if isinstance(placed, Partial):
+        yield Collective.SCATTER
+    if isinstance(placed, Sharded):
+        yield Collective.GATHER
+        if has_gradient and not isinstance(need, Replicated):
+            yield Collective.SPREAD
+    elif has_gradient and not isinstance(placed, Copied):
         yield Collective.SLICE
 
 

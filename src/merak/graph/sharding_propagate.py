@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import fx
 
@@ -34,10 +35,19 @@ class Propagation:
     Args:
         placements: by node of the segment's graph, before operands are converted.
         decisions: by operator.
+        outputs: how results leave the segment that do not leave it whole.
+        scatters: whether a sum becomes shares by a reduce-scatter, and shares that enter split work
+            become whole by an all-gather whose backward is one; else through whole values.
     """
 
     placements: Mapping[fx.Node, Placed]
     decisions: Mapping[fx.Node, Decision]
+    outputs: Mapping[fx.Node, Placement] = field(default_factory=dict)
+    scatters: bool = False
+
+    def leaving(self, node: fx.Node) -> Placement:
+        """How a result of the segment lies for those that read it."""
+        return self.outputs.get(node, REPLICATED)
 
 
 def propagate(
@@ -46,6 +56,7 @@ def propagate(
     degree: int,
     rule: Callable[[Operator], Decision] = decide,
     inside: Collection[fx.Node] = (),
+    entering: Mapping[fx.Node, Placement] = MappingProxyType({}),
 ) -> Propagation:
     """Walk a segment in order and decide for every operator how it works on what is split.
 
@@ -59,6 +70,7 @@ def propagate(
         rule: decides about an operator; `decide_or_gather` where nothing may fail.
         inside: operators on whole values to count to the work that is split: then these values
             enter it instead of the results.
+        entering: how values of other segments lie that are not whole.
 
     Returns:
         Placements and decisions.
@@ -76,7 +88,7 @@ def propagate(
             decisions[node] = decision
             placements[node] = REPLICATED if decision.then else decision.output
         elif node.op != "output":
-            placements[node] = REPLICATED
+            placements[node] = entering.get(node, REPLICATED)
     return Propagation(placements, decisions)
 
 

@@ -11,10 +11,12 @@ from torch import fx
 from merak.core.collectives import (
     copy_parts_to,
     copy_to,
+    gather_copied,
     gather_from,
     leave_copied,
     own_slice,
     reduce_from,
+    scatter_sum,
     slice_to,
     summand_of,
 )
@@ -47,7 +49,8 @@ def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
         degree: the number of ranks.
 
     Returns:
-        A new graph with the same placeholders and outputs; every output is replicated.
+        A new graph with the same placeholders and outputs; every output is replicated, unless the
+        propagation says otherwise.
 
     Raises:
         ShardError: operators that do not fit their local operands.
@@ -72,7 +75,8 @@ class _Rewriter:
     def run(self, graph: fx.Graph) -> fx.Graph:
         for node in graph.nodes:
             if node.op == "output":
-                self.graph.output(fx.map_arg(node.args[0], lambda n: self.convert(n, REPLICATED)))
+                leaving = self.propagation.leaving
+                self.graph.output(fx.map_arg(node.args[0], lambda n: self.convert(n, leaving(n))))
             elif node.op == "call_function":
                 self.env[node] = self.operator(node, self.propagation.decisions[node])
             else:
@@ -151,6 +155,10 @@ class _Rewriter:
         return self.converted[node, need]
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
+        if self.propagation.scatters and isinstance(placed, (Partial, Sharded)):
+            scattered = self.scattered(node, placed, need)
+            if scattered is not None:
+                return scattered
         if isinstance(placed, Copied) and isinstance(need, Sharded):
             args = (self.env[node], need.dim, need.parts, AXIS)
             return self.insert(own_slice, args, node, need)
@@ -169,6 +177,23 @@ class _Rewriter:
         assert isinstance(placed, Sharded) and isinstance(need, Replicated)
         args = (self.env[node], placed.dim, placed.parts, AXIS)
         return self.insert(gather_from, args, node, need)
+
+    def scattered(
+        self, node: fx.Node, placed: Partial | Sharded, need: Placement
+    ) -> fx.Node | None:
+        """A conversion from or to shares with no all-reduce; None where there is no such."""
+        if isinstance(placed, Partial):
+            if not isinstance(need, Sharded):
+                return None
+            args = (self.env[node], need.dim, need.parts, AXIS)
+            return self.insert(scatter_sum, args, node, need)
+        if isinstance(need, Copied):
+            args = (self.env[node], placed.dim, placed.parts, AXIS)
+            return self.insert(gather_copied, args, node, need)
+        if isinstance(need, Sharded):
+            args = (self.convert(node, COPIED), need.dim, need.parts, AXIS)
+            return self.insert(own_slice, args, node, need)
+        return None
 
     def insert(
         self, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, placed: Placement

@@ -3,7 +3,7 @@
 Three steps: how weights are split is derived from the graph (`derive`), or a feature dict says so;
 the splits are carried through the graph operator by operator (`propagate`), and the graph is
 written anew with local sizes and the collectives in between (`rewrite`). What crosses from one
-segment to the next is whole on every rank.
+segment to the next is whole on every rank, or its share of the sequence (`sequence`).
 
 Source: Megatron-LM (arXiv 1909.08053, section 3); Merak (IEEE TPDS), section 4.1.
 """
@@ -19,6 +19,7 @@ from merak.core.shards import ParameterShard
 from merak.graph.derive import Deriver, SegmentSplit, Split, Task, Weights, check_limits, derive
 from merak.graph.features import Attribute, Column, Features, Replicate, Row, resolve_features
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.sequence import SequencePlan, plan_sequence
 from merak.graph.sharding_placement import Mixed, Sharded
 from merak.graph.sharding_propagate import (
     capacities,
@@ -36,10 +37,30 @@ class TensorParallel:
     Args:
         deriver: fits operators to split weights, and remembers how.
         weights: the split parameters.
+        shares: what lies in shares of the sequence, of the graph that `fit` has seen; None where
+            all is whole between split products.
     """
 
     deriver: Deriver
     weights: Weights
+    shares: SequencePlan | None = None
+
+    def fit(self, model: ModelGraph, sequence: bool) -> tuple[ModelGraph, TensorParallel]:
+        """Plan for a graph of the model, which is traced anew for every shape.
+
+        Args:
+            model: traced at any shapes; its segments are those that are rewritten afterwards.
+            sequence: whether values lie in shares of the sequence where they can.
+
+        Returns:
+            The graph, whose `values` are what a rank holds of them, and what rewrites its segments.
+        """
+        degree = self.deriver.degree
+        if degree == 1 or not sequence:
+            return model, self
+        shares = plan_sequence(model, self.split, degree)
+        fitted = replace(model, values=shares.local_values(model, degree))
+        return fitted, replace(self, shares=shares)
 
     def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
         """Rewrite one segment.
@@ -58,7 +79,10 @@ class TensorParallel:
         if degree == 1:
             return segment, {}
         split = self.split(segment)
-        layout = propagate(segment.graph, split.weights, degree, decide_or_gather, split.inside)
+        if self.shares is None:
+            layout = propagate(segment.graph, split.weights, degree, decide_or_gather, split.inside)
+        else:
+            layout = self.shares.segments[segment.index].laid.propagation
         shards = {name: _shard(p, degree) for name, p in split.weights.items()}
         return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
 
@@ -139,7 +163,7 @@ def given_weights(
 
 
 def shard_model(
-    model: ModelGraph, weights: Weights, degree: int
+    model: ModelGraph, weights: Weights, degree: int, *, sequence: bool = False
 ) -> tuple[ModelGraph, dict[str, ParameterShard]]:
     """Rewrite all segments of a model for a tensor parallel degree.
 
@@ -147,11 +171,13 @@ def shard_model(
         model: the traced model; left as it is. Its `parameters` stay those of the whole.
         weights: how its parameters are split.
         degree: the number of tensor parallel ranks.
+        sequence: whether values lie in shares of the sequence where they can.
 
     Returns:
         The model that every rank runs, and the layout of the parameters that are split.
     """
     parallel = TensorParallel(Deriver(model.parameters, degree), weights)
+    model, parallel = parallel.fit(model, sequence)
     pairs = [parallel(segment) for segment in model.segments]
     shards = {name: shard for _, found in pairs for name, shard in found.items()}
     return replace(model, segments=tuple(segment for segment, _ in pairs)), shards

@@ -69,6 +69,10 @@ def _slice(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], A
     return lambda ts: [take(t, ParameterShard(dim, parts, len(ts)), i) for i, t in enumerate(ts)]
 
 
+def _scatter(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
+    return lambda ts: _slice(dim, parts)(_sum(ts))
+
+
 def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> Any:
     name = target.__name__
     if name == "copy_to":
@@ -82,13 +86,18 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
     if name == "reduce_from":
         return _Together.apply(_sum, _keep, *tensors)
     layout = (args[0], args[1])
+    if name == "scatter_sum":
+        return _Together.apply(_scatter(*layout), _gather(*layout), *tensors)
+    if name == "gather_copied":
+        return _Together.apply(_gather(*layout), _scatter(*layout), *tensors)
     pair = (_gather(*layout), _slice(*layout))
     return _Together.apply(*(pair if name == "gather_from" else reversed(pair)), *tensors)
 
 
 _COLLECTIVES = (
     "copy_to",
-    "copy_parts_to", "leave_copied", "summand_of", "reduce_from", "gather_from", "slice_to"
+    "copy_parts_to", "leave_copied", "summand_of", "reduce_from", "gather_from", "slice_to",
+    "scatter_sum", "gather_copied"
 )  # fmt: skip
 
 
@@ -143,6 +152,8 @@ def assert_parity(
     features: Features | None,
     degree: int,
     patch: pytest.MonkeyPatch,
+    *,
+    sequence: bool = False,
 ) -> Lockstep:
     """Loss and gradients of `degree` ranks in lockstep equal those of one; collectives counted."""
     graph = cases.traced(model, columns)
@@ -156,7 +167,7 @@ def assert_parity(
         chosen = tensor_parallel(graph, None, degree).weights
     else:
         chosen = given_weights(graph, attributes_for(graph, features), degree)
-    split, shards = shard_model(graph, chosen, degree)
+    split, shards = shard_model(graph, chosen, degree, sequence=sequence)
     shares = [cases.local(whole, shards, rank) for rank in range(degree)]
     ranks = Lockstep(degree, patch)
     losses = cases.run_model(
