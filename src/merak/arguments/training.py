@@ -65,6 +65,8 @@ class MerakArguments(TrainingArguments):
             job ends.
         max_shapes: so many shapes of microbatches are kept ready beside the first one.
         sub_pipelining: "auto", "on" or "off": whether microbatches run in two halves.
+        sequence_parallel: whether tensor parallel ranks hold shares of the sequence between the
+            products that they split.
         recompute: what is computed again for the backward instead of kept.
         memory_budget: bytes that a rank may hold.
 
@@ -180,6 +182,14 @@ class MerakArguments(TrainingArguments):
             "one's all-reduces run beside the other's computation: 'on', 'off', or 'auto' for "
             "where it pays, with all-reduces measured on GPUs or between machines.",
             "choices": ["auto", "on", "off"],
+        },
+    )
+    sequence_parallel: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether tensor parallel ranks hold shares of the sequence between the "
+            "products that they split, which takes less memory: sums end in reduce-scatters, and "
+            "all-gathers come before the next products. Not together with sub_pipelining='on'."
         },
     )
     recompute: str | None = field(

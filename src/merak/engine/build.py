@@ -16,7 +16,7 @@ from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer, fill_buckets
 from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times
-from merak.engine.overlap import choose_halves
+from merak.engine.overlap import choose_halves, wish_for_halves
 from merak.engine.parts import KeepLess, Parts, Signature
 from merak.engine.plans import Plans
 from merak.engine.programs import Programs, check_max_shapes, num_readers, rewriter
@@ -61,7 +61,7 @@ def build_engine(
     forecast = forecast_of(source, sample, mesh, options)
     layout = forecast.layout
     in_halves = choose_halves(
-        options.sub_pipelining,
+        wish_for_halves(options),
         layout,
         mesh,
         lambda: segment_times(layout.graph, options, mesh, source.cache_dir),
@@ -113,7 +113,7 @@ def forecast_of(
         source.model,
         Layout(graph, partition, plans),
         mesh,
-        rewriter(graph, features, mesh.tp),
+        rewriter(graph, features, mesh.tp, sequence=options.sequence_parallel),
         options,
     )
     return settle_recompute(forecast, lambda: segment_times(graph, options, mesh, source.cache_dir))

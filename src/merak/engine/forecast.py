@@ -12,6 +12,7 @@ from merak.core.mesh import Mesh
 from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
 from merak.engine.program import Program, Rewrite, compile_program
 from merak.engine.tied import Holder, find_holders
+from merak.graph.tensor_parallel import TensorParallel
 from merak.plan.balance import Timed
 from merak.plan.memory import Job, MemoryModel, RankMemory
 from merak.plan.recompute import Position, fill, recomputing_stages
@@ -30,14 +31,14 @@ class Forecast:
         model: the user's model, for its buffers.
         layout: which segments form which stage, and the schedule.
         mesh: the degrees and the device.
-        rewrite: what tensor parallelism does to a segment; None for nothing.
+        rewrite: what tensor parallelism does to segments; None for nothing.
         options: of which the optimizer and the ways of reducing gradients matter.
     """
 
     model: nn.Module
     layout: Layout
     mesh: Mesh
-    rewrite: Rewrite | None
+    rewrite: TensorParallel | None
     options: EngineOptions
 
     @property
@@ -139,7 +140,10 @@ class Forecast:
         graph, partition = layout.graph, layout.partition
         owners = stages_of_parameters(graph, partition)
         bounds = stage_bounds(graph, owners, partition)
-        rewrites = [self.rewrite] if self.rewrite else []
+        rewrites: list[Rewrite] = []
+        if self.rewrite is not None:
+            graph, rewrite = self.rewrite.fit(graph)
+            rewrites = [rewrite]
         programs = tuple(
             compile_program(
                 graph,

@@ -40,6 +40,8 @@ class EngineOptions:
             sums them as one process does; else once per step.
         sub_pipelining: "on" runs every microbatch in halves, so that the all-reduces of tensor
             parallelism run beside the other half's work; "off" does not; "auto" where it pays.
+        sequence_parallel: between the products that tensor parallelism splits, each of its ranks
+            holds a share of the sequence; all-gathers and reduce-scatters replace all-reduces.
         hang_limit_s: seconds that a rank may wait, or be in one action; after them every rank says
             where it stands, and the job ends.
         recorded_steps: so many past steps are recorded, for `Engine.recorded_steps`.
@@ -63,6 +65,7 @@ class EngineOptions:
     bucket_bytes: int = 25 * 2**20
     exact_tied_gradients: bool = True
     sub_pipelining: str = "auto"
+    sequence_parallel: bool = False
     hang_limit_s: float = 600.0
     recorded_steps: int = 4
     max_shapes: int = 64

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from merak.core.collectives import start_sum
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh, crosses_nodes
-from merak.engine.layout import Layout
+from merak.engine.layout import EngineOptions, Layout
 from merak.engine.programs import batch_size
 from merak.plan.balance import Timed
 from merak.plan.overlap import Layers, layer_costs
@@ -45,6 +45,23 @@ class Sums:
 
     seconds: float
     hidden: float
+
+
+def wish_for_halves(options: EngineOptions) -> str:
+    """Whether microbatches are to run in halves: with sequence parallelism they never do.
+
+    Raises:
+        PlanError: both are asked for.
+    """
+    if not options.sequence_parallel:
+        return options.sub_pipelining
+    if options.sub_pipelining == "on":
+        raise PlanError(
+            "sub_pipelining='on' hides all-reduces, of which sequence_parallel=True leaves none "
+            "between blocks; use one of the two: sub-pipelining where the link is slow, sequence "
+            "parallelism where memory is short."
+        )
+    return "off"
 
 
 def choose_halves(

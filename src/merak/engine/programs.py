@@ -24,7 +24,7 @@ from merak.graph.features import Features
 from merak.graph.ir import ModelGraph, Segment
 from merak.graph.shapes import Graphs
 from merak.graph.split_report import left_whole
-from merak.graph.tensor_parallel import tensor_parallel
+from merak.graph.tensor_parallel import TensorParallel, tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Programs:
         source: the model.
         mesh: the grid of ranks.
         layout: which segments form which stage.
-        parallel: what tensor parallelism does to a segment; None for nothing.
+        parallel: what tensor parallelism does to segments; None for nothing.
         in_halves: whether microbatches run in halves, where they can.
         max_shapes: how many shapes are kept beside the planned one; of more, those met last.
     """
@@ -48,7 +48,7 @@ class Programs:
         source: GraphSource,
         mesh: Mesh,
         layout: Layout,
-        parallel: Rewrite | None,
+        parallel: TensorParallel | None,
         in_halves: bool,
         max_shapes: int,
     ) -> None:
@@ -62,7 +62,9 @@ class Programs:
         self._kept = layout.kept
         self._in_halves = in_halves
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
-        self._rewrites = self._make_rewrites(graph, parallel, layout.plans.splits_backwards)
+        self._parallel = parallel
+        self._splits_backwards = layout.plans.splits_backwards
+        self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self._graph = graph
         self.base = self._compile(graph)
         self._base_key = (tuple(graph.columns.items()), True)
@@ -75,15 +77,12 @@ class Programs:
         self._num_made = 0
         self._seconds = 0.0
 
-    def _make_rewrites(
-        self, graph: ModelGraph, parallel: Rewrite | None, splits_backwards: bool
-    ) -> dict[int, list[Rewrite]]:
-        shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
+    def _make_rewrites(self, parallel: TensorParallel | None) -> dict[int, list[Rewrite]]:
         rewrites: dict[int, list[Rewrite]] = {}
         for stage in self.own_stages:
             rewrites[stage] = [parallel] if parallel else []
-            if splits_backwards:
-                rewrites[stage].append(partial(_defer, shared, self.waiting[stage]))
+            if self._splits_backwards:
+                rewrites[stage].append(partial(_defer, self._shared, self.waiting[stage]))
         return rewrites
 
     def __call__(self, signature: Signature, training: bool) -> Program:
@@ -128,7 +127,10 @@ class Programs:
         arrange: Arrange = arrange_whole
         if self._in_halves and graph.loss is not None:
             arrange = partial(arrange_in_halves, batch_size(graph))
-        program = compile_program(graph, bounds, self._rewrites, kept, arrange)
+        parallel = self._parallel
+        if parallel is not None:
+            graph, parallel = parallel.fit(graph)
+        program = compile_program(graph, bounds, self._make_rewrites(parallel), kept, arrange)
         device = self.mesh.device
         return replace(program, constants={n: t.to(device) for n, t in graph.constants.items()})
 
@@ -151,11 +153,13 @@ def batch_size(graph: ModelGraph) -> int:
     return sizes.most_common(1)[0][0] if sizes else 1
 
 
-def rewriter(graph: ModelGraph, features: Features | None, tp: int) -> Rewrite | None:
+def rewriter(
+    graph: ModelGraph, features: Features | None, tp: int, *, sequence: bool = False
+) -> TensorParallel | None:
     """How this job makes segments tensor parallel; every rank checks the whole model."""
     if tp == 1:
         return None
-    parallel = tensor_parallel(graph, features, tp)
+    parallel = tensor_parallel(graph, features, tp, sequence=sequence)
     left = left_whole(graph, parallel)
     if left is not None and not (dist.is_initialized() and dist.get_rank()):
         logger.warning("%s", left)

@@ -75,8 +75,7 @@ class _Rewriter:
     def run(self, graph: fx.Graph) -> fx.Graph:
         for node in graph.nodes:
             if node.op == "output":
-                leaving = self.propagation.leaving
-                self.graph.output(fx.map_arg(node.args[0], lambda n: self.convert(n, leaving(n))))
+                self.leave(node)
             elif node.op == "call_function":
                 self.env[node] = self.operator(node, self.propagation.decisions[node])
             else:
@@ -84,6 +83,10 @@ class _Rewriter:
                 self.env[node].meta = self.local(node)
                 self.enter(node)
         return self.graph
+
+    def leave(self, output: fx.Node) -> None:
+        leaving = self.propagation.leaving
+        self.graph.output(fx.map_arg(output.args[0], lambda n: self.convert(n, leaving(n))))
 
     def enter(self, node: fx.Node) -> None:
         """A whole weight whose gradient the ranks make together."""

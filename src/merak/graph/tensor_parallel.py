@@ -37,26 +37,26 @@ class TensorParallel:
     Args:
         deriver: fits operators to split weights, and remembers how.
         weights: the split parameters.
-        shares: what lies in shares of the sequence, of the graph that `fit` has seen; None where
-            all is whole between split products.
+        sequence: whether values lie in shares of the sequence where they can.
+        shares: which do, in the graph that `fit` has seen.
     """
 
     deriver: Deriver
     weights: Weights
+    sequence: bool = False
     shares: SequencePlan | None = None
 
-    def fit(self, model: ModelGraph, sequence: bool) -> tuple[ModelGraph, TensorParallel]:
+    def fit(self, model: ModelGraph) -> tuple[ModelGraph, TensorParallel]:
         """Plan for a graph of the model, which is traced anew for every shape.
 
         Args:
             model: traced at any shapes; its segments are those that are rewritten afterwards.
-            sequence: whether values lie in shares of the sequence where they can.
 
         Returns:
             The graph, whose `values` are what a rank holds of them, and what rewrites its segments.
         """
         degree = self.deriver.degree
-        if degree == 1 or not sequence:
+        if degree == 1 or not self.sequence:
             return model, self
         shares = plan_sequence(model, self.split, degree)
         fitted = replace(model, values=shares.local_values(model, degree))
@@ -92,13 +92,16 @@ class TensorParallel:
         return self.deriver(Task(segment, own, frozenset(segment.parameters)))
 
 
-def tensor_parallel(model: ModelGraph, features: Features | None, degree: int) -> TensorParallel:
+def tensor_parallel(
+    model: ModelGraph, features: Features | None, degree: int, *, sequence: bool = False
+) -> TensorParallel:
     """Choose how tensor parallelism splits a model.
 
     Args:
         model: the traced model.
         features: what is given; the rest is derived from the graph.
         degree: the number of tensor parallel ranks.
+        sequence: whether values lie in shares of the sequence where they can.
 
     Returns:
         What rewrites its segments.
@@ -116,14 +119,14 @@ def tensor_parallel(model: ModelGraph, features: Features | None, degree: int) -
     weights = derive(model, deriver, given, kept)
     if not weights and not attributes:
         check_limits(model, degree)
-    return TensorParallel(deriver, weights)
+    return TensorParallel(deriver, weights, sequence)
 
 
-def derived(model: ModelGraph, degree: int) -> TensorParallel:
+def derived(model: ModelGraph, degree: int, *, sequence: bool = False) -> TensorParallel:
     """The splits derived from a model's graph alone; none where the degree is too large."""
     deriver = Deriver(model.parameters, degree)
     weights = derive(model, deriver, {}, frozenset()) if degree > 1 else {}
-    return TensorParallel(deriver, weights)
+    return TensorParallel(deriver, weights, sequence)
 
 
 def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute]:
@@ -176,8 +179,8 @@ def shard_model(
     Returns:
         The model that every rank runs, and the layout of the parameters that are split.
     """
-    parallel = TensorParallel(Deriver(model.parameters, degree), weights)
-    model, parallel = parallel.fit(model, sequence)
+    parallel = TensorParallel(Deriver(model.parameters, degree), weights, sequence)
+    model, parallel = parallel.fit(model)
     pairs = [parallel(segment) for segment in model.segments]
     shards = {name: shard for _, found in pairs for name, shard in found.items()}
     return replace(model, segments=tuple(segment for segment, _ in pairs)), shards

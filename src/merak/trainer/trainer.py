@@ -159,6 +159,7 @@ class MerakTrainer(Saving, Trainer):
             bucket_bytes=args.bucket_bytes,
             exact_tied_gradients=args.tied_gradients == "microbatch",
             sub_pipelining=args.sub_pipelining,
+            sequence_parallel=args.sequence_parallel,
             master_weights=args.master_weights,
             float32_gradients=args.gradient_sums == "float32",
             zero=args.zero,
