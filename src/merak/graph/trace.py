@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
+from merak.graph.checks import PassedChecks
 from merak.graph.clean import clean_graph, slice_neighbours
 from merak.graph.explain import explain
 from merak.graph.fakes import (
@@ -145,6 +146,7 @@ def export_model(
     _refuse_trained_loss(loss_fn)
     runner = _Runner(model, call)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    checks = PassedChecks()
     with ExitStack() as stack:
         stack.enter_context(fake_weights(model, mode, device))
         stack.enter_context(eager_masks(columns))
@@ -152,12 +154,13 @@ def export_model(
         stack.enter_context(unmoved_modules())
         values = fake_batch(columns, mode, device)
         try:
-            with no_draws_in_python(model), kept_attributes(model) as replaced:
+            with no_draws_in_python(model), kept_attributes(model) as replaced, checks:
                 program = _export(runner, values, symbolic)
         except Exception as error:
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
                 None if isinstance(error, TraceError) else error
             )
+    checks.tell()
     return Exported(
         program.graph_module.graph,
         program.graph_signature,
