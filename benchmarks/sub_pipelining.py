@@ -4,11 +4,11 @@ Two ranks and the engine are real; the all-reduces go over gloo through a link w
 (two network namespaces, which take root), or last a known time where namespaces are not allowed.
 Computation is made to last a known time by sleeping, so that it takes no core from the link.
 
-Three runs take turns in one job, and medians of several steps count: in line, in halves, and in
-line with all-reduces that take no time, which gives T_m, late ends of sleeps and the operators
-included. T_a is measured before them: of the whole, which the run in line waits for, and twice that
-of a half, which the formula for halves takes. The last columns compare with the paper's formula and
-with the simulator's model (`merak.plan.overlap`).
+Five things take turns in one job, and their medians count: steps in line, in halves, and in line
+with all-reduces that take no time, which gives T_m, late ends of sleeps and the operators included;
+and one all-reduce by itself: of the whole, which a step in line waits for, and of a half, twice
+which is the formula's T_a. The last columns compare with the paper's formula and with the
+simulator's model (`merak.plan.overlap`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,17 +176,15 @@ def limit_rate(bytes_per_s: float) -> None:
     subprocess.run([*command, "rate", rate, "burst", "16kb", "latency", "2s"], check=True)
 
 
-def measure_sum(samples: int, repeats: int) -> float:
-    """Seconds of one all-reduce of some samples of a block's result, here and now."""
+def sum_seconds(samples: int, link: KnownLink | None) -> float:
+    """One all-reduce of some samples of a block's result."""
     tensor = torch.zeros(samples, TOKENS, WIDTH)
     group = merak.core.mesh.current_mesh().group("tp")
-    times = []
-    for _ in range(1 + repeats):
-        dist.barrier()
+    dist.barrier()
+    with _through(link):
         begin = time.perf_counter()
         collectives.dist.all_reduce(tensor, group=group)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
+        return time.perf_counter() - begin
 
 
 def seconds(model: ParallelModel, link: KnownLink | None) -> float:
@@ -226,11 +225,16 @@ def measure(args: argparse.Namespace, models: Sequence[ParallelModel], ratio: fl
         link = KnownLink(wanted_s / NUM_BYTES)
     else:
         limit_rate(NUM_BYTES / wanted_s)
-    with _through(link):
-        whole_s, half_s = (measure_sum(n, args.steps) for n in (SAMPLES, SAMPLES // 2))
-    runs = [(models[0], link), (models[1], link), (models[0], KnownLink(0.0))]
-    times = [[seconds(*run) for run in runs] for _ in range(args.steps + 1)][1:]
-    blocking, halves, alone = (statistics.median(column) for column in zip(*times, strict=True))
+    runs = [
+        partial(sum_seconds, SAMPLES, link),
+        partial(sum_seconds, SAMPLES // 2, link),
+        partial(seconds, models[0], link),
+        partial(seconds, models[1], link),
+        partial(seconds, models[0], KnownLink(0.0)),
+    ]
+    times = [[run() for run in runs] for _ in range(args.steps + 1)][1:]
+    medians = (statistics.median(column) for column in zip(*times, strict=True))
+    whole_s, half_s, blocking, halves, alone = medians
     layers = Layers(args.layers, alone / (3 * args.layers), 2 * half_s)
     model_s = layers.forward_s(True) + layers.backward_s(True)
     return {
@@ -327,7 +331,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--compute-ms", type=float, default=40.0, help="T_m, a layer's forward")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="T_a / T_m")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--link", choices=("namespaces", "known"))
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

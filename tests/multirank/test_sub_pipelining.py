@@ -23,6 +23,7 @@ from merak.plan.times import SegmentTimes
 from merak.schedule.registry import build, names
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, bert, gpt2, llama
+from tests.unit.graph.architectures import ARCHITECTURES
 
 SYNCHRONOUS = tuple(name for name in names() if build(name, 4, 8).is_synchronous)
 
@@ -58,7 +59,21 @@ def blocks(dropout: float) -> nn.Module:
     return Blocks(dropout)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "blocks": blocks}
+def architecture(name: str, samples: int) -> list[dict[str, torch.Tensor]]:
+    """Batches of one of the architectures that tensor parallelism must split."""
+    batch = ARCHITECTURES[name].batch()
+    rows = torch.arange(samples) % 2
+    return [{column: values[rows] for column, values in batch.items()}] * 4
+
+
+MODELS = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "bert": bert,
+    "blocks": blocks,
+    "t5": lambda dropout: ARCHITECTURES["t5"].build(),
+    "opt": lambda dropout: ARCHITECTURES["opt"].build(),
+}
 
 
 def draw(samples: int) -> dict[str, torch.Tensor]:
@@ -78,6 +93,14 @@ def batches(count: int, samples: int, masked: bool) -> list[dict[str, torch.Tens
     return found
 
 
+def own_batches(family: str, samples: int) -> list[dict[str, torch.Tensor]]:
+    if family == "blocks":
+        return [draw(samples)] * 4
+    if family in ARCHITECTURES and family not in ("gpt2", "llama", "bert"):
+        return architecture(family, samples)
+    return batches(4, samples, family != "gpt2")
+
+
 def gradients(
     family: str, schedules: list[str], degrees: tuple[int, int], samples: int, cache: Path
 ) -> Any:
@@ -85,7 +108,7 @@ def gradients(
     tp, pp = degrees
     mesh = init(tp=tp, pp=pp)
     found = {}
-    own = batches(4, samples, family != "gpt2") if family != "blocks" else [draw(samples)] * 4
+    own = own_batches(family, samples)
     sample = signature(own[0]).columns
     for schedule in schedules:
         for in_halves in (True, False):
@@ -140,6 +163,14 @@ def test_unequal_halves_draw_and_mask_as_the_whole(pool, tmp_path):
     ranks = pool.run(gradients, 4, "bert", ["1f1b", "gpipe"], (2, 2), 3, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
     assert len({name for rank in ranks for name in rank["1f1b", True][2]}) >= 4 * 2
+
+
+@pytest.mark.parametrize(("family", "blocks"), [("t5", 2 * 2 + 2 * 3), ("opt", 2 * 2)])
+def test_what_both_halves_make_alike_and_flat_values_cross_segments(pool, tmp_path, family, blocks):
+    """T5 hands a bias of positions on, which no sample has; OPT hands on samples in flat rows."""
+    ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 3, tmp_path)
+    compare(ranks, ["1f1b", "gpipe"])
+    assert len({name for rank in ranks for name in rank["1f1b", True][2]}) >= blocks
 
 
 @pytest.mark.parametrize("samples", [4, 5])

@@ -24,7 +24,7 @@ from merak.engine.program import (
     compile_segment,
     has_draws,
 )
-from merak.graph.halves import halve, shares
+from merak.graph.halves import Samples, halve, shares
 from merak.graph.ir import Segment
 from merak.graph.leading import cuts
 from merak.graph.pieces import cut_at_sums, returned_names
@@ -39,7 +39,7 @@ _MOST_CUTS = 4
 
 
 def arrange_in_halves(
-    batch_size: int,
+    samples: Samples,
     segments: Sequence[Segment],
     programs: Sequence[SegmentProgram],
     rewrites: Sequence[Rewrite],
@@ -48,14 +48,14 @@ def arrange_in_halves(
     """The order of work of a stage: what can be halved runs in halves, the rest whole.
 
     Args:
-        batch_size: samples of a microbatch.
+        samples: of a microbatch.
         segments: of the stage, as traced.
         programs: the same as they run for a whole microbatch.
         rewrites: what is done in turn to the segments of the stage.
         leaving: values that leave the stage.
     """
     try:
-        shares(batch_size)
+        shares(samples.batch_size)
     except ShardError as error:
         if not (dist.is_initialized() and dist.get_rank()):
             logger.warning("%s", error)
@@ -63,9 +63,9 @@ def arrange_in_halves(
     parts: list[Part] = []
     for segment, program in zip(segments, programs, strict=True):
         try:
-            parts.append(halve_segment(segment, program, batch_size, rewrites))
+            parts.append(halve_segment(segment, program, samples, rewrites))
         except ShardError as error:
-            cut = _cut(segment, program, batch_size, rewrites)
+            cut = _cut(segment, program, samples, rewrites)
             parts.extend(cut or (program,))
             what = "only its first part is" if cut else "it is not"
             logger.info("segment %d (%s): %s halved: %s", segment.index, segment.name, what, error)
@@ -73,17 +73,17 @@ def arrange_in_halves(
 
 
 def _cut(
-    segment: Segment, whole: SegmentProgram, batch_size: int, rewrites: Sequence[Rewrite]
+    segment: Segment, whole: SegmentProgram, samples: Samples, rewrites: Sequence[Rewrite]
 ) -> tuple[HalvedSegment, SegmentProgram] | None:
     """The part of a segment that can be halved, and the rest; None where that does not pay.
 
     It pays where the first part has sums to hide and the cut adds none.
     """
-    for parts in islice(cuts(segment, batch_size), _MOST_CUTS):
+    for parts in islice(cuts(segment, samples), _MOST_CUTS):
         try:
             first, rest = (_compile_whole(part, whole, rewrites) for part in parts)
             if 0 < _num_collectives(first) <= _num_collectives(whole) - _num_collectives(rest):
-                return halve_segment(parts[0], first, batch_size, rewrites), rest
+                return halve_segment(parts[0], first, samples, rewrites), rest
         except ShardError:
             continue
     return None
@@ -108,20 +108,20 @@ def _num_collectives(program: SegmentProgram) -> int:
 
 
 def halve_segment(
-    segment: Segment, whole: SegmentProgram, batch_size: int, rewrites: Sequence[Rewrite]
+    segment: Segment, whole: SegmentProgram, samples: Samples, rewrites: Sequence[Rewrite]
 ) -> HalvedSegment:
     """Compile a segment in halves.
 
     Args:
         segment: as traced.
         whole: the same as it runs for a whole microbatch.
-        batch_size: samples of a microbatch.
+        samples: of a microbatch.
         rewrites: what is done in turn to the segments of its stage.
 
     Raises:
         ShardError: a single sample, or an operator that does not treat them one by one.
     """
-    halves = halve(segment, batch_size)
+    halves = halve(segment, samples)
     first, second = (_compile(half, rewrites) for half in halves.segments)
     return HalvedSegment(whole, (first, second), halves.shares, halves.dims)
 
@@ -172,7 +172,7 @@ def _run(own: Sequence[Part], parts: Sequence[Part], leaving: frozenset[str]) ->
             if name not in made
         },
         outputs={
-            name: segment.dims[name]
+            name: segment.dims.get(name)
             for segment in segments
             for name in segment.whole.segment.outputs
             if name in read

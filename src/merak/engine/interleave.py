@@ -83,7 +83,8 @@ def forward(run: HalvedRun, values: Values, around: Surroundings, keep: bool) ->
 
     _alternate(work(0), work(1))
     for name, dim in run.outputs.items():
-        values[name] = torch.cat([half[name].detach() for half in made], dim)
+        parts = [half[name].detach() for half in made]
+        values[name] = parts[0] if dim is None else torch.cat(parts, dim)
     return saved
 
 
@@ -118,7 +119,7 @@ def backward(
     local: tuple[Values, Values] = ({}, {})
     for name, dim in run.outputs.items():
         if (gradient := gradients.pop(name, None)) is not None:
-            for half in range(2):
+            for half in range(1 if dim is None else 2):
                 local[half][name] = _part(gradient, dim, run.shares[half])
     done: set[int] = set()
 

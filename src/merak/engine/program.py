@@ -96,12 +96,12 @@ class HalvedRun:
     Args:
         segments: in execution order.
         inputs: what they read of others, and along which dim a half has its samples of it.
-        outputs: what others read of them, likewise.
+        outputs: what others read of them, likewise; None where both halves make the same.
     """
 
     segments: tuple[HalvedSegment, ...]
     inputs: Mapping[str, int | None]
-    outputs: Mapping[str, int]
+    outputs: Mapping[str, int | None]
 
     @property
     def shares(self) -> tuple[Share, Share]:

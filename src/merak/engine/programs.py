@@ -21,6 +21,7 @@ from merak.engine.parts import Signature
 from merak.engine.program import Arrange, Program, Rewrite, arrange_whole, compile_program
 from merak.graph.build import GraphSource
 from merak.graph.features import Features
+from merak.graph.halves import samples_of
 from merak.graph.ir import ModelGraph, Segment
 from merak.graph.shapes import Graphs
 from merak.graph.split_report import left_whole
@@ -126,7 +127,8 @@ class Programs:
         kept = self._kept if is_same else ()
         arrange: Arrange = arrange_whole
         if self._in_halves and graph.loss is not None:
-            arrange = partial(arrange_in_halves, batch_size(graph))
+            samples = samples_of(graph.segments, batch_size(graph))
+            arrange = partial(arrange_in_halves, samples)
         parallel = self._parallel
         if parallel is not None:
             graph, parallel = parallel.fit(graph)

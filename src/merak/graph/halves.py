@@ -11,8 +11,8 @@ Source: Merak (IEEE TPDS), section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -32,9 +32,10 @@ from merak.graph.sharding_placement import (
     Placement,
     Sharded,
     local_meta,
+    shape_of,
 )
 from merak.graph.sharding_random import attend_sharded, dropout_sharded
-from merak.graph.sharding_rules import decide
+from merak.graph.sharding_rules import decide, elementwise
 
 aten = torch.ops.aten
 _DROPPING: Mapping[Any, str] = {dropout_sharded: "layout", attend_sharded: "layout"}
@@ -81,6 +82,20 @@ def shares(batch_size: int) -> tuple[Share, Share]:
 
 
 @dataclass(frozen=True, slots=True)
+class Samples:
+    """How the samples of a microbatch lie in the values between segments.
+
+    Args:
+        batch_size: samples of the microbatch that the segments were traced for.
+        dims: the dim along which each value has them, by name; None where it has no samples. Of
+            a value that is not named, as of a column, it is the first if that is as long.
+    """
+
+    batch_size: int
+    dims: Mapping[str, int | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Halves:
     """A segment in two halves.
 
@@ -88,7 +103,7 @@ class Halves:
         segments: what each half runs, with the names of the whole's inputs and outputs.
         shares: which samples they have.
         dims: the dim along which a half has its part, by the name of an input, column, derived
-            value or output; both halves read whole what is not named.
+            value or output; what is not named is the same for both.
     """
 
     segments: tuple[Segment, Segment]
@@ -96,29 +111,50 @@ class Halves:
     dims: Mapping[str, int]
 
 
-def halve(segment: Segment, batch_size: int) -> Halves:
+def samples_of(segments: Iterable[Segment], batch_size: int) -> Samples:
+    """Follow the samples of a microbatch through consecutive segments, from the first on."""
+    dims: dict[str, int | None] = {}
+    if batch_size < 2:
+        return Samples(batch_size)
+    share, _ = shares(batch_size)
+    for segment in segments:
+        placements = follow_samples(segment, share, Samples(batch_size, dims)).placements
+        for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
+            placed = placements.get(node)
+            if placed == REPLICATED:
+                dims[name] = None
+            elif placed is not None and (dim := sample_dim(placed)) is not None:
+                dims[name] = dim
+    return Samples(batch_size, dims)
+
+
+def halve(segment: Segment, samples: Samples) -> Halves:
     """Split a segment over the samples of a microbatch.
 
     Args:
         segment: the segment as traced; left as it is.
-        batch_size: samples of the microbatch it was traced for: the first size of its columns, and
-            of the values between segments.
+        samples: of the microbatch it was traced for.
 
     Raises:
         ShardError: a single sample, or an operator that does not treat them one by one.
     """
-    both = shares(batch_size)
-    first, second = (_lay_out(segment, share) for share in both)
+    both = shares(samples.batch_size)
+    first, second = (_lay_out(segment, share, samples) for share in both)
     dims = {
         node.meta["name"]: placed.dim
         for node, placed in first.placements.items()
         if node.op == "placeholder" and isinstance(placed, Sharded)
     }
     for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
-        dim = sample_dim(first.placements[node])
+        placed = first.placements[node]
+        if placed == second.placements[node] == REPLICATED:
+            continue  # both halves make it, each for itself
+        dim = sample_dim(placed)
         if dim is None or dim != sample_dim(second.placements[node]):
             raise ShardError(f"its result {name} does not belong to single samples.")
         dims[name] = dim
+    if not dims.keys() & set(segment.outputs):
+        raise ShardError("no result of it belongs to single samples.")
     written = (
         replace(segment, graph=_Writer(first).run(segment.graph)),
         replace(segment, graph=_Writer(second).run(segment.graph)),
@@ -148,13 +184,13 @@ class Layout:
     refusal: ShardError | None = None
 
 
-def follow_samples(segment: Segment, share: Share) -> Layout:
+def follow_samples(segment: Segment, share: Share, samples: Samples) -> Layout:
     """Follow the samples of a microbatch through a segment, up to what needs all of them."""
     placements: dict[fx.Node, Placed] = {}
     decisions: dict[fx.Node, Decision] = {}
     for node in segment.graph.nodes:
         if node.op == "placeholder":
-            placements[node] = _entering(node, share.whole)
+            placements[node] = _entering(node, samples)
     for node in _operators(segment):
         try:
             decisions[node] = _decide(Operator(node, placements, share.degree))
@@ -168,8 +204,8 @@ def _operators(segment: Segment) -> list[fx.Node]:
     return [node for node in segment.graph.nodes if node.op == "call_function"]
 
 
-def _lay_out(segment: Segment, share: Share) -> Layout:
-    layout = follow_samples(segment, share)
+def _lay_out(segment: Segment, share: Share, samples: Samples) -> Layout:
+    layout = follow_samples(segment, share, samples)
     if layout.refusal is not None:
         raise layout.refusal
     return layout
@@ -182,14 +218,15 @@ def _output_nodes(segment: Segment) -> tuple[fx.Node, ...]:
     return nodes
 
 
-def _entering(node: fx.Node, batch_size: int) -> Placement:
-    """What enters a half: its samples, of what has as many as the microbatch; else all of it."""
-    meta = node.meta["tensor"]
-    if node.meta["kind"] in (Kind.PARAMETER, Kind.BUFFER) or not isinstance(meta, TensorMeta):
+def _entering(node: fx.Node, samples: Samples) -> Placement:
+    """What enters a half: its samples, of what has any; else all of it."""
+    meta, kind = node.meta["tensor"], node.meta["kind"]
+    if kind in (Kind.PARAMETER, Kind.BUFFER) or not isinstance(meta, TensorMeta):
         return REPLICATED
-    if meta.shape[:1] == (batch_size,):
-        return Sharded(0, (batch_size,))
-    return REPLICATED
+    dim = 0 if meta.shape[:1] == (samples.batch_size,) else None
+    if kind is Kind.VALUE:
+        dim = samples.dims.get(node.meta["name"], dim)
+    return REPLICATED if dim is None else Sharded(dim, (meta.shape[dim],))
 
 
 def _decide(op: Operator) -> Decision:
@@ -234,7 +271,27 @@ def _embedding(op: Operator) -> Decision:
     return Decision(placed, {weight: COPIED})
 
 
+def _split_elementwise(op: Operator) -> Decision:
+    return elementwise(op) if op.sharded() else decide(op)
+
+
+def _roll(op: Operator) -> Decision:
+    """roll: elements move along some dims."""
+    if not op.sharded():
+        return decide(op)
+    ((operand, placed),) = op.sharded().items()
+    num_dims = len(shape_of(operand))
+    moved = [dim % num_dims for dim in op.arg("dims", ())]
+    if not moved or placed.dim in moved:
+        raise op.error("moves samples")
+    return Decision(placed)
+
+
 _MORE_RULES: dict[str, Callable[[Operator], Decision]] = {
+    "aten.roll.default": _roll,
+    "aten.where.Scalar": _split_elementwise,
+    "aten.where.ScalarOther": _split_elementwise,
+    "aten.where.ScalarSelf": _split_elementwise,
     "aten.embedding.default": _embedding,
 }
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from merak.graph.clean import is_random
-from merak.graph.halves import Layout, follow_samples, sample_dim, shares
+from merak.graph.halves import Layout, Samples, follow_samples, sample_dim, shares
 from merak.graph.ir import Kind, Segment, TensorMeta
 from merak.graph.pieces import part_of, writes
 
 
-def cuts(segment: Segment, batch_size: int) -> Iterator[tuple[Segment, Segment]]:
+def cuts(segment: Segment, samples: Samples) -> Iterator[tuple[Segment, Segment]]:
     """Cut a segment before what needs all samples, wherever no more crosses than enters it.
 
     What crosses is put together of both halves, which costs its size. No parameter is read on both
@@ -24,16 +24,16 @@ def cuts(segment: Segment, batch_size: int) -> Iterator[tuple[Segment, Segment]]
 
     Args:
         segment: as traced; left as it is. One that writes in place is not cut.
-        batch_size: samples of the microbatch it was traced for.
+        samples: of the microbatch it was traced for.
 
     Yields:
         Both parts, with what crosses least first, and then the latest. Values that cross have
         names that begin with the segment's number.
     """
     operators = [node for node in segment.graph.nodes if node.op == "call_function"]
-    if batch_size < 2 or any(writes(node) for node in operators):
+    if samples.batch_size < 2 or any(writes(node) for node in operators):
         return
-    layout = follow_samples(segment, shares(batch_size)[0])
+    layout = follow_samples(segment, shares(samples.batch_size)[0], samples)
     last_draw = max((i for i, node in enumerate(operators) if is_random(node)), default=-1)
     entering = segment.graph.find_nodes(op="placeholder")
     limit_bytes = sum(_bytes(n) for n in entering if sample_dim(layout.placements[n]) is not None)

@@ -12,7 +12,7 @@ from merak.core.collectives import copy_to, reduce_from
 from merak.core.errors import ShardError
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.features import Column, Row
-from merak.graph.halves import halve
+from merak.graph.halves import Samples, halve
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
 from merak.graph.leading import cuts
 from merak.graph.pieces import cut_at_sums, returned_names
@@ -101,9 +101,9 @@ def test_two_halves_are_the_whole_dropout_included(batch: int) -> None:
         made = dict(zip(segment.outputs, whole, strict=True))
         if segment is graph.segments[-1]:
             with pytest.raises(ShardError):  # the loss is a mean over the samples
-                halve(segment, batch)
+                halve(segment, Samples(batch))
             break
-        halves = halve(segment, batch)
+        halves = halve(segment, Samples(batch))
         parts = []
         for own, start, stop in zip(halves.segments, (0, middle), (middle, batch), strict=True):
             local = {
@@ -125,7 +125,7 @@ def test_what_sees_several_samples_is_not_halved(across: str) -> None:
     refused = 0
     for segment in graph_of(Model(across)).segments[:-1]:
         try:
-            halve(segment, BATCH)
+            halve(segment, Samples(BATCH))
         except ShardError:
             refused += 1
     assert refused == 1
@@ -133,15 +133,15 @@ def test_what_sees_several_samples_is_not_halved(across: str) -> None:
 
 def test_a_single_sample_has_no_halves() -> None:
     with pytest.raises(ShardError, match="1 sample has no halves; give a microbatch two samples"):
-        halve(graph_of(Model(), 1).segments[0], 1)
+        halve(graph_of(Model(), 1).segments[0], Samples(1))
 
 
 def test_a_block_is_cut_from_the_loss_behind_it() -> None:
     model = Model()
     segment = graph_of(model).segments[-1]
-    first, rest = next(cuts(segment, BATCH))
+    first, rest = next(cuts(segment, Samples(BATCH)))
     assert set(first.parameters) == set(segment.parameters) and not rest.parameters
-    halve(first, BATCH)
+    halve(first, Samples(BATCH))
     values = {name: torch.randn(BATCH, 8) for name in segment.inputs}
     (expected,) = call(segment, arguments(segment, model, values))
     made = call(first, arguments(first, model, values))
@@ -152,8 +152,8 @@ def test_a_block_is_cut_from_the_loss_behind_it() -> None:
 def test_a_block_is_not_cut_where_more_would_cross_or_draw() -> None:
     drawing = Model()
     drawing.blocks[-1] = nn.Sequential(Block("mean"), nn.Dropout(0.5))
-    assert not list(cuts(graph_of(drawing).segments[-1], BATCH))
-    assert not list(cuts(graph_of(Growing()).segments[-1], BATCH))
+    assert not list(cuts(graph_of(drawing).segments[-1], Samples(BATCH)))
+    assert not list(cuts(graph_of(Growing()).segments[-1], Samples(BATCH)))
 
 
 def test_pieces_are_cut_at_the_sums_and_hold_none() -> None:
