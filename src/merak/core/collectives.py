@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
+from merak.core.regather import note_gathered
 from merak.core.shards import ParameterShard, join, take
 
 
@@ -131,6 +132,7 @@ def gather_copied(
         the axis, and backward keeps the rank's own slice.
     """
     result: torch.Tensor = _GatherCopied.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
+    note_gathered(result, tensor, partial(_all_gather, dim=dim, parts=parts, axis=axis))
     return result
 
 

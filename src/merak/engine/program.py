@@ -13,6 +13,7 @@ from merak.graph.clean import is_random
 from merak.graph.halves import Share
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.pieces import Crossing
+from merak.graph.runnable import runnable
 from merak.graph.shard import slice_outputs
 from merak.graph.writes import depending_on, find_writes
 
@@ -239,10 +240,9 @@ def compile_segment(
     segment: Segment, values: Mapping[str, TensorMeta], draws: bool = False
 ) -> SegmentProgram:
     """Generate the Python function that runs a segment's operators one after another."""
-    module = fx.GraphModule(torch.nn.Module(), segment.graph)
     return SegmentProgram(
         segment=segment,
-        function=module.forward,
+        function=runnable(segment.graph),
         gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
         trains=any(values[name].requires_grad for name in segment.outputs),
         draws=draws,

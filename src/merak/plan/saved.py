@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.engine.gradients import gradient_dtype, sum_in_float32
 from merak.graph.ir import Kind, Segment, TensorMeta
+from merak.graph.runnable import runnable
 from merak.plan.storages import Storages
 
 
@@ -119,7 +120,7 @@ class _Run:
     def __init__(self, segment: Segment, device: torch.device) -> None:
         self.segment = segment
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._function = fx.GraphModule(torch.nn.Module(), segment.graph).forward
+        self._function = runnable(segment.graph)
         self.arguments: list[torch.Tensor] = []
         self.inputs: dict[str, torch.Tensor] = {}
         self.parameters: list[torch.Tensor] = []

@@ -89,9 +89,11 @@ def test_what_is_kept_between_the_products_falls_with_the_degree(
     monkeypatch.setattr(collectives, "current_mesh", lambda: mesh)
     columns = cases.batch(padded=False)
     shared, whole = split(cases.build("gpt2", "sdpa", dropout=0.2), columns, degree)
+    # Before a product its input and the statistics of the norm; after it the noise of dropout.
+    between = 4 * cases.BATCH * cases.SEQUENCE * (32 + 2 + 32)
     memories = SegmentMemories(torch.device("cpu"))
     for own, other in zip(shared.segments[1:-1], whole.segments[1:-1], strict=True):
         (value,) = own.outputs
         assert shared.values[value].num_bytes * degree == whole.values[value].num_bytes
         saved, before = memories(own).saved_bytes, memories(other).saved_bytes
-        assert saved < before
+        assert before - saved >= between * (degree - 1) // degree
