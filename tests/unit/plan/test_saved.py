@@ -71,7 +71,7 @@ def test_alike_segments_are_run_once_and_keep_their_own_names(monkeypatch):
     from merak.plan import saved
 
     real = saved._measure
-    monkeypatch.setattr(saved, "_measure", lambda s, d: runs.append(s.index) or real(s, d))
+    monkeypatch.setattr(saved, "_measure", lambda run: runs.append(run.segment.index) or real(run))
     for segment in graph.segments:
         assert tuple(memories(segment).outputs) == segment.outputs
     # Embedding, attention, feed-forward, the last one with a norm behind it, head.
