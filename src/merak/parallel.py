@@ -15,6 +15,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
+from merak.engine.precision import check_autocast
 from merak.engine.scaling import LossScale
 from merak.graph.build import GraphSource
 from merak.graph.trace import LossFunction
@@ -167,6 +168,7 @@ def parallelize(
         MerakError: the model, the batch and the degrees do not fit together.
     """
     mesh = current_mesh()
+    check_autocast(autocast, mesh.device)
     sample = signature(split_batch(example_batch, num_microbatches)[0]).columns
     source = GraphSource(model=model, loss_fn=loss_fn, device=mesh.device, autocast=autocast)
     chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)

@@ -37,11 +37,16 @@ def uneven() -> Uneven:
     return Uneven()
 
 
-def run_merak(schedule: str, degrees: tuple[int, int, int], counts: list[int]) -> Any:
-    """Losses per step, parameters after each, the stage of each, and the versions held at most."""
+def run_merak(
+    schedule: str,
+    degrees: tuple[int, int, int],
+    counts: list[int],
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Losses per step, what is stepped after each, and the stage of each."""
     dp, tp, pp = degrees
     mesh = init(dp=dp, tp=tp, pp=pp)
-    model = uneven()
+    model = uneven().to(dtype)
     parallel = parallelize(
         model,
         {name: c[: max(counts) * SAMPLES] for name, c in batch_of(max(counts), 0).items()},
@@ -49,6 +54,7 @@ def run_merak(schedule: str, degrees: tuple[int, int, int], counts: list[int]) -
         optimizer=make_optimizer,
         num_microbatches=max(counts),
         schedule=schedule,
+        master_weights=True,
     )
     losses, after = [], []
     for step, count in enumerate(counts):
@@ -61,14 +67,22 @@ def run_merak(schedule: str, degrees: tuple[int, int, int], counts: list[int]) -
         }
         losses.append(float(parallel.step(own)))
         engine = parallel.engine
-        after.append({n: p.detach().clone() for n, p in engine.parameters.items()})
+        after.append({n: p.detach().clone() for n, p in engine.trained.named.items()})
+        for name, parameter in engine.parameters.items():
+            assert parameter.dtype == dtype
+            assert torch.equal(parameter, after[-1][name].to(dtype))
     assert all(p.grad is None for p in engine.parameters.values())
     stages = {name: mesh.pp_rank for name in engine.parameters}
     return losses, after, stages
 
 
 def reference(
-    versions: Any, per_update: int, stage_of: dict[str, int], counts: list[int], dp: int
+    versions: Any,
+    per_update: int,
+    stage_of: dict[str, int],
+    counts: list[int],
+    dp: int,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Train in one process with weights that are as old as the schedule says.
 
@@ -78,8 +92,9 @@ def reference(
         stage_of: the stage that holds each parameter.
         counts: microbatches of each step.
         dp: replicas.
+        dtype: what forward and backward compute in, from float32 masters.
     """
-    model = uneven()
+    model = uneven().to(dtype).float()
     names = dict(model.named_parameters())
     optimizers = [
         make_optimizer(p for n, p in names.items() if stage_of[n] == stage)
@@ -99,9 +114,8 @@ def reference(
             members = range(first, min(first + per_update, count))
             gradients = {name: torch.zeros_like(p) for name, p in names.items()}
             for m in members:
-                old = {
-                    n: history[versions(stage_of[n], m)][n].detach().requires_grad_() for n in names
-                }
+                known = {n: history[versions(stage_of[n], m)][n] for n in names}
+                old = {n: p.detach().to(dtype).requires_grad_() for n, p in known.items()}
                 for batch in microbatches[m * dp : (m + 1) * dp]:
                     outputs = torch.func.functional_call(model, old, (batch["input_ids"],))
                     loss = loss_fn(outputs, batch) / (len(members) * dp)
@@ -153,6 +167,21 @@ def test_every_update_is_that_of_one_process_with_delayed_weights(
     _, undelayed = reference(lambda stage, m: m // per_update, per_update, stage_of, counts, dp)
     worst = max(float((undelayed[-1][n] - p).abs().max()) for n, p in after[-1].items())
     assert worst > 1e-3
+
+
+def test_masters_are_stepped_inside_a_schedule(pool):
+    (counts, half), per_update = ([6, 4], torch.bfloat16), 2
+    ranks = pool.run(run_merak, 2, "pipedream_2bw", (1, 1, 2), counts, half)
+    stage_of = {name: stage for _, _, stages in ranks for name, stage in stages.items()}
+    versions = delays("pipedream_2bw", 2, per_update)
+    losses, after = reference(versions, per_update, stage_of, counts, 1, half)
+    for found, _, _ in ranks:
+        assert found == pytest.approx(losses, rel=2**-7)  # a loss is a number of 8 bits here
+    for step, expected in enumerate(after):
+        found = {name: p for _, steps, _ in ranks for name, p in steps[step].items()}
+        assert_gradients_close(found, expected)  # the masters, to the same tolerance
+        assert all(p.dtype == torch.float32 for p in found.values())
+    assert any(not torch.equal(p, p.to(half).float()) for p in found.values())
 
 
 def train(schedule: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -23,6 +23,7 @@ from merak.arguments.rules import UNKNOWN, Layout, Policy, problems, raise_first
 from merak.arguments.table import ACCELERATOR, RULES
 from merak.core.errors import ArgumentsError, PlanError
 from merak.core.mesh import Mesh, current_mesh
+from merak.engine.precision import check_autocast
 from merak.graph.feature_file import parse_features
 from merak.plan.recompute import Mode, parse_recompute
 
@@ -213,6 +214,7 @@ class MerakArguments(TrainingArguments):
         """Refuse what cannot be honoured, then settle defaults as transformers does."""
         mesh = current_mesh()
         raise_first(problems(self, RULES, OWN_FIELDS, mesh))
+        check_autocast(self.autocast, mesh.device)  # before transformers looks at device 0
         if mesh.device.type == "cpu" and self.bf16:
             self.use_cpu = True  # transformers would look for a GPU that has it
         super().__post_init__()  # type: ignore[no-untyped-call]

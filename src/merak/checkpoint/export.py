@@ -19,6 +19,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from merak.checkpoint.adapters import (
+    adapter_keys,
+    has_adapters,
+    place_adapters,
+    write_adapters,
+)
 from merak.checkpoint.layout import (
     Holding,
     find_holdings,
@@ -63,7 +69,8 @@ def save_pretrained(
     """Write the whole model from what the ranks hold; all ranks call this together.
 
     A transformers model gives what its own `save_pretrained` would: config, generation config and
-    safetensors under the standard names. Any other module gives its state dict. Rank 0 writes and
+    safetensors under the standard names; one of peft's its adapters. Any other module gives its
+    state dict. Rank 0 writes and
     holds no more than one file's worth of other ranks' tensors. The folder appears, or its files
     are replaced, when all of it has been written.
 
@@ -82,6 +89,9 @@ def save_pretrained(
     partial_folder = target.with_name(f".{target.name}.partial")
     _refuse_adapters(model)
     holdings = find_holdings(model, owned, shards, mesh)
+    if has_adapters(model):
+        _save_adapters(model, holdings, mesh, target, partial_folder)
+        return
     keys = _plan_keys(model, _state_without_numbers(model, holdings))
     files, index = _plan_files(keys, max_shard_size)
     gatherer = _Gatherer(model, holdings, mesh)
@@ -102,6 +112,28 @@ def save_pretrained(
     failure = gather_objects(failure)[0]
     if failure is not None:
         raise WeightsError(f"The model could not be saved in {target}: {failure}.")
+
+
+def _save_adapters(
+    model: nn.Module,
+    holdings: Mapping[str, Holding],
+    mesh: Mesh,
+    target: Path,
+    partial_folder: Path,
+) -> None:
+    """Write the adapters, of which rank 0 holds all."""
+    state = _state_without_numbers(model, holdings)
+    gatherer = _Gatherer(model, holdings, mesh)
+    for key in adapter_keys(model, state):
+        state[key] = gatherer.whole(key)
+    failure = None
+    if mesh.rank == 0:
+        failure = _attempt(partial(write_adapters, model, state, partial_folder, target))
+        failure = failure or _attempt(partial(place_adapters, partial_folder, target))
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    failure = gather_objects(failure)[0]
+    if failure is not None:
+        raise WeightsError(f"The adapters could not be saved in {target}: {failure}.")
 
 
 def _refuse_adapters(model: nn.Module) -> None:

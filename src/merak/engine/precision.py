@@ -1,0 +1,39 @@
+"""Whether a device has the precision that is asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from merak.core.errors import ArgumentsError
+
+
+def lacking(autocast: torch.dtype | None, device: torch.device) -> str | None:
+    """Why a model cannot run under autocast of a type here, in a sentence; None if it can.
+
+    Args:
+        autocast: the type; None for none.
+        device: where the model runs.
+    """
+    if autocast is None:
+        return None
+    if autocast not in (torch.bfloat16, torch.float16):
+        return (
+            f"autocast={autocast} is no precision to train in; use torch.bfloat16 or torch.float16."
+        )
+    if device.type != "cuda" or autocast != torch.bfloat16:
+        return None
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return f"{name} has no bfloat16; train in float16 (fp16=True, or autocast=torch.float16)."
+
+
+def check_autocast(autocast: torch.dtype | None, device: torch.device) -> None:
+    """Refuse a precision that the device lacks.
+
+    Raises:
+        ArgumentsError: it does.
+    """
+    problem = lacking(autocast, device)
+    if problem is not None:
+        raise ArgumentsError(problem)
