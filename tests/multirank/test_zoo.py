@@ -1,4 +1,4 @@
-"""Architectures of the zoo that differ most, checked in every run; `make zoo` checks all."""
+"""Forty architectures of the zoo, checked in every run; `make zoo` checks all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,50 @@ from tests.zoo.run import Result
 from tests.zoo.table import render
 
 SAMPLE = {
-    "T5ForConditionalGeneration": "an encoder that every layer of the decoder reads",
-    "MixtralForCausalLM": "experts with routing by numbers",
-    "DeepseekV3ForCausalLM": "latent attention, groups of experts",
-    "Qwen3NextForCausalLM": "linear and full attention in turn, shared experts",
-    "MambaForCausalLM": "a state-space model",
     "BloomForCausalLM": "positions as a bias of attention",
+    "DeepseekV3ForCausalLM": "latent attention, groups of experts",
+    "FalconForCausalLM": "one key for all queries, attention beside the feed-forward",
+    "GPTNeoXForCausalLM": "fused weights by head, rotation of some features",
+    "Gemma2ForCausalLM": "logits capped, windows in turn",
+    "Lfm2ForCausalLM": "short convolutions and attention in turn",
+    "LlamaForCausalLM": "rotary positions, a gated feed-forward",
+    "MambaForCausalLM": "a state-space model",
+    "MiniCPM3ForCausalLM": "latent attention, scaled residuals",
+    "MixtralForCausalLM": "experts with routing by numbers",
+    "MllamaForCausalLM": "cross-attention in some layers",
+    "MptForCausalLM": "layers without a bias",
+    "NemotronHForCausalLM": "recurrences, attention and feed-forwards in a pattern",
+    "OPTForCausalLM": "positions counted from a mask",
+    "OlmoeForCausalLM": "experts, norms of queries and keys",
+    "OpenAIGPTLMHeadModel": "norms behind the blocks, weights of convolutions",
+    "PersimmonForCausalLM": "queries, keys and values by head",
+    "PhimoeForCausalLM": "experts picked one after another",
+    "Qwen3NextForCausalLM": "linear and full attention in turn, shared experts",
+    "RecurrentGemmaForCausalLM": "a linear recurrence",
+    "XLNetLMHeadModel": "relative positions, einsum",
+    "AlbertForMaskedLM": "one layer that runs many times",
+    "ConvBertForMaskedLM": "kernels that depend on the input",
+    "DebertaV2ForMaskedLM": "attention to positions by gathering",
+    "FNetForMaskedLM": "Fourier transforms",
+    "FunnelForMaskedLM": "sequences that grow shorter and long again",
+    "MobileBertForMaskedLM": "bottlenecks, sums without norms",
+    "NystromformerForMaskedLM": "landmarks and an iterated inverse",
+    "SqueezeBertForMaskedLM": "grouped convolutions for projections",
+    "TapasForMaskedLM": "many tables of embeddings",
+    "BartForConditionalGeneration": "an encoder and a decoder of one embedding",
+    "LongT5ForConditionalGeneration": "attention in blocks",
+    "NllbMoeForConditionalGeneration": "experts in encoder and decoder",
+    "T5ForConditionalGeneration": "an encoder that every layer of the decoder reads",
+    "HieraForImageClassification": "units of masks, pooled queries",
+    "PoolFormerForImageClassification": "pooling in place of attention",
+    "SegformerForImageClassification": "keys of fewer places",
+    "SiglipForImageClassification": "patches without a class token",
     "SwinForImageClassification": "shifted windows, a hierarchy",
+    "ViTForImageClassification": "patches",
 }
+"""What each of them adds to the others."""
+
+LAYOUTS = (Layout(pp=2), Layout(tp=2))
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -32,11 +68,12 @@ def test_gradients_of_an_architecture(pool: RankPool, name: str, tmp_path: Path)
         return pool.run(function, num_ranks, *arguments)
 
     options = CheckOptions(num_microbatches=2, steps=2)
-    trained = small_version(Request(name), Layout(pp=2), options)
-    job = Job(trained.job.case, Layout(pp=2), options)
-    report = check_against(trained.outcome, job, Workshop(tmp_path, launch))
-    assert (report.ok, report.reason) == (True, None)
-    assert report.segments >= 4
+    trained = small_version(Request(name), Layout(tp=2, pp=2), options)
+    for layout in LAYOUTS:
+        job = Job(trained.job.case, layout, options)
+        report = check_against(trained.outcome, job, Workshop(tmp_path, launch))
+        assert (report.ok, report.reason) == (True, None)
+        assert report.segments >= 3
 
 
 def test_the_lists_are_those_of_transformers() -> None:
