@@ -22,6 +22,8 @@ def assert_close(ranks):
 def test_pipelines_take_what_was_foreseen(pool, tmp_path):
     jobs = [MemoryJob(family, 0.1, options=choice) for family in MODELS for choice in CHOICES[:2]]
     jobs += [MemoryJob("gpt2", 0.0, options=choice) for choice in CHOICES]
+    jobs += [MemoryJob(family, 0.1, options={"recompute": "selective"}) for family in MODELS]
+    jobs += [MemoryJob("llama", options={"recompute": "selective"}, autocast=torch.bfloat16)]
     jobs += [MemoryJob("llama", 0.1, frozen=part) for part in ("embed", "layers.0", "norm")]
     jobs += [MemoryJob("llama", frozen="embed", options={"recompute": "full"})]
     assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
@@ -30,6 +32,7 @@ def test_pipelines_take_what_was_foreseen(pool, tmp_path):
 @pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 2, 1)])
 def test_replicas_and_shards_take_what_was_foreseen(pool, tmp_path, degrees):
     jobs = [MemoryJob(family, 0.1, options=c) for family in ("gpt2", "llama") for c in CHOICES[1:]]
+    jobs += [MemoryJob("llama", 0.1, options={"recompute": "selective"})]
     assert_close(pool.run(measure, 2, degrees, jobs, tmp_path))
 
 

@@ -336,7 +336,10 @@ def test_recomputation_is_said_in_one_word(job, recompute) -> None:
     ("settings", "sentence"),
     [
         ({"recompute": "sometimes"}, "recompute='sometimes' is no choice of what to recompute"),
-        ({"recompute": "1.5"}, "is no choice of what to recompute; use 'off', 'full', 'auto'"),
+        (
+            {"recompute": "1.5"},
+            "is no choice of what to recompute; use 'off', 'full', 'selective', 'auto'",
+        ),
         ({"recompute": "auto"}, "set memory_budget in bytes"),
         ({"memory_budget": 0}, "memory_budget=0 is not a size"),
     ],

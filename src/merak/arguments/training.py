@@ -198,8 +198,9 @@ class MerakArguments(TrainingArguments):
         metadata={
             "help": "Activations that are computed again for the backward pass instead of kept: "
             "'off', 'full', the share of every stage's segments (0 to 1), segments by number or "
-            "name such as '3,4,7', or 'auto' for as few as the memory allows. If unset, as the "
-            "schedule says, which keeps all unless its name says otherwise."
+            "name such as '3,4,7', 'selective' for all but operators that are dear to compute and "
+            "cheap to keep, or 'auto' for as few as the memory allows. If unset, as the schedule "
+            "says, which keeps all unless its name says otherwise."
         },
     )
     memory_budget: int | None = field(

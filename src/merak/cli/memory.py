@@ -154,7 +154,7 @@ def memory(  # one argument for each option
         typer.Option(
             "--recompute",
             metavar="WHAT",
-            help="off, full, auto, a share of the segments (0 to 1), or segments such as 3,4,7.",
+            help="off, full, selective, auto, a share of the segments (0 to 1), or such as 3,4,7.",
         ),
     ] = None,
     budget: Annotated[

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.engine.forecast import Forecast
+from merak.engine.layout import Layout
 from merak.engine.plans import Plans
 from merak.engine.program import Program
 from merak.engine.programs import Programs
-from merak.engine.recompute import Times, gigabytes, pp_that_fits
+from merak.engine.recompute import Profile, Times, dear_operators, gigabytes, pp_that_fits
+from merak.plan.dear import Dear
 from merak.plan.recompute import recomputing_stages
 
 _SHARE_LEFT = 0.9
@@ -29,18 +31,31 @@ _MOST_WORDS = 160
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Less:
+    """What is still kept, as `Layout` has it; or why there is nothing left to give up."""
+
+    kept: frozenset[int] = frozenset()
+    partly: Mapping[int, Dear] = field(default_factory=dict)
+    problem: str | None = None
+
+
 class Backoff:
     """Gives up kept activations, step by step, where memory runs out.
 
     Args:
         forecast: the job as it was laid out.
         times: of the segments.
+        profile: of the devices.
         programs: what this rank runs.
     """
 
-    def __init__(self, forecast: Forecast, times: Times, programs: Programs) -> None:
+    def __init__(
+        self, forecast: Forecast, times: Times, profile: Profile, programs: Programs
+    ) -> None:
         self._forecast = forecast
         self._times = times
+        self._profile = profile
         self._programs = programs
 
     def keep_less(self, step: int, reasons: Mapping[int, str]) -> tuple[Plans, Program]:
@@ -57,41 +72,54 @@ class Backoff:
             PlanError: everything recomputes already where memory ran out.
         """
         mesh, layout = self._forecast.mesh, self._forecast.layout
-        decided: list[tuple[frozenset[int], str | None]] = [(frozenset(), None)]
+        decided: list[_Less] = [_Less()]
         if mesh.rank == 0:
             try:
-                decided = [(self._less(step, reasons), None)]
+                decided = [self._less(step, reasons)]
             except PlanError as error:
-                decided = [(frozenset(), str(error))]
+                decided = [_Less(problem=str(error))]
         if mesh.device_mesh is not None:
             dist.broadcast_object_list(decided, src=0)
-        kept, problem = decided[0]
-        if problem is not None:
-            raise PlanError(problem)
+        less = decided[0]
+        if less.problem is not None:
+            raise PlanError(less.problem)
+        plans = layout.plans.recomputing(recomputing_stages(layout.partition, less.kept))
+        layout = replace(layout, plans=plans, kept=less.kept, partly=less.partly)
         if mesh.rank == 0:
-            self._say(step, reasons, kept)
-        plans = layout.plans.recomputing(recomputing_stages(layout.partition, kept))
-        self._forecast = replace(self._forecast, layout=replace(layout, plans=plans, kept=kept))
-        self._programs.keep(kept)
+            self._say(step, reasons, layout)
+        self._forecast = replace(self._forecast, layout=layout)
+        self._programs.keep(less.kept, less.partly)
         return plans, self._programs.base
 
-    def _less(self, step: int, reasons: Mapping[int, str]) -> frozenset[int]:
+    def _less(self, step: int, reasons: Mapping[int, str]) -> _Less:
         forecast = self._forecast
-        schedule, before = forecast.layout.schedule, forecast.kept
-        kept = before
+        dear = {**dear_operators(forecast, self._profile), **forecast.layout.partly}
+        kept, partly = forecast.kept, frozenset(forecast.layout.partly)
         for rank, reason in sorted(reasons.items()):
             own = frozenset(forecast.segments_of(rank)) - forecast.untrained
-            held = before & own
-            if not held:
+            if not own & (kept | partly):
                 raise PlanError(self._hopeless(step, rank, reason))
-            budget = forecast.ranks(schedule, before)[rank].peak.total_bytes
-            left = held
-            while not left < held:
-                budget = int(_SHARE_LEFT * budget)
-                # What another position has to give up on a stage of both, this one may as well.
-                left = forecast.fill_one(rank, schedule, self._times(), budget) & held
-            kept = kept - (own - left)
-        return kept
+            whole, some = self._choose_less(rank, dear)
+            # What another position has to give up on a stage of both, this one may as well.
+            kept -= own - whole
+            partly = (partly - own) | (some - kept)
+        return _Less(kept, {index: dear[index] for index in partly - kept})
+
+    def _choose_less(
+        self, rank: int, dear: Mapping[int, Dear]
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """The best choice for a position that needs less than the present one."""
+        forecast = self._forecast
+        schedule = forecast.layout.schedule
+        most = forecast.ranks(schedule, forecast.kept)[rank].peak.total_bytes
+        budget = int(_SHARE_LEFT * most)
+        while True:
+            whole, some = forecast.fill_one(rank, schedule, self._times(), budget, dear)
+            partly = {index: dear[index] for index in some}
+            needed = forecast.ranks(schedule, whole | forecast.untrained, partly)[rank].peak
+            if needed.total_bytes < most or not whole | some:
+                return whole, some
+            budget = int(_SHARE_LEFT * budget)
 
     def _hopeless(self, step: int, rank: int, reason: str) -> str:
         forecast = self._forecast
@@ -105,19 +133,21 @@ class Backoff:
             "larger tp or a smaller microbatch."
         )
 
-    def _say(self, step: int, reasons: Mapping[int, str], kept: frozenset[int]) -> None:
-        forecast = self._forecast
+    def _say(self, step: int, reasons: Mapping[int, str], layout: Layout) -> None:
+        before = self._forecast
         for rank, reason in sorted(reasons.items()):
-            own = frozenset(forecast.segments_of(rank))
+            own = frozenset(before.segments_of(rank))
+            some = len(own & frozenset(layout.partly))
             logger.warning(
                 "step %d ran out of memory on pipeline position %d (%s); it runs again with the "
-                "activations of %d of its %d segments kept, and no longer of %d.",
+                "activations of %d of its %d segments kept, and no longer of %d%s.",
                 step,
                 rank,
                 _first(reason),
-                len(own & kept),
+                len(own & layout.kept),
                 len(own),
-                len(own & forecast.kept),
+                len(own & before.kept),
+                f", and of {some} a part" if some else "",
             )
 
 

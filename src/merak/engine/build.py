@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -15,7 +16,7 @@ from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer, fill_buckets
-from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times
+from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times, speeds
 from merak.engine.overlap import choose_halves, wish_for_halves
 from merak.engine.parts import KeepLess, Parts, Signature
 from merak.engine.plans import Plans
@@ -84,7 +85,8 @@ def build_engine(
         def times() -> Sequence[Timed]:
             return segment_times(layout.graph, options, mesh, source.cache_dir)
 
-        keep_less = Backoff(forecast, times, programs).keep_less
+        profile = partial(speeds, mesh, source.cache_dir)
+        keep_less = Backoff(forecast, times, profile, programs).keep_less
     return _assemble(layout, programs, names, mesh, options, keep_less)
 
 
@@ -116,7 +118,11 @@ def forecast_of(
         rewriter(graph, features, mesh.tp, sequence=options.sequence_parallel),
         options,
     )
-    return settle_recompute(forecast, lambda: segment_times(graph, options, mesh, source.cache_dir))
+    return settle_recompute(
+        forecast,
+        lambda: segment_times(graph, options, mesh, source.cache_dir),
+        lambda: speeds(mesh, source.cache_dir),
+    )
 
 
 def _refuse_sharing(schedule: Schedule, zero: int) -> None:

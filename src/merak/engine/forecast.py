@@ -14,8 +14,9 @@ from merak.engine.program import Program, Rewrite, compile_program
 from merak.engine.tied import Holder, find_holders
 from merak.graph.tensor_parallel import TensorParallel
 from merak.plan.balance import Timed
+from merak.plan.dear import Dear
 from merak.plan.memory import Job, MemoryModel, RankMemory
-from merak.plan.recompute import Position, fill, recomputing_stages
+from merak.plan.recompute import Parts, Position, fill_partly, recomputing_stages
 from merak.plan.sharing import Sharing
 from merak.plan.surroundings import SharedHere
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
@@ -55,15 +56,23 @@ class Forecast:
         """What estimates the memory; made when it is first asked for."""
         return MemoryModel(self._job())
 
-    def ranks(self, schedule: Schedule, kept: frozenset[int]) -> tuple[RankMemory, ...]:
+    def ranks(
+        self,
+        schedule: Schedule,
+        kept: frozenset[int],
+        partly: Mapping[int, Dear] | None = None,
+    ) -> tuple[RankMemory, ...]:
         """The memory of every pipeline position.
 
         Args:
             schedule: any that has the layout's stages.
             kept: segments that keep their activations.
+            partly: by segment that recomputes, the operators whose results it keeps; None for
+                those of the layout.
         """
         chosen = self.recomputing(schedule, kept)
-        return self.memory.ranks(chosen, lower(chosen), kept)
+        partly = self.layout.partly if partly is None else partly
+        return self.memory.ranks(chosen, lower(chosen), kept, partly)
 
     def recomputing(self, schedule: Schedule, kept: frozenset[int]) -> Schedule:
         """A schedule in which exactly the stages recompute that have a segment not kept."""
@@ -92,22 +101,49 @@ class Forecast:
     ) -> frozenset[int]:
         """Let as much keep its activations as fits, what saves most time first."""
         kept = [
-            self.fill_one(rank, schedule, times, budget) for rank, budget in enumerate(budget_bytes)
+            self.fill_one(rank, schedule, times, budget, {})[0]
+            for rank, budget in enumerate(budget_bytes)
         ]
         return frozenset().union(*kept)
 
     def fill_one(
-        self, rank: int, schedule: Schedule, times: Sequence[Timed], budget_bytes: int
-    ) -> frozenset[int]:
-        """The segments of one pipeline position that keep their activations; see `fill`."""
+        self,
+        rank: int,
+        schedule: Schedule,
+        times: Sequence[Timed],
+        budget_bytes: int,
+        dear: Mapping[int, Dear],
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """What one pipeline position keeps, of whole segments and of operators.
 
-        def peak_of(_: int, kept: frozenset[int]) -> int:
+        Args:
+            rank: the pipeline position.
+            schedule: any that has the layout's stages.
+            times: of the segments.
+            budget_bytes: what the position may hold.
+            dear: by segment, the operators worth keeping where it recomputes.
+
+        Returns:
+            The segments that keep their activations, and those of the others that keep the results
+            of their dear operators.
+        """
+
+        def peak_of(kept: frozenset[int], partly: frozenset[int]) -> int:
             # Segments of other positions are not looked at; all of theirs may as well recompute.
             chosen = self.recomputing(schedule, kept)
-            return self.memory.rank(rank, chosen, lower(chosen), kept).peak.total_bytes
+            some = {index: dear[index] for index in partly}
+            return self.memory.rank(rank, chosen, lower(chosen), kept, some).peak.total_bytes
 
-        position = self._position(schedule.stages_of(rank), schedule, times)
-        return fill([position], peak_of, [budget_bytes])
+        stages = schedule.stages_of(rank)
+        position = self._position(stages, schedule, times)
+        flights = {stage: most_in_flight(schedule, stage) for stage in stages}
+        stage_of = self.layout.partition.stage_of
+        own = [index for index in position.segments if index in dear]
+        parts = Parts(
+            {index: dear[index].held_bytes * flights[stage_of(index)] for index in own},
+            {index: dear[index].saved_share for index in own},
+        )
+        return fill_partly(position, parts, peak_of, budget_bytes)
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
         """The segments of a pipeline position."""

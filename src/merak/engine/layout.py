@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from merak.graph.features import Features
 from merak.graph.ir import ModelGraph
 from merak.plan.balance import Timed, balance
 from merak.plan.cost import segment_costs
+from merak.plan.dear import Dear
+from merak.plan.device import DeviceProfile
 from merak.plan.optimizer import OptimizerFactory
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.profile import measure
@@ -86,12 +88,14 @@ class Layout:
         partition: its segments by stage.
         plans: the schedule.
         kept: segments that keep their activations in stages that recompute others.
+        partly: by segment that recomputes, the operators whose results it keeps.
     """
 
     graph: ModelGraph
     partition: Partition
     plans: Plans
     kept: frozenset[int] = frozenset()
+    partly: Mapping[int, Dear] = field(default_factory=dict)
 
     @property
     def schedule(self) -> Schedule:
@@ -156,6 +160,11 @@ def segment_times(
     if options.segment_times is not None:
         return load_times(options.segment_times, [segment.name for segment in graph.segments])
     return segment_costs(graph.segments, measure(mesh.device, cache))
+
+
+def speeds(mesh: Mesh, cache: Path | None) -> DeviceProfile:
+    """The speeds of this rank's device."""
+    return measure(mesh.device, cache)
 
 
 def stages_of_parameters(graph: ModelGraph, partition: Partition) -> dict[str, frozenset[int]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
 from merak.core.shards import ParameterShard
+from merak.engine.selective import Kept, keep_operators
 from merak.graph.clean import is_random
 from merak.graph.halves import Share
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
@@ -33,6 +35,7 @@ class SegmentProgram:
         draws: whether it draws random numbers.
         written: names of the buffers it writes into.
         kept: whether its activations are kept where its stage recomputes others.
+        selective: its operators whose results are kept where it recomputes; None for none.
     """
 
     segment: Segment
@@ -42,6 +45,7 @@ class SegmentProgram:
     draws: bool
     written: tuple[str, ...]
     kept: bool = False
+    selective: Kept | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +191,7 @@ def compile_program(
     bounds: Sequence[int],
     rewrites: Mapping[int, Sequence[Rewrite]],
     kept: Container[int] = (),
+    partly: Mapping[int, Container[str]] = MappingProxyType({}),
     arrange: Arrange = arrange_whole,
 ) -> Program:
     """Turn a rank's segments into functions.
@@ -196,6 +201,7 @@ def compile_program(
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
         rewrites: the stages this rank holds, and what is done in turn to the segments of each.
         kept: segments that keep their activations where their stage recomputes others.
+        partly: by segment that recomputes, the operators whose results it keeps.
         arrange: gives the order of work of a stage.
     """
     crossing = ((), *graph.boundaries(), ())
@@ -214,8 +220,11 @@ def compile_program(
                 local, split = rewrite(local)
                 shards |= split
             derived.update(local.derived)
+            selective = None
+            if segment.index in partly and segment.index not in kept:
+                local, selective = keep_operators(local, partly[segment.index])
             program = compile_segment(local, graph.values, draws)
-            programs.append(replace(program, kept=segment.index in kept))
+            programs.append(replace(program, kept=segment.index in kept, selective=selective))
         made = {name for p in programs for name in p.segment.outputs}
         results = {name: value for name, value in graph.outputs.items() if value in made}
         leaving = frozenset((*crossing[stop], *results.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -26,6 +27,7 @@ from merak.graph.ir import ModelGraph, Segment
 from merak.graph.shapes import Graphs
 from merak.graph.split_report import left_whole
 from merak.graph.tensor_parallel import TensorParallel, tensor_parallel
+from merak.plan.dear import Dear
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,14 @@ class Programs:
         self.mesh = mesh
         self._partition = layout.partition
         self._kept = layout.kept
+        self._partly = layout.partly
         self._in_halves = in_halves
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
         self._splits_backwards = layout.plans.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self._graph = graph
-        self.base = self._compile(graph)
+        self.base = self._compile(graph, True)
         self._base_key = (tuple(graph.columns.items()), True)
         self._graphs = {
             True: Graphs(source, training=True, first=graph),
@@ -95,7 +98,7 @@ class Programs:
     def _make(self, signature: Signature, training: bool) -> Program:
         started = time.perf_counter()
         graph = self._graphs[training](dict(signature))
-        program = self._compile(graph)
+        program = self._compile(graph, training)
         self._num_made += 1
         self._seconds += time.perf_counter() - started
         if self._num_made == 2 * self._max_shapes:
@@ -114,17 +117,18 @@ class Programs:
             self._max_shapes,
         )
 
-    def keep(self, kept: frozenset[int]) -> None:
-        """From now on other segments keep their activations where their stage recomputes."""
-        self._kept = kept
-        self.base = self._compile(self._graph)
+    def keep(self, kept: frozenset[int], partly: Mapping[int, Dear]) -> None:
+        """From now on other segments, and operators of others, keep what they compute."""
+        self._kept, self._partly = kept, partly
+        self.base = self._compile(self._graph, True)
         self._others.cache_clear()
 
-    def _compile(self, graph: ModelGraph) -> Program:
+    def _compile(self, graph: ModelGraph, training: bool) -> Program:
         bounds = stage_bounds(graph, self.owners, self._partition)
         # A graph that was cut otherwise has other segments: there nothing is kept by number.
         is_same = len(graph.segments) == self._partition.num_segments
         kept = self._kept if is_same else ()
+        partly = {i: dear.names for i, dear in self._partly.items()} if is_same and training else {}
         arrange: Arrange = arrange_whole
         if self._in_halves and graph.loss is not None:
             samples = samples_of(graph.segments, batch_size(graph))
@@ -132,7 +136,9 @@ class Programs:
         parallel = self._parallel
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
-        program = compile_program(graph, bounds, self._make_rewrites(parallel), kept, arrange)
+        program = compile_program(
+            graph, bounds, self._make_rewrites(parallel), kept, partly, arrange
+        )
         device = self.mesh.device
         return replace(program, constants={n: t.to(device) for n, t in graph.constants.items()})
 

@@ -6,8 +6,8 @@ Rank 0 decides for all ranks, since estimates rest on speeds that differ from ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
 from merak.engine.plans import Plans
 from merak.plan.balance import Timed, balance
+from merak.plan.dear import Dear
+from merak.plan.device import DeviceProfile
 from merak.plan.memory import RankMemory
 from merak.plan.recompute import (
     Mode,
@@ -37,15 +39,35 @@ Times = Callable[[], Sequence[Timed]]
 """Gives the times of the segments, which may have to be measured."""
 
 
-def settle_recompute(forecast: Forecast, times: Times) -> Forecast:
+Profile = Callable[[], DeviceProfile]
+"""Gives the speeds of the devices, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """What rank 0 has decided.
+
+    Args:
+        kept: segments that keep their activations.
+        partly: by segment of the others, the operators whose results it keeps.
+        problem: why the job cannot be run.
+    """
+
+    kept: frozenset[int] = frozenset()
+    partly: Mapping[int, Dear] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def settle_recompute(forecast: Forecast, times: Times, profile: Profile) -> Forecast:
     """Decide what recomputes, and refuse what does not fit; called alike on every rank.
 
     Args:
         forecast: the job as it is laid out, and what the user said about recomputation and memory.
         times: of the segments.
+        profile: of the devices.
 
     Returns:
-        The job, with the segments that keep their activations and a schedule to match.
+        The job, with what keeps its activations and a schedule to match.
 
     Raises:
         PlanError: a choice that makes no sense, or a memory that the job does not fit.
@@ -56,25 +78,29 @@ def settle_recompute(forecast: Forecast, times: Times) -> Forecast:
     known = [budget for budget in budgets if budget is not None]
     if wish.mode is Mode.SCHEDULE and not known:
         return forecast
-    decided: list[tuple[frozenset[int], str | None]] = [(frozenset(), None)]
+    decided = [_Decided()]
     if mesh.rank == 0:
+        budget = min(known, default=None)
         try:
-            kept = _choose(forecast, wish, times, min(known, default=None)) | forecast.untrained
-            decided = [(kept, _misfit(forecast, kept, min(known, default=None), times))]
+            kept, partly = _choose(forecast, wish, times, profile, budget)
+            kept |= forecast.untrained
+            decided = [_Decided(kept, partly, _misfit(forecast, kept, partly, budget, times))]
         except PlanError as error:
-            decided = [(frozenset(), str(error))]
+            decided = [_Decided(problem=str(error))]
         except Exception as error:
             # Code of the model's own may look at numbers, which tensors without them do not have.
-            decided = [(frozenset(), _unforeseen(error, _was_asked_for(wish, options)))]
+            problem = _unforeseen(error, _was_asked_for(wish, options))
+            decided = [_Decided(problem=problem)]
     if mesh.device_mesh is not None:
         dist.broadcast_object_list(decided, src=0)
-    kept, problem = decided[0]
-    if problem is not None:
-        raise PlanError(problem)
+    found = decided[0]
+    if found.problem is not None:
+        raise PlanError(found.problem)
     if wish.mode is Mode.SCHEDULE:
         return forecast
-    plans = layout.plans.recomputing(recomputing_stages(layout.partition, kept))
-    return replace(forecast, layout=replace(layout, plans=plans, kept=kept))
+    plans = layout.plans.recomputing(recomputing_stages(layout.partition, found.kept))
+    layout = replace(layout, plans=plans, kept=found.kept, partly=found.partly)
+    return replace(forecast, layout=layout)
 
 
 def may_change(recompute: Recompute) -> bool:
@@ -112,8 +138,38 @@ def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
     return found
 
 
-def _choose(forecast: Forecast, wish: Wish, times: Times, budget: int | None) -> frozenset[int]:
-    """The segments that keep their activations."""
+def _choose(
+    forecast: Forecast, wish: Wish, times: Times, profile: Profile, budget: int | None
+) -> tuple[frozenset[int], Mapping[int, Dear]]:
+    """The segments that keep their activations, and the operators that others keep."""
+    if wish.mode is Mode.SELECTIVE:
+        return frozenset(), forecast.memory.find_dear(profile())
+    if wish.mode is not Mode.AUTO:
+        return _said(forecast, wish, times), {}
+    if budget is None:
+        raise PlanError(
+            "recompute='auto' fills a memory whose size is not known on the CPU; give "
+            "memory_budget in bytes."
+        )
+    if forecast.options.memory_budget_bytes is None:
+        budget = int(_SHARE_TO_FILL * budget)
+    dear = dear_operators(forecast, profile)
+    kept, partly = frozenset[int](), frozenset[int]()
+    for rank in range(forecast.mesh.pp):
+        whole, some = forecast.fill_one(rank, forecast.layout.schedule, times(), budget, dear)
+        kept, partly = kept | whole, partly | some
+    return kept, {index: dear[index] for index in partly - kept}
+
+
+def dear_operators(forecast: Forecast, profile: Profile) -> Mapping[int, Dear]:
+    """By segment, the operators that `auto` may keep; halves of microbatches keep none."""
+    if forecast.mesh.tp > 1 and forecast.options.sub_pipelining != "off":
+        return {}
+    return forecast.memory.find_dear(profile())
+
+
+def _said(forecast: Forecast, wish: Wish, times: Times) -> frozenset[int]:
+    """The segments that keep their activations, as the user has said."""
     layout = forecast.layout
     every = frozenset(range(layout.partition.num_segments))
     if wish.mode is Mode.SCHEDULE:
@@ -125,25 +181,21 @@ def _choose(forecast: Forecast, wish: Wish, times: Times, budget: int | None) ->
             return every if wish.share == 0.0 else frozenset()
         held = forecast.held_bytes()
         return keep_share(layout.partition, times(), [held[i] for i in sorted(held)], wish.share)
-    if budget is None:
-        raise PlanError(
-            "recompute='auto' fills a memory whose size is not known on the CPU; give "
-            "memory_budget in bytes."
-        )
-    if forecast.options.memory_budget_bytes is None:
-        budget = int(_SHARE_TO_FILL * budget)
-    schedule = layout.schedule
-    return forecast.fill(schedule, times(), [budget] * forecast.mesh.pp)
+    raise AssertionError(f"{wish.mode} is chosen elsewhere")
 
 
 def _misfit(
-    forecast: Forecast, kept: frozenset[int], budget: int | None, times: Times
+    forecast: Forecast,
+    kept: frozenset[int],
+    partly: Mapping[int, Dear],
+    budget: int | None,
+    times: Times,
 ) -> str | None:
     """A sentence, if some rank does not fit: the numbers, and what would fit."""
     if budget is None:
         return None
     schedule = forecast.layout.schedule
-    worst = _largest(forecast.ranks(schedule, kept))
+    worst = _largest(forecast.ranks(schedule, kept, partly))
     if worst.peak.total_bytes <= budget:
         return None
     parts = ", ".join(f"{p.value} {gigabytes(b)}" for p, b in worst.peak.parts.items() if b)
@@ -151,7 +203,7 @@ def _misfit(
         f"pipeline position {worst.rank} needs {gigabytes(worst.peak.total_bytes)} at "
         f"{worst.peak.at} ({parts}), but may hold {gigabytes(budget)}"
     )
-    least = _largest(forecast.ranks(schedule, frozenset())).peak.total_bytes
+    least = _largest(forecast.ranks(schedule, frozenset(), {})).peak.total_bytes
     if least <= budget:
         return f"{sentence}; recompute='full' needs {gigabytes(least)}, so use that or 'auto'."
     fits = pp_that_fits(forecast, budget, times)
@@ -183,7 +235,7 @@ def pp_that_fits(forecast: Forecast, budget: int, times: Times) -> int | None:
             layout=replace(layout, partition=partition, plans=plans),
             mesh=replace(mesh, pp=pp),
         )
-        ranks = bigger.ranks(plans.base.schedule, frozenset())
+        ranks = bigger.ranks(plans.base.schedule, frozenset(), {})
         if _largest(ranks).peak.total_bytes <= budget:
             return pp
         pp *= 2

@@ -13,6 +13,7 @@ import torch
 
 from merak.core.random import set_random_state
 from merak.engine.program import SegmentProgram
+from merak.engine.selective import Recording
 from merak.engine.surroundings import Surroundings, Values, add_to
 
 
@@ -25,11 +26,13 @@ class Saved:
         outputs: None until they are recomputed, where activations are not kept.
         buffers: what the segment writes into, as its forward found it; for the recomputation alone,
             which must neither see the forward's writes nor repeat them.
+        recording: of the operators that the recomputation leaves out.
     """
 
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
     buffers: Values
+    recording: Recording | None = None
 
 
 def forward(run: SegmentProgram, values: Values, around: Surroundings, keep: bool) -> Saved:
@@ -48,18 +51,30 @@ def forward(run: SegmentProgram, values: Values, around: Surroundings, keep: boo
     ]
     again = run.trains and not stays
     before = {name: around.buffers[name].clone() for name in run.written} if again else {}
-    outputs = call(run, leaves, around, stays)
+    if again and run.selective is not None:
+        with run.selective.recording(around.device) as recording:
+            # As for the backward, which may make kernels give more than without.
+            outputs = tuple(output.detach() for output in call(run, leaves, around, True))
+    else:
+        recording = None
+        outputs = call(run, leaves, around, stays)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     if not run.trains:
         return Saved([], (), {})
-    return Saved(leaves, outputs if stays else None, before)
+    return Saved(leaves, outputs if stays else None, before, recording)
 
 
 def recompute(run: SegmentProgram, saved: Saved, around: Surroundings) -> None:
     """Bring back the activations that the forward did not keep."""
-    if saved.outputs is None:
-        before = replace(around, buffers={**around.buffers, **saved.buffers})
+    if saved.outputs is not None:
+        return
+    before = replace(around, buffers={**around.buffers, **saved.buffers})
+    if saved.recording is None or run.selective is None:
         saved.outputs = call(run, saved.inputs, before, keep=True)
+        return
+    with run.selective.replaying(saved.recording, around.device):
+        saved.outputs = call(run, saved.inputs, before, keep=True)
+    saved.recording = None
 
 
 def backward(

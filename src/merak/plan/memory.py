@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -14,6 +15,8 @@ from merak.core.mesh import Mesh, pretended
 from merak.engine.arrivals import MOST_OPEN_GATHERS
 from merak.engine.program import Program
 from merak.graph.ir import TensorMeta
+from merak.plan.dear import Dear, find_dear
+from merak.plan.device import DeviceProfile
 from merak.plan.ledger import Ledger, Moment, Part
 from merak.plan.optimizer import OptimizerFactory, OptimizerMemory, optimizer_memory
 from merak.plan.saved import SegmentMemories, SegmentMemory, storage_bytes
@@ -103,7 +106,7 @@ class MemoryModel:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        device = _fake_device(job.mesh.device)
+        self._device = device = _fake_device(job.mesh.device)
         with pretended(replace(job.mesh, rank=0, device_mesh=None)):
             measure = SegmentMemories(device, job.sharing.float32_gradients)
             self.segments: dict[int, SegmentMemory] = {
@@ -115,8 +118,28 @@ class MemoryModel:
             self._derived = [_prologue_bytes(p, device) for p in job.programs]
         self._optimizers = [_optimizer(job, program, device) for program in job.programs]
 
+    def find_dear(self, profile: DeviceProfile) -> dict[int, Dear]:
+        """By segment, the operators that are worth keeping where it recomputes.
+
+        Args:
+            profile: the speeds of the devices.
+        """
+        segments = []
+        for program in self.job.programs:
+            for stage in program.stages.values():
+                for own in stage.segments:
+                    # Inputs and outputs are held where segments recompute, too.
+                    saved_bytes = self.segments[own.segment.index].saved_bytes
+                    segments += [(own.segment, saved_bytes)] if own.trains else []
+        with pretended(replace(self.job.mesh, rank=0, device_mesh=None)):
+            return find_dear(segments, profile, self._device)
+
     def ranks(
-        self, schedule: Schedule, steps: Sequence[Sequence[Step]], kept: frozenset[int]
+        self,
+        schedule: Schedule,
+        steps: Sequence[Sequence[Step]],
+        kept: frozenset[int],
+        partly: Mapping[int, Dear] = MappingProxyType({}),
     ) -> tuple[RankMemory, ...]:
         """The memory of every pipeline position.
 
@@ -124,9 +147,10 @@ class MemoryModel:
             schedule: with the stages that recompute anything.
             steps: its steps, lowered.
             kept: of those stages, the segments that keep their activations.
+            partly: by segment that recomputes, the operators whose results it keeps.
         """
         return tuple(
-            self.rank(rank, schedule, steps, kept) for rank in range(len(self.job.programs))
+            self.rank(rank, schedule, steps, kept, partly) for rank in range(len(self.job.programs))
         )
 
     def rank(
@@ -135,6 +159,7 @@ class MemoryModel:
         schedule: Schedule,
         steps: Sequence[Sequence[Step]],
         kept: frozenset[int],
+        partly: Mapping[int, Dear] = MappingProxyType({}),
     ) -> RankMemory:
         """The memory of one pipeline position; arguments as of `ranks`."""
         job = self.job
@@ -154,6 +179,7 @@ class MemoryModel:
             schedule=schedule,
             program=program,
             memory=self.segments,
+            partly=partly,
             derived_bytes=varying_bytes,
             shared=job.shared[rank],
             sharing=job.sharing,

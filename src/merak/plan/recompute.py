@@ -11,7 +11,7 @@ of them alike; here they are chosen one by one, by what each saves and costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -31,7 +31,7 @@ _MOST_TRIES = 32
 """Segments that are tried one by one at the end."""
 
 Recompute = str | float | Sequence[int | str] | None
-"""What users may say: "off", "full", "auto", a share, or segments by number or name."""
+"""What users may say: "off", "full", "selective", "auto", a share, or some by number or name."""
 
 
 class Mode(Enum):
@@ -40,6 +40,7 @@ class Mode(Enum):
     SCHEDULE = "as the schedule says"
     SHARE = "a share of every stage"
     SEGMENTS = "these segments"
+    SELECTIVE = "all but dear operators"
     AUTO = "as little as the memory allows"
 
 
@@ -83,9 +84,9 @@ def parse_recompute(value: Recompute) -> Wish:
     """Read what a user says about recomputation.
 
     Args:
-        value: None for the schedule's own choice; "off", "full" or "auto"; the share of every
-            stage's segments that recompute, 0 to 1; or segments by number or name, as a list or as
-            a text with commas.
+        value: None for the schedule's own choice; "off", "full", "selective" or "auto"; the share
+            of every stage's segments that recompute, 0 to 1; or segments by number or name, as a
+            list or as a text with commas.
 
     Raises:
         PlanError: it is none of these.
@@ -107,6 +108,8 @@ def _parse_text(text: str) -> Wish:
         return Wish(Mode.SHARE, share=float(text == "full"))
     if text == "auto":
         return Wish(Mode.AUTO)
+    if text == "selective":
+        return Wish(Mode.SELECTIVE)
     if "," in text:
         parts = [part.strip() for part in text.split(",")]
         segments = tuple(int(part) if part.isdigit() else part for part in parts if part)
@@ -126,8 +129,9 @@ def _share(share: float, said: object) -> Wish:
 
 def _refusal(value: object) -> PlanError:
     return PlanError(
-        f"recompute={value!r} is no choice of what to recompute; use 'off', 'full', 'auto', the "
-        "share of every stage's segments that recompute (0 to 1), or segments such as '3,4,7'."
+        f"recompute={value!r} is no choice of what to recompute; use 'off', 'full', "
+        "'selective', 'auto', the share of every stage's segments that recompute (0 to 1), or "
+        "segments such as '3,4,7'."
     )
 
 
@@ -204,10 +208,6 @@ def keep_ratios(partition: Partition, ratios: Sequence[float]) -> frozenset[int]
     )
 
 
-PeakOf = Callable[[int, frozenset[int]], int]
-"""The most bytes that a pipeline position holds when some segments keep their activations."""
-
-
 @dataclass(frozen=True, slots=True)
 class Position:
     """The segments of one pipeline position, to choose from.
@@ -224,27 +224,88 @@ class Position:
     held_bytes: tuple[int, ...]
 
 
-def fill(
-    positions: Sequence[Position], peak_of: PeakOf, budget_bytes: Sequence[int]
-) -> frozenset[int]:
-    """Choose the segments that keep their activations, so that every position fills its memory.
-
-    In a given order of actions an iteration never gets longer when an action gets shorter, so the
-    most time saved on every position is best for the whole.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What recomputing segments of a position may keep of themselves.
 
     Args:
-        positions: what there is to choose from.
-        peak_of: judges a choice; only segments of the position asked for matter.
-        budget_bytes: what each position may hold.
+        held_bytes: by segment, for all microbatches in flight.
+        saved_share: by segment, the part of its time that this saves.
+    """
+
+    held_bytes: Mapping[int, int]
+    saved_share: Mapping[int, float]
+
+
+PeakOf = Callable[[frozenset[int], frozenset[int]], int]
+"""The most bytes held when some segments keep their activations, and some others a part of them."""
+
+Choice = tuple[frozenset[int], frozenset[int]]
+"""Segments that keep all their activations, and segments that keep a part of them."""
+
+
+def fill_partly(position: Position, parts: Parts, peak_of: PeakOf, budget: int) -> Choice:
+    """Choose what a position keeps, so that it fills its memory.
+
+    In a given order of actions an iteration never gets longer when an action gets shorter, so the
+    most time saved on every position is best for the whole. Two ways are tried: whole segments
+    first, and parts of the others with what is left; or parts of all segments first.
+
+    Args:
+        position: what there is to choose from.
+        parts: of which segments there are parts to keep, and what they hold and save.
+        peak_of: judges a choice; only segments of the position matter.
+        budget: what the position may hold.
 
     Returns:
-        The segments that keep their activations. A position that does not even fit when all its
-        segments recompute keeps none.
+        What is kept; nothing where not even that fits.
     """
-    kept: set[int] = set()
-    for rank, (position, budget) in enumerate(zip(positions, budget_bytes, strict=True)):
-        kept |= _fill_one(position, partial(peak_of, rank), budget)
-    return frozenset(kept)
+    every = frozenset(parts.held_bytes)
+    kept = _fill_one(position, lambda chosen: peak_of(chosen, frozenset()), budget)
+    choices = [(kept, _add_parts(position, parts, partial(peak_of, kept), budget, every - kept))]
+    if every and peak_of(frozenset(), every) <= budget:
+        rest = _without(position, parts)
+        kept = _fill_one(rest, lambda chosen: peak_of(chosen, every - chosen), budget)
+        choices.append((kept, every - kept))
+    return max(choices, key=partial(_saved_by, position, parts))
+
+
+def _saved_by(position: Position, parts: Parts, choice: Choice) -> float:
+    seconds = dict(zip(position.segments, position.saved_s, strict=True))
+    whole = sum(seconds[index] for index in choice[0])
+    return whole + sum(seconds[index] * parts.saved_share[index] for index in choice[1])
+
+
+def _without(position: Position, parts: Parts) -> Position:
+    """What is left to keep where every segment keeps its part."""
+    segments = position.segments
+    saved = zip(segments, position.saved_s, strict=True)
+    held = zip(segments, position.held_bytes, strict=True)
+    return Position(
+        segments,
+        tuple(s * (1 - parts.saved_share.get(i, 0.0)) for i, s in saved),
+        tuple(max(b - parts.held_bytes.get(i, 0), 0) for i, b in held),
+    )
+
+
+def _add_parts(
+    position: Position,
+    parts: Parts,
+    peak_of: Callable[[frozenset[int]], int],
+    budget: int,
+    candidates: frozenset[int],
+) -> frozenset[int]:
+    """As many parts as fit, those first that save most time for their bytes."""
+    seconds = dict(zip(position.segments, position.saved_s, strict=True))
+
+    def worth(index: int) -> float:
+        return seconds[index] * parts.saved_share[index] / max(parts.held_bytes[index], 1)
+
+    chosen = frozenset[int]()
+    for index in sorted(candidates, key=worth, reverse=True)[:_MOST_TRIES]:
+        if peak_of(chosen | {index}) <= budget:
+            chosen |= {index}
+    return chosen
 
 
 def _fill_one(

@@ -58,6 +58,11 @@ class SegmentMemory:
     backward_bytes: int
     deferred_bytes: int
 
+    @property
+    def own_bytes(self) -> int:
+        """Of the outputs that lie in memory of their own."""
+        return sum(o.num_bytes for name, o in self.outputs.items() if o.root == name)
+
 
 class SegmentMemories:
     """Finds what segments need; those that are alike, as blocks of a model are, only once.
@@ -74,7 +79,7 @@ class SegmentMemories:
 
     def __call__(self, segment: Segment) -> SegmentMemory:
         """What a segment needs, by the shapes in its graph."""
-        key = _likeness(segment.graph)
+        key = likeness(segment.graph)
         if key not in self._known:
             self._known[key] = (self._measure(segment), segment)
         found, known = self._known[key]
@@ -94,7 +99,7 @@ class SegmentMemories:
         )
 
     def _measure(self, segment: Segment) -> SegmentMemory:
-        run = _Run(segment, self._device)
+        run = FakeRun(segment, self._device)
         if self._float32_gradients:
             sum_in_float32(run.parameters)
         return _measure(run)
@@ -102,14 +107,14 @@ class SegmentMemories:
 
 def storage_bytes(segment: Segment, device: torch.device) -> dict[str, int]:
     """Bytes of the storage of each of a segment's outputs; views of one storage count it once."""
-    run = _Run(segment, device)
+    run = FakeRun(segment, device)
     with torch.no_grad(), Storages(run.arguments) as storages:
         outputs = run.call()
         places = _places(run, outputs, storages)
     return {name: place.num_bytes for name, place in places.items()}
 
 
-class _Run:
+class FakeRun:
     """A segment with fake arguments.
 
     Args:
@@ -135,10 +140,12 @@ class _Run:
                 self.parameters.append(argument)
 
     def fake(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        """A tensor without numbers."""
         with self.mode:
             return torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
     def call(self) -> tuple[torch.Tensor, ...]:
+        """The segment's outputs."""
         with self.mode:
             outputs: tuple[torch.Tensor, ...] = self._function(*self.arguments)
         return outputs
@@ -149,12 +156,13 @@ class _Run:
             return [torch.empty_like(o) for o in outputs if o.requires_grad]
 
     def backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Run the segment's backward."""
         if gradients:
             with self.mode:
                 torch.autograd.backward([o for o in outputs if o.requires_grad], gradients)
 
 
-def _measure(run: _Run) -> SegmentMemory:
+def _measure(run: FakeRun) -> SegmentMemory:
     with torch.no_grad(), Storages(run.arguments) as plain:
         run.call()
     kept, first, places = _backward(run)
@@ -174,7 +182,7 @@ def _measure(run: _Run) -> SegmentMemory:
     )
 
 
-def _backward(run: _Run) -> tuple[tuple[int, int], int, dict[str, Output]]:
+def _backward(run: FakeRun) -> tuple[tuple[int, int], int, dict[str, Output]]:
     """One forward and backward: what is held and taken by the forward, what by the backward."""
     known = [*run.arguments, *(p.grad for p in run.parameters if p.grad is not None)]
     for argument in run.inputs.values():
@@ -191,7 +199,7 @@ def _backward(run: _Run) -> tuple[tuple[int, int], int, dict[str, Output]]:
     return forward, taken, places
 
 
-def _places(run: _Run, outputs: Sequence[torch.Tensor], storages: Storages) -> dict[str, Output]:
+def _places(run: FakeRun, outputs: Sequence[torch.Tensor], storages: Storages) -> dict[str, Output]:
     roots = {value.untyped_storage()._cdata: name for name, value in run.inputs.items()}
     places = {}
     for name, output in zip(run.segment.outputs, outputs, strict=True):
@@ -205,7 +213,7 @@ def _places(run: _Run, outputs: Sequence[torch.Tensor], storages: Storages) -> d
     return places
 
 
-def _likeness(graph: fx.Graph) -> Any:
+def likeness(graph: fx.Graph) -> Any:
     """The same for graphs that differ in names alone."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
 

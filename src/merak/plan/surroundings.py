@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from merak.engine.program import Program, SegmentProgram
 from merak.graph.ir import Kind as ValueKind
 from merak.graph.ir import TensorMeta
+from merak.plan.dear import Dear
 from merak.plan.saved import SegmentMemory
 from merak.plan.sharing import Sharing
 from merak.schedule.ir import Schedule
@@ -39,6 +40,7 @@ class Surroundings:
         schedule: the schedule, with the stages that recompute anything.
         program: the rank's stages, with the segments that keep their activations.
         memory: what each segment needs, by its number.
+        partly: by segment that recomputes, the operators whose results it keeps.
         derived_bytes: of the derived values of a microbatch.
         shared: parameters that several segments read, by name and pipe.
         sharing: what of gradients and optimizer each replica holds.
@@ -52,6 +54,7 @@ class Surroundings:
     schedule: Schedule
     program: Program
     memory: Mapping[int, SegmentMemory]
+    partly: Mapping[int, Dear]
     derived_bytes: int
     shared: Mapping[tuple[str, int], SharedHere]
     sharing: Sharing

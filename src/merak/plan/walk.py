@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from merak.engine.program import SegmentProgram
+from merak.plan.dear import Dear
 from merak.plan.gradients import Gradients
 from merak.plan.ledger import Ledger, Part, Window
 from merak.plan.surroundings import Surroundings, trained
@@ -24,6 +25,7 @@ class _Record:
 
     inputs: list[Hashable]
     activations: list[Hashable] | None = None
+    dear: Hashable = None
 
 
 @dataclass(slots=True)
@@ -113,15 +115,24 @@ class Walk:
                 self.ledger.again(key)
             memory = self.around.memory[segment.segment.index]
             stays = (keeps_all or segment.kept) and segment.trains
+            dear = None if stays or not segment.trains else self._dear(segment)
             taken = memory.kept_forward_bytes if stays else memory.forward_bytes
+            taken = taken if dear is None else dear.forward_bytes
             self.ledger.look(self.around.schedule.label(action), taken, stage)
             outputs = self._outputs(segment, "F", (stage, number), values)
             if stays:
-                record.activations = self._keep(segment, (stage, number), outputs)
+                saved_bytes = memory.saved_bytes
+                record.activations = self._keep(segment, (stage, number), outputs, saved_bytes)
+            elif dear is not None:
+                record.dear = ("dear", stage, number, segment.segment.index)
+                self.ledger.hold(record.dear, dear.held_bytes, stage=stage)
             values |= outputs
             records.append(record)
         self._hand_on(Payload.ACTIVATION, action, {n: values[n] for n in program.sent})
         self.ledger.release_all(_storages(values))
+
+    def _dear(self, segment: SegmentProgram) -> Dear | None:
+        return self.around.partly.get(segment.segment.index)
 
     def _outputs(
         self, segment: SegmentProgram, when: str, place: tuple[int, int], values: Keys
@@ -140,12 +151,11 @@ class Walk:
         return keys
 
     def _keep(
-        self, segment: SegmentProgram, place: tuple[int, int], outputs: Keys
+        self, segment: SegmentProgram, place: tuple[int, int], outputs: Keys, saved_bytes: int
     ) -> list[Hashable]:
         """Hold what autograd saves, and the outputs once more."""
-        index = segment.segment.index
-        saved = ("saved", *place, index)
-        self.ledger.hold(saved, self.around.memory[index].saved_bytes, stage=place[0])
+        saved = ("saved", *place, segment.segment.index)
+        self.ledger.hold(saved, saved_bytes, stage=place[0])
         held = _storages(outputs)
         for key in held:
             self.ledger.again(key)
@@ -170,13 +180,17 @@ class Walk:
             return
         memory = self.around.memory[segment.segment.index]
         place = (action.stage, action.microbatch)
-        self.ledger.look(
-            self.around.schedule.label(action), memory.kept_forward_bytes, action.stage
-        )
+        taken, saved_bytes = memory.kept_forward_bytes, memory.saved_bytes
+        dear = self._dear(segment) if record.dear is not None else None
+        if dear is not None:
+            taken, saved_bytes = dear.replay_bytes, dear.replayed_bytes - memory.own_bytes
+        self.ledger.look(self.around.schedule.label(action), taken, action.stage)
+        if dear is not None:  # what was kept is now among what autograd has saved
+            self.ledger.release(record.dear)
         # An output in an input's storage adds nothing: the record holds the input.
         values: Keys = dict.fromkeys(segment.segment.inputs)
         outputs = self._outputs(segment, "R", place, values)
-        record.activations = self._keep(segment, place, outputs)
+        record.activations = self._keep(segment, place, outputs, saved_bytes)
         self.ledger.release_all(_storages(outputs))
 
     def _backward(self, action: Action) -> None:

@@ -11,9 +11,10 @@ from merak.core.errors import PlanError
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.recompute import (
     Mode,
+    Parts,
     Position,
     Wish,
-    fill,
+    fill_partly,
     keep_ratios,
     keep_share,
     paper_ratios,
@@ -40,6 +41,7 @@ class Time:
         ("off", Wish(Mode.SHARE, 0.0)),
         ("full", Wish(Mode.SHARE, 1.0)),
         ("auto", Wish(Mode.AUTO)),
+        ("selective", Wish(Mode.SELECTIVE)),
         (0.25, Wish(Mode.SHARE, 0.25)),
         ("0.25", Wish(Mode.SHARE, 0.25)),
         (1, Wish(Mode.SHARE, 1.0)),
@@ -100,30 +102,62 @@ def test_memory_is_filled_with_what_saves_most(items, budget):
         tuple(numbers), tuple(float(s) for s, _ in items), tuple(b for _, b in items)
     )
 
-    def peak_of(rank, kept):
-        assert rank == 0
+    def peak_of(kept, partly):
+        assert not partly
         return 3 + sum(items[i][1] for i in kept)
 
-    chosen = fill([position], peak_of, [budget])
+    chosen, partly = fill_partly(position, Parts({}, {}), peak_of, budget)
+    assert not partly
     fitting = [
         sum(items[i][0] for i in subset)
         for size in range(len(items) + 1)
         for subset in itertools.combinations(numbers, size)
-        if peak_of(0, subset) <= budget
+        if peak_of(subset, ()) <= budget
     ]
-    assert not chosen or peak_of(0, chosen) <= budget
+    assert not chosen or peak_of(chosen, ()) <= budget
     assert sum(items[i][0] for i in chosen) == max(fitting, default=0)
 
 
-def test_every_position_is_filled_by_itself():
-    positions = [Position((0, 1), (1.0, 2.0), (4, 4)), Position((2, 3), (1.0, 2.0), (1, 1))]
-    held = {0: 4, 1: 4, 2: 1, 3: 1}
-    owners = {0: 0, 1: 0, 2: 1, 3: 1}
+@given(
+    items=st.lists(
+        st.tuples(st.integers(1, 9), st.integers(2, 9), st.integers(0, 8)), min_size=1, max_size=5
+    ),
+    budget=st.integers(0, 40),
+)
+def test_parts_of_segments_never_make_it_worse(items, budget):
+    """Parts hold less than whole segments do; a choice fits, and saves at least as much."""
+    position = Position(
+        tuple(range(len(items))),
+        tuple(float(s) for s, _, _ in items),
+        tuple(b for _, b, _ in items),
+    )
+    held = {i: min(part, whole - 1) for i, (_, whole, part) in enumerate(items) if part}
+    parts = Parts(held, dict.fromkeys(held, 0.5))
 
-    def peak_of(rank, kept):
-        return sum(held[i] for i in kept if owners[i] == rank)
+    def peak_of(kept, partly):
+        assert not kept & partly and partly <= frozenset(held)
+        return 3 + sum(items[i][1] for i in kept) + sum(held[i] for i in partly)
 
-    assert fill(positions, peak_of, [4, 4]) == {1, 2, 3}
+    def saved(choice):
+        return sum(items[i][0] for i in choice[0]) + sum(items[i][0] / 2 for i in choice[1])
+
+    without = fill_partly(position, Parts({}, {}), peak_of, budget)
+    chosen = fill_partly(position, parts, peak_of, budget)
+    assert chosen == (frozenset(), frozenset()) or peak_of(*chosen) <= budget
+    assert saved(chosen) >= saved(without)
+
+
+def test_parts_are_kept_where_whole_segments_do_not_fit():
+    position = Position((4, 5), (10.0, 10.0), (8, 8))
+    parts = Parts({4: 2, 5: 2}, {4: 0.75, 5: 0.5})
+
+    def peak_of(kept, partly):
+        return 8 * len(kept) + 2 * len(partly)
+
+    assert fill_partly(position, parts, peak_of, 3) == (frozenset(), frozenset({4}))
+    assert fill_partly(position, parts, peak_of, 4) == (frozenset(), frozenset({4, 5}))
+    assert fill_partly(position, parts, peak_of, 10) == (frozenset({5}), frozenset({4}))
+    assert fill_partly(position, parts, peak_of, 16) == (frozenset({4, 5}), frozenset())
 
 
 def test_costs_count_what_recomputes_alone():
