@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from merak.arguments import MerakArguments
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh, init
-    from merak.graph.features import Column, Replicate, Row
+    from merak.graph.features import Column, Replicate, Row, Vocabulary
     from merak.graph.proxies import empty_weights
     from merak.parallel import ParallelModel, parallelize
     from merak.trainer import MerakTrainer
@@ -20,6 +20,7 @@ _HOMES = {
     "ParallelModel": "merak.parallel",
     "Replicate": "merak.graph.features",
     "Row": "merak.graph.features",
+    "Vocabulary": "merak.graph.features",
     "current_mesh": "merak.core.mesh",
     "empty_weights": "merak.graph.proxies",
     "init": "merak.core.mesh",
@@ -34,6 +35,7 @@ __all__ = [
     "ParallelModel",
     "Replicate",
     "Row",
+    "Vocabulary",
     "current_mesh",
     "empty_weights",
     "init",

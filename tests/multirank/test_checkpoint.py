@@ -24,7 +24,7 @@ from merak.graph.proxies import empty_weights
 from tests.multirank.ranks import RankPool
 
 CPU = torch.device("cpu")
-LAYERS, HIDDEN, VOCABULARY = 4, 16, 64
+LAYERS, HIDDEN, VOCABULARY = 4, 16, 61  # which tp does not divide
 Layout = tuple[int, int, int]
 """(dp, tp, pp)."""
 

@@ -104,8 +104,8 @@ class MerakArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "How tensor parallelism splits parameters, as a dictionary or a JSON file of "
-            "one: names or patterns of them to 'column', 'row', 'replicate'. It overrides what is "
-            "derived from the model."
+            "one: names or patterns of them to 'column', 'row', 'vocabulary', 'replicate'. It "
+            "overrides what is derived from the model."
         },
     )
     trace_cache: str | None = field(

@@ -11,7 +11,7 @@ from torch import nn
 from merak.checkpoint.ranks import take_values_of_first_rank
 from merak.core.errors import WeightsError
 from merak.core.random import set_random_state
-from merak.core.shards import ParameterShard, take
+from merak.core.shards import ParameterShard, fill_up, take
 from merak.graph.pretrained import Stored
 from merak.graph.proxies import ATTRIBUTE, Origin, is_building, origin_of
 from merak.graph.tape import Tape, replay
@@ -122,7 +122,7 @@ def _value(
         stored = _stored(_known_origin(parameter, name))
         if stored is not None:
             part = stored.read(shard.dim, shard.ranges(shard_index))
-            return part.to(maker.device, parameter.dtype)
+            return fill_up(part.to(maker.device, parameter.dtype), shard)
     whole = parameter.data if not parameter.is_meta else _make(parameter, name, maker)
     if shard is not None:
         whole = take(whole, shard, shard_index)

@@ -166,7 +166,8 @@ def _target(
     size, dtype = tuple(entry.size), entry.properties.dtype
     if MARK not in key and size == whole_shape(parameter, shard):
         shape = view.stepped_of(name).tensor.shape
-        made = torch.empty(shape, dtype=dtype, device=parameter.device)
+        # Zeros for the padding of a split vocabulary, of which nothing is stored.
+        made = torch.zeros(shape, dtype=dtype, device=parameter.device)
         return made, _part(made, name, view)
     made = torch.empty(size, dtype=dtype, device=parameter.device)
     return made, part_of(made, None, 0)

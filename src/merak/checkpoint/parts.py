@@ -75,6 +75,8 @@ def part_of(tensor: torch.Tensor, shard: ParameterShard | None, index: int) -> P
         return Part(tuple(data.shape), ((origin, data),))
     boxes, start = [], 0
     for begin, end in shard.ranges(index):
+        if begin == end:
+            continue  # nothing but padding
         offsets = (*origin[: shard.dim], begin, *origin[shard.dim + 1 :])
         boxes.append((offsets, data.narrow(shard.dim, start, end - begin)))
         start += end - begin

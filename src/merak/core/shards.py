@@ -13,12 +13,15 @@ class ParameterShard:
     """The layout of a parameter that is split over an axis of the mesh.
 
     A fused parameter (query, key and value in one matrix) is split part by part: every rank holds
-    its share of each part, parts in their order.
+    its share of each part, parts in their order. Where the degree does not divide the one part of
+    a parameter (a vocabulary), shares are rounded up, and the last ranks' are filled up with
+    padding, which is no part of the whole and holds zeros.
 
     Args:
         dim: the dim that is split.
         parts: sizes along `dim` of the fused parts in the whole parameter, (n,) when not fused.
-        degree: the number of ranks it is split over; divides every part that is split.
+        degree: the number of ranks it is split over; divides every part that is split, unless
+            there is only one.
         whole: which parts every rank holds whole, by position.
     """
 
@@ -30,22 +33,37 @@ class ParameterShard:
     def sizes(self) -> tuple[int, ...]:
         """Sizes along `dim` of the parts on every rank."""
         parts = enumerate(self.parts)
-        return tuple(size if i in self.whole else size // self.degree for i, size in parts)
+        return tuple(size if i in self.whole else share_of(size, self.degree) for i, size in parts)
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
         """The (start, stop) intervals of the whole along `dim` that rank `index` holds."""
         starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
         firsts = [0 if i in self.whole else index for i in range(len(self.parts))]
+        end = sum(self.parts)
         return tuple(
-            (start + first * size, start + (first + 1) * size)
+            (min(start + first * size, end), min(start + (first + 1) * size, end))
             for start, first, size in zip(starts, firsts, self.sizes(), strict=True)
         )
+
+
+def share_of(size: int, degree: int) -> int:
+    """A rank's share of a size, rounded up."""
+    return -(-size // degree)
 
 
 def take(whole: torch.Tensor, shard: ParameterShard, index: int) -> torch.Tensor:
     """Rank `index`'s part of a whole parameter, as a new tensor."""
     pieces = [whole.narrow(shard.dim, a, b - a) for a, b in shard.ranges(index)]
-    return torch.cat(pieces, dim=shard.dim)
+    return fill_up(torch.cat(pieces, dim=shard.dim), shard)
+
+
+def fill_up(part: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
+    """A rank's part of the whole with the padding that it holds besides; itself without any."""
+    missing = sum(shard.sizes()) - part.shape[shard.dim]
+    if not missing:
+        return part
+    shape = (*part.shape[: shard.dim], missing, *part.shape[shard.dim + 1 :])
+    return torch.cat([part, part.new_zeros(shape)], dim=shard.dim)
 
 
 def join(shares: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
@@ -56,7 +74,10 @@ def join(shares: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
         for part in range(len(shard.parts))
         for share in (split[:1] if part in shard.whole else split)
     ]
-    return torch.cat(pieces, dim=shard.dim)
+    joined, size = torch.cat(pieces, dim=shard.dim), sum(shard.parts)
+    if joined.shape[shard.dim] == size:
+        return joined
+    return joined.narrow(shard.dim, 0, size).contiguous()
 
 
 @dataclass(frozen=True, slots=True)

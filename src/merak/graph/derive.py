@@ -1,8 +1,8 @@
 """Derive from a traced model alone how tensor parallelism splits its weights.
 
 Every segment is searched by itself (`sharding_search`); segments of the same structure get the same
-answer, so a deep model takes no longer than a shallow one. Embeddings, and the layer whose outputs
-the loss reads, stay whole.
+answer, so a deep model takes no longer than a shallow one. Embeddings and heads, which several
+segments may share, are settled before (`vocabulary`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.flow import is_embedding, is_weight_gemm
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.sharding_cost import Transfer
 from merak.graph.sharding_placement import Mixed, Sharded
 from merak.graph.sharding_search import Search
+from merak.graph.vocabulary import embeddings, loss_weights, split_vocabularies
 
 Split = Sharded | Mixed
 Weights = Mapping[str, Split]
@@ -91,14 +91,15 @@ def derive(
         model: the traced model.
         deriver: for this model's parameters and degree.
         given: weights whose split is given, by name.
-        kept: parameters that stay whole, besides embeddings.
+        kept: parameters that stay whole.
 
     Returns:
         The split parameters, by name. A parameter that several segments read is split in one way.
     """
-    whole = kept | (embeddings(model) - given.keys())
+    chosen: dict[str, Split] = {**given}
+    chosen |= split_vocabularies(model, deriver.degree, given, kept)
+    whole = kept | (embeddings(model) - chosen.keys())
     heads = frozenset(loss_weights(model))
-    chosen = dict(given)
     for segment in model.segments:
         own = {n: chosen[n] for n in segment.parameters if n in chosen}
         split = deriver(Task(segment, own, whole.intersection(segment.parameters), heads))
@@ -146,47 +147,6 @@ def limits_of(model: ModelGraph) -> dict[str, int]:
             known[key] = tuple(limits.get(name) for name in segment.parameters)
         pairs = zip(segment.parameters, known[key], strict=True)
         found |= {name: pieces for name, pieces in pairs if pieces is not None}
-    return found
-
-
-def embeddings(model: ModelGraph) -> set[str]:
-    """The parameters in which rows are looked up."""
-    return {
-        node.args[0].meta["name"]
-        for segment in model.segments
-        for node in segment.graph.nodes
-        if node.op == "call_function" and is_embedding(node)
-    }
-
-
-def loss_weights(model: ModelGraph) -> set[str]:
-    """The weights whose products the loss reads, with no other product in between."""
-    found: set[str] = set()
-    for segment in model.segments:
-        (output,) = segment.graph.find_nodes(op="output")
-        returned = dict(zip(segment.outputs, output.args[0], strict=True))
-        todo = [returned[model.loss]] if model.loss in returned else []
-        seen: set[fx.Node] = set()
-        while todo:
-            node = todo.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.op == "call_function" and is_weight_gemm(node):
-                found |= _parameters_of(node)
-            else:
-                todo += node.all_input_nodes
-    return found
-
-
-def _parameters_of(node: fx.Node) -> set[str]:
-    """The parameters that a product reads, directly or through views of them."""
-    found: set[str] = set()
-    for source in node.all_input_nodes:
-        while source.op == "call_function" and len(source.all_input_nodes) == 1:
-            (source,) = source.all_input_nodes
-        if source.meta.get("kind") is Kind.PARAMETER:
-            found.add(source.meta["name"])
     return found
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from merak.core.errors import ShardError
-from merak.graph.features import Attribute, Column, Features, Replicate, Row
+from merak.graph.features import Attribute, Column, Features, Replicate, Row, Vocabulary
 
-_KINDS: Mapping[str, type[Column | Row | Replicate]] = {
+_KINDS: Mapping[str, type[Column | Row | Vocabulary | Replicate]] = {
     "column": Column,
     "row": Row,
+    "vocabulary": Vocabulary,
     "replicate": Replicate,
 }
 
@@ -20,7 +21,7 @@ def parse_features(written: Mapping[str, Any]) -> Features:
 
     Args:
         written: patterns → `Column(…)`, "column", or {"column": [1, 1, 1]} with relative sizes of
-            fused parts; likewise row and replicate.
+            fused parts; likewise row, and "vocabulary" and "replicate".
 
     Raises:
         ShardError: an attribute that is none of these.
@@ -39,7 +40,7 @@ def _attribute(pattern: str, value: Any) -> Attribute:
             return (Column if kind == "column" else Row)(parts=tuple(parts))
     raise ShardError(
         f"the feature dict gives {pattern!r} the attribute {value!r}; write 'column', 'row', "
-        "'replicate', or {'column': [1, 1, 1]} for three fused parts of equal size."
+        "'vocabulary', 'replicate', or {'column': [1, 1, 1]} for three fused parts of equal size."
     )
 
 

@@ -48,7 +48,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Split the rows of an embedding or the outputs of a head; not available yet."""
+    """Split the rows of an embedding, the outputs of a head, or both where they are tied.
+
+    The degree need not divide them: the last ranks' shares are filled up with padding.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,6 +266,8 @@ def _embedding(op: Operator) -> Decision:
     """embedding: one row of the weight per index."""
     weight, indices = op.arg("weight"), op.arg("indices")
     placed = op.placement(indices)
+    if op.arg("scale_grad_by_freq", False):
+        raise op.error("counts how often a row is looked up for all samples of a microbatch")
     if op.placement(weight) != REPLICATED or not isinstance(placed, Sharded):
         return decide(op)
     return Decision(placed, {weight: COPIED})

@@ -34,10 +34,11 @@ class Collective(Enum):
     SLICE = "all-gather in the backward"
     SCATTER = "reduce-scatter in the forward"
     SPREAD = "reduce-scatter in the backward"
+    INSIDE = "all-reduce inside an operator, in the forward"
 
 
-FORWARD = frozenset((Collective.REDUCE, Collective.GATHER, Collective.SCATTER))
-ALL_REDUCES = frozenset((Collective.REDUCE, Collective.COPY))
+FORWARD = frozenset((Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.INSIDE))
+ALL_REDUCES = frozenset((Collective.REDUCE, Collective.COPY, Collective.INSIDE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,8 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
     for node, decision in propagation.decisions.items():
         if decision.then:
             add(node, Collective.REDUCE)
-    return list(found.values())
+    sums = [size for decision in propagation.decisions.values() for size in decision.sums]
+    return [*found.values(), *(Transfer(Collective.INSIDE, size, False) for size in sums)]
 
 
 def _kinds(placed: Placement, need: Placement, has_gradient: bool) -> Iterator[Collective]:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.core.shards import share_of
 from merak.graph.ir import TensorMeta
 
 AXIS = "tp"
@@ -42,6 +43,9 @@ class Partial:
 @dataclass(frozen=True, slots=True)
 class Sharded:
     """Every rank holds its share of each fused part, parts in their order.
+
+    One part that the degree does not divide, a vocabulary, is filled up with padding: what the
+    values there are means nothing, and their gradients are zero.
 
     Args:
         dim: the dim that is split, counted from the front.
@@ -92,6 +96,7 @@ class Decision:
         kwargs: its keyword arguments; None keeps them.
         then: operators applied to the reduced result one after another, each with further
             arguments; the result is a partial sum before, and replicated after.
+        sums: how many numbers the ranks sum inside the operator, once for each all-reduce.
     """
 
     output: Placed
@@ -100,6 +105,7 @@ class Decision:
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
     then: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = ()
+    sums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +165,10 @@ class Operator:
                 kwargs[argument.name] = values[argument.name]
         return {"args": tuple(args), "kwargs": kwargs}
 
-    def local(self, size: int) -> int:
-        """A rank's share of a size that is split."""
+    def local(self, size: int, placed: Sharded | None = None) -> int:
+        """A rank's share of a size that is split; filled up where it is all of a padded value."""
+        if placed is not None and placed.parts == (size,) and is_padded(placed, self.degree):
+            return share_of(size, int(self.degree))
         if size % self.degree:
             raise self.error(f"splits a size of {size}, which tp={self.degree} does not divide")
         return size // self.degree
@@ -208,6 +216,13 @@ def positive(dim: int, num_dims: int) -> int:
     return dim + num_dims if dim < 0 else dim
 
 
+def is_padded(placed: Placed, degree: Degree) -> bool:
+    """Whether some rank's share is filled up with padding; halves of a microbatch never are."""
+    if not isinstance(degree, int) or not isinstance(placed, Sharded):
+        return False
+    return any(size % degree for size in placed.parts)
+
+
 def local_meta(meta: Any, placed: Placed, degree: Degree) -> Any:
     """What a rank holds of a value that lies as `placed`."""
     if isinstance(meta, tuple):
@@ -216,6 +231,9 @@ def local_meta(meta: Any, placed: Placed, degree: Degree) -> Any:
     if not isinstance(meta, TensorMeta) or not isinstance(placed, (Sharded, Mixed)):
         return meta
     shape = list(meta.shape)
+    if is_padded(placed, degree):
+        shape[placed.dim] = share_of(shape[placed.dim], int(degree))
+        return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
     whole = sum(placed.parts[i] for i in placed.whole) if isinstance(placed, Mixed) else 0
     shape[placed.dim] = (shape[placed.dim] - whole) // degree + whole
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)

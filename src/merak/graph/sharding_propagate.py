@@ -132,8 +132,8 @@ def place_weights(
         dim = _split_dim(node, name, len(parameters[name].shape), attributes.get(name))
         if dim is not None:
             attribute = attributes[name]
-            assert isinstance(attribute, (Column, Row))
-            parts = _part_sizes(name, parameters[name].shape[dim], attribute.parts)
+            relative = attribute.parts if isinstance(attribute, (Column, Row)) else (1,)
+            parts = _part_sizes(name, parameters[name].shape[dim], relative)
             placed[name] = Sharded(dim, parts, name)
     return placed
 
@@ -142,10 +142,13 @@ def _split_dim(node: fx.Node, name: str, num_dims: int, attribute: Attribute | N
     if attribute is None or isinstance(attribute, Replicate):
         return None
     if isinstance(attribute, Vocabulary):
-        raise ShardError(
-            f"{name} cannot be split over the vocabulary yet; give it Replicate() in the feature "
-            "dict, or leave it out."
-        )
+        found = vocabulary_dim(node)
+        if found is None:
+            raise ShardError(
+                f"{name} cannot be split over a vocabulary: its rows are not looked up, nor are "
+                "they the outputs of a head; give it another attribute in the feature dict."
+            )
+        return found
     if num_dims < 2:
         return 0 if isinstance(attribute, Column) and num_dims == 1 else None
     dims = weight_dims(node)
@@ -157,6 +160,19 @@ def _split_dim(node: fx.Node, name: str, num_dims: int, attribute: Attribute | N
         )
     ((out_dim, in_dim),) = dims
     return out_dim if isinstance(attribute, Column) else in_dim
+
+
+def vocabulary_dim(node: fx.Node) -> int | None:
+    """Along which dim of a parameter a vocabulary lies: rows looked up, or outputs of a product.
+
+    Returns:
+        The dim; None where it has no such dim, or several.
+    """
+    if len(node.meta["tensor"].shape) == 1:
+        return 0
+    found = {out for out, _ in weight_dims(node)}
+    found |= {0 for user in node.users if family(user.target) == "embedding"}
+    return found.pop() if len(found) == 1 else None
 
 
 def weight_dims(node: fx.Node) -> tuple[tuple[int, int], ...]:

@@ -11,6 +11,7 @@ from torch import fx
 
 from merak.graph import sharding_gemm as gemm
 from merak.graph import sharding_views as views
+from merak.graph import sharding_vocabulary as vocabulary
 from merak.graph.functions import is_elementwise
 from merak.graph.sharding_mixed import decide_mixed
 from merak.graph.sharding_placement import (
@@ -63,6 +64,8 @@ def decide(op: Operator) -> Decision:
     rule = RULES.get(family(op.node.target))
     if rule is None and torch.Tag.pointwise in tags:
         rule = None if torch.Tag.nondeterministic_seeded in tags else elementwise
+    if vocabulary.reads_padding(op):
+        return vocabulary.decide_padded(op, rule)
     if rule is None:
         raise op.error("has no rule for operands that are split over the ranks")
     return rule(op)
@@ -283,7 +286,7 @@ def narrow(op: Operator) -> Decision:
     if op.arg("step", 1) != 1:
         raise op.error(f"takes every {op.arg('step')}th element of a dim that is split")
     parts = _parts_between(op, placed, start, stop)
-    args = (operand, dim, op.local(start), op.local(stop))
+    args = (operand, dim, op.local(start), op.local(stop, placed))
     after = Sharded(dim, parts, placed.origin)
     return Decision(after, target=aten.slice.Tensor, args=args, kwargs={})
 
@@ -379,6 +382,8 @@ _FAMILIES: dict[Rule, str] = {
     gemm.einsum: "einsum",
     gemm.grouped: "_grouped_mm grouped_mm_fallback",
     gemm.convolution: "conv1d conv2d conv3d",
+    vocabulary.embedding: "embedding",
+    vocabulary.cross_entropy: "cross_entropy_loss",
     gemm.attention: "scaled_dot_product_attention attend_sharded",
     views.view: "view reshape _unsafe_view flatten unflatten view_as reshape_as",
     views.transpose: "transpose swapaxes swapdims t",

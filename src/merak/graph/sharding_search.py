@@ -19,6 +19,7 @@ from merak.graph.flow import is_weight_gemm
 from merak.graph.ir import Kind, Segment, TensorMeta
 from merak.graph.sharding_cost import (
     FORWARD,
+    Collective,
     Transfer,
     conversions,
     has_gradient,
@@ -39,11 +40,14 @@ from merak.graph.sharding_rewrite import rewrite
 
 Assignment = Mapping[str, Placement]
 
-_SAVED_PER_BLOCK = 4.0
+SAVED_PER_BLOCK = 4.0
 """What it is worth to split all weights of a block, in collectives of a whole activation."""
 
 _OF_WEIGHTS = 0.01
 """What it costs to sum the gradient of a small whole weight, besides its size."""
+
+_OF_POSITIONS = 0.1
+"""What it costs at the least to sum a few numbers for each position."""
 
 _ROUNDS = 12
 """How many steps a group of weights may spread: from one weight to the next."""
@@ -143,7 +147,7 @@ class Search:
     def _late_price(self, found: Found) -> float:
         """The most that `_enter_earlier` can save."""
         late = (t for t in found.transfers if t.kind not in FORWARD and not t.of_weights)
-        return sum(map(self._price, late))
+        return sum(map(self.price, late))
 
     def _keep(self, best: Found, found: Found | None) -> Found:
         is_better = found is not None and found.value < best.value - 1e-9
@@ -159,7 +163,7 @@ class Search:
                     weights = self.close({**self.fixed, name: split})
                     found = None if weights in seen else self.judge(weights)
                     seen.append(weights)
-                    if found is not None and self._runs(weights):
+                    if found is not None and self.runs(weights):
                         yield found
 
     def close(self, weights: Assignment) -> Assignment:
@@ -172,12 +176,18 @@ class Search:
             before = len(chosen)
             for node, need in conversions(self.graph, layout):
                 if isinstance(need, Mixed) or (
-                    isinstance(need, Sharded) and divides(need, self.degree)
+                    isinstance(need, Sharded) and self._fits(need, weights)
                 ):
                     chosen |= self._sources(node, need, chosen)
             if len(chosen) == before:
                 break
         return chosen
+
+    def _fits(self, need: Sharded, weights: Assignment) -> bool:
+        """Whether weights may be split so: evenly, or like a vocabulary that is padded."""
+        if divides(need, self.degree):
+            return True
+        return any(isinstance(p, Sharded) and p.parts == need.parts for p in weights.values())
 
     def _sources(
         self, node: fx.Node, need: Sharded | Mixed, chosen: Assignment
@@ -284,19 +294,22 @@ class Search:
         whole = sum(self._gemm_share(n) * _whole_share(weights.get(n)) for n in self.nodes)
         rest = sum(math.prod(self.shapes[n]) * _whole_share(weights.get(n)) for n in self.nodes)
         total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
-        value = self.num_blocks * _SAVED_PER_BLOCK * whole + 1e-3 * rest / total
-        value += sum(map(self._price, needed))
+        value = self.num_blocks * SAVED_PER_BLOCK * whole + 1e-3 * rest / total
+        value += sum(map(self.price, needed))
         return Found(dict(weights), inside, tuple(needed), value)
 
     def _gemm_share(self, name: str) -> float:
         gemms = {n: math.prod(self.shapes[n]) for n in self.nodes if self.dims[n]}
         return gemms.get(name, 0) / (sum(gemms.values()) or 1)
 
-    def _price(self, transfer: Transfer) -> float:
+    def price(self, transfer: Transfer) -> float:
+        """What a collective costs, in those of a whole activation."""
         size = transfer.numel / self.scale
-        return size * 0.1 + _OF_WEIGHTS if transfer.of_weights else max(1.0, size)
+        if transfer.of_weights:
+            return size * 0.1 + _OF_WEIGHTS
+        return max(_OF_POSITIONS if transfer.kind is Collective.INSIDE else 1.0, size)
 
-    def _runs(self, weights: Assignment) -> bool:
+    def runs(self, weights: Assignment) -> bool:
         """Whether the operators take their shares."""
         layout = self.lay(weights)
         try:

@@ -43,6 +43,8 @@ def reshaped(
     for olds, news in _groups(old, new):
         if placed.dim not in olds:
             continue
+        if len(olds) == len(news) == 1:
+            return Sharded(news[0], placed.parts, placed.origin)
         left = math.prod(old[d] for d in olds if d < placed.dim)
         right = math.prod(old[d] for d in olds if d > placed.dim)
         flat = tuple(size * right for size in placed.parts) * left
@@ -97,7 +99,7 @@ def view(op: Operator) -> Decision:
     asked = op.arg("size", op.arg("shape"))
     sizes = list(asked) if asked is not None and op.arg("dim") is None else list(new)
     if sizes[after.dim] != -1:
-        sizes[after.dim] = op.local(new[after.dim])
+        sizes[after.dim] = op.local(new[after.dim], after)
     return Decision(after, target=aten.reshape.default, args=(operand, sizes), kwargs={})
 
 

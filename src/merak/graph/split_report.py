@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from merak.graph.derive import Split, embeddings, limits_of, loss_weights
+from merak.core.shards import share_of
+from merak.graph.derive import Split, limits_of
 from merak.graph.ir import ModelGraph, Segment
 from merak.graph.sharding_cost import FORWARD, parameter_nodes
 from merak.graph.sharding_placement import Mixed
 from merak.graph.sharding_propagate import weight_dims
 from merak.graph.tensor_parallel import TensorParallel
+from merak.graph.vocabulary import vocabularies
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,8 @@ class SegmentReport:
     """How one segment is split.
 
     Args:
-        split: how each split parameter lies, by name: "column", "row (64, 64)", ….
+        split: how each split parameter lies, by name: "column", "row (64, 64)",
+            "vocabulary", ….
         whole: why each other parameter is whole, by name.
         forward: collectives of activations in its forward.
         backward: those in its backward.
@@ -33,15 +36,14 @@ class SegmentReport:
 
 def report_splits(model: ModelGraph, parallel: TensorParallel) -> tuple[SegmentReport, ...]:
     """How every segment of a model is split."""
-    reasons = whole_reasons(model, parallel)
-    return tuple(_report(segment, parallel, reasons) for segment in model.segments)
+    reasons, tables = whole_reasons(model, parallel), vocabularies(model)
+    return tuple(_report(segment, parallel, reasons, tables) for segment in model.segments)
 
 
 def whole_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:
     """Why parameters are whole on every rank, by name."""
     degree, pieces = parallel.deriver.degree, limits_of(model)
-    found = dict.fromkeys(embeddings(model), "rows of it are looked up")
-    found |= dict.fromkeys(loss_weights(model), "the loss reads its outputs")
+    found = dict.fromkeys(vocabularies(model), "splitting its vocabulary costs more than it saves")
     for name in model.parameters:
         count = pieces.get(name)
         if name in found or name in parallel.weights:
@@ -58,10 +60,13 @@ def whole_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]
 def left_whole(model: ModelGraph, parallel: TensorParallel) -> str | None:
     """A sentence about weights that the degree leaves whole; None if they are few."""
     degree = parallel.deriver.degree
-    if not parallel.weights:
+    if not parallel.weights.keys() - vocabularies(model):
+        split = (
+            ("nothing but the vocabulary", "the rest") if parallel.weights else ("nothing", "all")
+        )
         return (
-            f"tp={degree} splits nothing of this model, so that every rank trains all of it: any "
-            "split would gather more than it saves; `merak trace --tp` lists why, and dp or pp "
+            f"tp={degree} splits {split[0]} of this model, so that every rank trains {split[1]} "
+            "of it: any split would gather more than it saves; `merak trace --tp` lists why, and dp or pp "
             "would use the ranks."
         )
     sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
@@ -79,18 +84,30 @@ def left_whole(model: ModelGraph, parallel: TensorParallel) -> str | None:
 
 
 def _report(
-    segment: Segment, parallel: TensorParallel, reasons: Mapping[str, str]
+    segment: Segment,
+    parallel: TensorParallel,
+    reasons: Mapping[str, str],
+    tables: Collection[str],
 ) -> SegmentReport:
     found = parallel.split(segment)
     nodes = parameter_nodes(segment.graph)
     split = {
-        name: describe(found.weights[name], [out for out, _ in weight_dims(node)])
+        name: _of_vocabulary(found.weights[name], parallel.deriver.degree)
+        if name in tables and len(found.weights[name].parts) == 1
+        else describe(found.weights[name], [out for out, _ in weight_dims(node)])
         for name, node in nodes.items()
         if name in found.weights
     }
     sent = [transfer.kind in FORWARD for transfer in found.transfers if not transfer.of_weights]
     whole = {name: reasons[name] for name in nodes if name not in split}
     return SegmentReport(split, whole, sent.count(True), sent.count(False))
+
+
+def _of_vocabulary(placed: Split, degree: int) -> str:
+    """A split vocabulary in words, with the rows that it is filled up by."""
+    (size,) = placed.parts
+    padding = share_of(size, degree) * degree - size
+    return f"vocabulary ({size} and {padding} of padding)" if padding else "vocabulary"
 
 
 def describe(placed: Split, outputs: Sequence[int]) -> str:

@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
 from merak.graph.derive import Deriver, SegmentSplit, Split, Task, Weights, check_limits, derive
-from merak.graph.features import Attribute, Column, Features, Replicate, Row, resolve_features
+from merak.graph.features import (
+    Attribute,
+    Column,
+    Features,
+    Replicate,
+    Row,
+    Vocabulary,
+    resolve_features,
+)
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
 from merak.graph.sequence import SequencePlan, plan_sequence
 from merak.graph.sharding_placement import Mixed, Sharded
@@ -28,6 +36,7 @@ from merak.graph.sharding_propagate import (
     propagate,
 )
 from merak.graph.sharding_rewrite import rewrite
+from merak.graph.vocabulary import vocabularies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +126,7 @@ def tensor_parallel(
     given = given_weights(model, attributes, degree)
     kept = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
     weights = derive(model, deriver, given, kept)
-    if not weights and not attributes:
+    if not attributes and not weights.keys() - vocabularies(model):
         check_limits(model, degree)
     return TensorParallel(deriver, weights, sequence)
 
@@ -208,6 +217,7 @@ def check_degree(
     for segment in segments:
         weights = place_weights(segment, parameters, attributes)
         found |= capacities(propagate(segment.graph, weights, 1))
+    found = {n: c for n, c in found.items() if not isinstance(attributes[n], Vocabulary)}
     for name, capacity in found.items():
         if capacity % degree:
             attribute = attributes[name]

@@ -69,7 +69,8 @@ _FACTORS: Mapping[str, tuple[int, int, int | None]] = MappingProxyType(
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 _ACTIVATIONS = frozenset(("celu", "elu", "gelu", "log_sigmoid", "mish", "silu", "softplus"))
-_FUNCTIONS_BOTH_WAYS = _ACTIVATIONS | {"cos", "cross_entropy_loss", "log_softmax", "sin"}
+_LOSSES = frozenset(("cross_entropy_loss", "cross_entropy_of_share"))
+_FUNCTIONS_BOTH_WAYS = _ACTIVATIONS | _LOSSES | {"cos", "log_softmax", "sin"}
 _FUNCTIONS = _FUNCTIONS_BOTH_WAYS | {"erf", "exp", "log", "logsumexp", "sigmoid", "softmax", "tanh"}
 """Operators that evaluate a function for every element, all of them forward."""
 
@@ -79,6 +80,8 @@ _EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         # Log-probabilities are written and read; their sparse gradient is written, then spread.
         "cross_entropy_loss": (2, 2),
+        # Shifted logits are written and read, twice; the gradient is computed in place.
+        "cross_entropy_of_share": (4, 2),
         # Statistics first; the weight's gradient is a second pass.
         "batch_norm": (1, 2),
         "layer_norm": (0, 2),
@@ -138,6 +141,7 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
     special: dict[str, Callable[[fx.Node], NodeWork]] = {
         "einsum": _einsum,
         "embedding": _embedding,
+        "embedding_of_share": _embedding,
         "scaled_dot_product_attention": lambda node: _attention(node, device_type),
     }
     if name in special:
@@ -148,7 +152,10 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
 def _name(node: fx.Node) -> str:
     """An operator's name without namespace, overload, variant, and the mark of working in place."""
     target = node.target
-    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+    else:
+        name = getattr(target, "__name__", str(target))
     name = name.rpartition("::")[2].rstrip("_")
     for variant in _VARIANTS:
         name = name.removeprefix(variant)

@@ -24,7 +24,9 @@ def test_a_trace_shows_how_weights_are_split(capsys: pytest.CaptureFixture[str])
     assert main(words) == 0
     page = capsys.readouterr().out
     assert page.count("split: row: c_proj.weight") == 3  # the last block has a norm more
-    assert "6 collectives of activations in the forward, 6 in the backward" in page
+    # The table of positions, a third of a mean block, is split as well: one more to look it up.
+    assert "split: vocabulary: wpe.weight" in page
+    assert "7 collectives of activations in the forward, 6 in the backward" in page
 
 
 def test_json_is_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

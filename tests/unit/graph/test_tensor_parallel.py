@@ -3,7 +3,7 @@ import torch
 
 from merak.core.errors import ShardError
 from merak.graph.derive import Deriver
-from merak.graph.features import Column, Features, Replicate, Row, Vocabulary
+from merak.graph.features import Column, Features, Replicate, Row
 from merak.graph.ir import ModelGraph
 from merak.graph.sharding_placement import Sharded
 from merak.graph.tensor_parallel import (
@@ -34,7 +34,10 @@ def test_ranks_equal_one_process(
     lone = 1 if family == "bert" else 0  # the layer between the blocks and the head
     ranks.num_calls.pop("summand_of", None)
     assert ranks.num_calls.pop("gather_from", 0) == lone
-    assert ranks.num_calls == {"copy_to": 2 * layers + norms + lone, "reduce_from": 2 * layers}
+    split = 1 if family == "llama" else 0  # its table and head are large beside its blocks
+    assert ranks.num_calls.pop("cross_entropy_of_share", 0) == split
+    copies, sums = 2 * layers + norms + lone + split, 2 * layers + split
+    assert ranks.num_calls == {"copy_to": copies, "reduce_from": sums}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
@@ -191,13 +194,6 @@ def test_parts_that_do_not_fit() -> None:
     refuse(
         "gpt2", {"attn.c_attn": Column(parts=(5, 2))}, 2,
         r"c_attn\.bias has a size of 96, which cannot be in parts of relative sizes \(5, 2\)",
-    )  # fmt: skip
-
-
-def test_vocabulary_is_refused() -> None:
-    refuse(
-        "gpt2", {**GPT2, "wte": Vocabulary()}, 2,
-        r"transformer\.wte\.weight cannot be split over the vocabulary yet; give it Replicate\(\)",
     )  # fmt: skip
 
 

@@ -1,0 +1,32 @@
+"""Shares of a parameter whose size the degree does not divide."""
+
+import pytest
+import torch
+
+from merak.core.shards import ParameterShard, join, take
+
+
+@pytest.mark.parametrize(
+    "size,degree,ranges",
+    [
+        (7, 2, [(0, 4), (4, 7)]),
+        (5, 4, [(0, 2), (2, 4), (4, 5), (5, 5)]),  # nothing is left for the last
+        (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    ],
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shares_are_filled_up_with_zeros(
+    size: int, degree: int, ranges: list[tuple[int, int]], dim: int
+) -> None:
+    shard = ParameterShard(dim, (size,), degree)
+    whole = torch.rand(size, 3) + 1
+    whole = whole if dim == 0 else whole.T
+    assert [shard.ranges(rank)[0] for rank in range(degree)] == ranges
+    shares = [take(whole, shard, rank) for rank in range(degree)]
+    for share, (start, stop) in zip(shares, ranges, strict=True):
+        assert share.shape[dim] == -(-size // degree)
+        assert torch.equal(
+            share.narrow(dim, 0, stop - start), whole.narrow(dim, start, stop - start)
+        )
+        assert not share.narrow(dim, stop - start, share.shape[dim] - (stop - start)).any()
+    assert torch.equal(join(shares, shard), whole)
