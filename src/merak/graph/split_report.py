@@ -61,13 +61,11 @@ def left_whole(model: ModelGraph, parallel: TensorParallel) -> str | None:
     """A sentence about weights that the degree leaves whole; None if they are few."""
     degree = parallel.deriver.degree
     if not parallel.weights.keys() - vocabularies(model):
-        split = (
-            ("nothing but the vocabulary", "the rest") if parallel.weights else ("nothing", "all")
-        )
+        but, rest = (" but the vocabulary", "the rest") if parallel.weights else ("", "all")
         return (
-            f"tp={degree} splits {split[0]} of this model, so that every rank trains {split[1]} "
-            "of it: any split would gather more than it saves; `merak trace --tp` lists why, and dp or pp "
-            "would use the ranks."
+            f"tp={degree} splits nothing{but} of this model, so that every rank trains {rest} of "
+            "it: any other split would gather more than it saves; `merak trace --tp` lists why, "
+            "and dp or pp would use the ranks."
         )
     sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
     pieces = limits_of(model)
