@@ -9,6 +9,10 @@ with all-reduces that take no time, which gives T_m, late ends of sleeps and the
 and one all-reduce by itself: of the whole, which a step in line waits for, and of a half, twice
 which is the formula's T_a. The last columns compare with the paper's formula and with the
 simulator's model (`merak.plan.overlap`).
+
+With two GPUs the all-reduces go over NCCL, as fast as the link is, and a kernel of known length
+computes, for T_a ÷ ratio. `--profile` saves a step in halves as a Chrome trace, where the other
+half's kernels lie beside NCCL's.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +43,7 @@ from merak.graph import features
 from merak.parallel import ParallelModel
 from merak.plan.overlap import Layers
 
-WIDTH, HIDDEN, SAMPLES, TOKENS = 64, 8, 8, 256
-NUM_BYTES = SAMPLES * TOKENS * WIDTH * 4
+WIDTH, HIDDEN, SAMPLES = 64, 8, 8
 NAMESPACES, DEVICE, PORT = ("merak0", "merak1"), "veth", 29571
 Row = dict[str, Any]
 RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
@@ -62,6 +65,28 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+@lru_cache(maxsize=1)
+def cycles_per_s() -> float:
+    """How fast a GPU counts while it is kept busy."""
+    num_cycles = 10**8
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        torch.cuda._sleep(num_cycles)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return num_cycles / min(times)
+
+
+def compute(seconds: float, x: torch.Tensor) -> None:
+    """Take a known time: of the GPU that a tensor is on, or of this rank by sleeping."""
+    if x.is_cuda:
+        torch.cuda._sleep(round(seconds * cycles_per_s()))
+    else:
+        time.sleep(seconds)
+
+
 class Sleep(torch.autograd.Function):
     """The identity, whose backward takes a known time."""
 
@@ -72,7 +97,7 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
+        compute(ctx.seconds, gradient)
         return gradient, None
 
 
@@ -80,7 +105,7 @@ def lasting(function: Callable[..., Any], forward_s: float) -> Callable[..., Any
     """A function that computes for a known time, and for twice that in its backward."""
 
     def call(*args: Any) -> tuple[torch.Tensor, ...]:
-        time.sleep(forward_s)
+        compute(forward_s, args[0])
         first, *others = function(*args)
         return (Sleep.apply(first, 2 * forward_s), *others)
 
@@ -123,12 +148,12 @@ def _slow_halves(segment: HalvedSegment, compute_s: float) -> HalvedSegment:
     return replace(segment, halves=(halves[0], halves[1]))
 
 
-def build(num_layers: int, in_halves: bool) -> ParallelModel:
+def build(num_layers: int, tokens: int, in_halves: bool) -> ParallelModel:
     """The blocks on two ranks, not yet slowed down."""
     torch.manual_seed(0)
     return merak.parallelize(
         Blocks(num_layers),
-        {"x": torch.zeros(SAMPLES, TOKENS, WIDTH)},
+        {"x": torch.zeros(SAMPLES, tokens, WIDTH)},
         sub_pipelining="on" if in_halves else "off",
         features={
             "up.*": features.Column(),
@@ -176,66 +201,81 @@ def limit_rate(bytes_per_s: float) -> None:
     subprocess.run([*command, "rate", rate, "burst", "16kb", "latency", "2s"], check=True)
 
 
-def sum_seconds(samples: int, link: KnownLink | None) -> float:
-    """One all-reduce of some samples of a block's result."""
-    tensor = torch.zeros(samples, TOKENS, WIDTH)
-    group = merak.core.mesh.current_mesh().group("tp")
+def seconds(run: Callable[[], object], link: KnownLink | None) -> float:
+    """How long something takes, with all-reduces through a known link or the real one."""
     dist.barrier()
     with _through(link):
+        synchronize()
         begin = time.perf_counter()
-        collectives.dist.all_reduce(tensor, group=group)
+        run()
+        synchronize()
         return time.perf_counter() - begin
 
 
-def seconds(model: ParallelModel, link: KnownLink | None) -> float:
-    """One step, with all-reduces through a known link or the real one."""
-    batch = {"x": torch.randn(SAMPLES, TOKENS, WIDTH)}
-    dist.barrier()
-    with _through(link):
-        begin = time.perf_counter()
-        model.step(batch)
-        return time.perf_counter() - begin
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """One of the two ranks."""
     torch.set_num_threads(1)
-    merak.init(tp=2, device="cpu")
-    models = [build(args.layers, in_halves) for in_halves in (False, True)]
-    for model in models:
-        slow_down(model.engine, args.compute_ms / 1e3)
-    rows = [measure(args, models, ratio) for ratio in args.ratios]
+    merak.init(tp=2, device="cuda" if args.link == "nccl" else "cpu")
+    rows = [measure(args, ratio) for ratio in args.ratios]
     if dist.get_rank() == 0:
         load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-        title = f"{args.layers} layers, T_m = {args.compute_ms:g} ms, {args.link} link, load {load}"
+        title = f"{args.layers} layers, {args.link} link, load {load}"
         report.show({title: rows}, args.json)
 
 
-def measure(args: argparse.Namespace, models: Sequence[ParallelModel], ratio: float) -> Row:
+def measure(args: argparse.Namespace, ratio: float) -> Row:
     """One line of the table.
 
     Args:
         args: of the command line.
-        models: in line, and in halves.
         ratio: T_a / T_m as wanted.
     """
-    link = None
-    wanted_s = ratio * args.compute_ms / 1e3
+    mesh = merak.core.mesh.current_mesh()
+    x = torch.randn(SAMPLES, args.tokens, WIDTH)
+    result = torch.zeros_like(x, device=mesh.device)
+
+    def add_up(tensor: torch.Tensor) -> None:
+        collectives.dist.all_reduce(tensor, group=mesh.group("tp"))
+
+    compute_s, link = args.compute_ms / 1e3, None
     if args.link == "known":
-        link = KnownLink(wanted_s / NUM_BYTES)
+        link = KnownLink(ratio * compute_s / x.nbytes)
+    elif args.link == "namespaces":
+        limit_rate(x.nbytes / (ratio * compute_s))
     else:
-        limit_rate(NUM_BYTES / wanted_s)
+        compute_s = _median_s(args.steps, partial(seconds, lambda: add_up(result), None)) / ratio
+    models = [build(args.layers, args.tokens, in_halves) for in_halves in (False, True)]
+    for model in models:
+        slow_down(model.engine, compute_s)
+    in_line, in_halves = (partial(model.step, {"x": x}) for model in models)
     runs = [
-        partial(sum_seconds, SAMPLES, link),
-        partial(sum_seconds, SAMPLES // 2, link),
-        partial(seconds, models[0], link),
-        partial(seconds, models[1], link),
-        partial(seconds, models[0], KnownLink(0.0)),
+        partial(seconds, lambda: add_up(result), link),
+        partial(seconds, lambda: add_up(result[: SAMPLES // 2]), link),
+        partial(seconds, in_line, link),
+        partial(seconds, in_halves, link),
+        partial(seconds, in_line, KnownLink(0.0)),
     ]
     times = [[run() for run in runs] for _ in range(args.steps + 1)][1:]
+    if args.profile is not None:
+        save_profile(in_halves, args.profile.with_suffix(f".{ratio:g}.json"), link)
+    return line(args.layers, times)
+
+
+def _median_s(repeats: int, run: Callable[[], float]) -> float:
+    return statistics.median([run() for _ in range(repeats + 1)][1:])
+
+
+def line(num_layers: int, times: Sequence[Sequence[float]]) -> Row:
+    """A line of the table from the times of all runs, step by step."""
     medians = (statistics.median(column) for column in zip(*times, strict=True))
     whole_s, half_s, blocking, halves, alone = medians
-    layers = Layers(args.layers, alone / (3 * args.layers), 2 * half_s)
+    layers = Layers(num_layers, alone / (3 * num_layers), 2 * half_s)
     model_s = layers.forward_s(True) + layers.backward_s(True)
     return {
         "T_m ms": 1e3 * layers.compute_s,
@@ -248,6 +288,14 @@ def measure(args: argparse.Namespace, models: Sequence[ParallelModel], ratio: fl
         "measured / formula": halves / layers.paper_s(),
         "measured / model": halves / model_s,
     }
+
+
+def save_profile(run: Callable[[], object], path: Path, link: KnownLink | None) -> None:
+    """Run something under torch's profiler, and save what rank 0 did as a Chrome trace."""
+    with torch.profiler.profile() as profile:
+        seconds(run, link)
+    if dist.get_rank() == 0:
+        profile.export_chrome_trace(str(path))
 
 
 @contextlib.contextmanager
@@ -332,10 +380,15 @@ def main() -> None:
     parser.add_argument("--compute-ms", type=float, default=40.0, help="T_m, a layer's forward")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="T_a / T_m")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--link", choices=("namespaces", "known"))
+    parser.add_argument("--link", choices=("namespaces", "known", "nccl"))
+    parser.add_argument("--tokens", type=int, help="of a sample: 256, on GPUs 65536")
+    parser.add_argument("--profile", type=Path, help="save steps in halves beside this path")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.link is None and torch.cuda.device_count() >= 2:
+        args.link = "nccl"
     args.link = args.link or ("namespaces" if namespaces_allowed() else "known")
+    args.tokens = args.tokens or (65536 if args.link == "nccl" else 256)
     if args.rank:
         run_rank(args)
     else:
