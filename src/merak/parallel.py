@@ -122,7 +122,11 @@ class ParallelModel:
         microbatches = split_batch(batch, self.num_microbatches)
         made = engine.evaluate([signature(b).columns for b in microbatches], microbatches)
         losses = [outputs["loss"] for outputs in made if "loss" in outputs]
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=engine.mesh.device)
+        total = (
+            torch.stack(losses).float().sum()
+            if losses
+            else torch.zeros((), device=engine.mesh.device)
+        )
         total = total / (self.num_microbatches * engine.mesh.dp)
         for axis in ("pp", "dp"):
             group = engine.mesh.group(axis)

@@ -49,7 +49,8 @@ def test_schedules_take_what_was_foreseen(pool, tmp_path):
 def test_shared_optimizers_and_masters_take_what_was_foreseen(pool, tmp_path, degrees):
     half = {"master_weights": True, "bucket_bytes": 2**14}
     jobs = [
-        MemoryJob("llama", dtype=torch.bfloat16, options={**half, "zero": zero}) for zero in (1, 2)
+        MemoryJob("llama", dtype=torch.bfloat16, options={**half, "zero": zero})
+        for zero in (1, 2, 3)
     ]
     jobs += [MemoryJob("gpt2", 0.1, options={"zero": 2}), MemoryJob("gpt2", dtype=torch.bfloat16)]
     assert_close(pool.run(measure, math.prod(degrees), degrees, jobs, tmp_path))

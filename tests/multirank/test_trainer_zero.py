@@ -54,6 +54,7 @@ FOREACH = Job(
     {"master_weights": True}, {"zero": 2, "gradient_sums": "own"},
     (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}), torch.bfloat16, 2.0**-7,
 )  # fmt: skip
+PARAMETERS = Job({"learning_rate": 1e-3, "bf16": True}, {"zero": 3, "dataloader_drop_last": True})
 
 
 def run(job: Job, layout: Layout, folder: str, resume: str | None, cache: str) -> dict[str, Any]:
@@ -80,7 +81,9 @@ def run(job: Job, layout: Layout, folder: str, resume: str | None, cache: str) -
     }
 
 
-@pytest.mark.parametrize("job", [FUSED, OWN, FOREACH], ids=["fused", "own", "foreach"])
+@pytest.mark.parametrize(
+    "job", [FUSED, OWN, FOREACH, PARAMETERS], ids=["fused", "own", "foreach", "parameters"]
+)
 def test_replicas_share_steps_and_resume_elsewhere(
     pool: RankPool, tmp_path: Path, job: Job
 ) -> None:

@@ -60,7 +60,7 @@ class MerakArguments(TrainingArguments):
         bucket_bytes: bytes of gradients reduced together over the replicas.
         master_weights: keep float32 masters of bfloat16 and float16 parameters.
         gradient_sums: "float32" or "own": what gradients of such parameters are summed in.
-        zero: 1 shards the optimizer over the replicas, 2 also the gradients.
+        zero: 1 shards the optimizer over the replicas, 2 also the gradients, 3 the parameters.
         tied_gradients: "microbatch" or "step": when gradients of tied parameters are summed.
         hang_limit_s: seconds that a rank may wait before every rank says where it stands and the
             job ends.
@@ -149,8 +149,8 @@ class MerakArguments(TrainingArguments):
         default=0,
         metadata={
             "help": "What replicas share instead of each having all of it: 1 the optimizer's state "
-            "and update, 2 also the gradients, 0 nothing.",
-            "choices": [0, 1, 2],
+            "and update, 2 also the gradients, 3 also the parameters, 0 nothing.",
+            "choices": [0, 1, 2, 3],
         },
     )
     tied_gradients: str = field(

@@ -167,8 +167,8 @@ def memory(  # one argument for each option
         int,
         typer.Option(
             "--zero",
-            metavar="0|1|2",
-            help="What replicas share: 1 the optimizer, 2 also the gradients.",
+            metavar="0|1|2|3",
+            help="What replicas share: 1 the optimizer, 2 also the gradients, 3 the parameters.",
         ),
     ] = 0,
     master_weights: Annotated[

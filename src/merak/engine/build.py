@@ -15,7 +15,7 @@ from merak.engine.arrivals import MOST_OPEN_GATHERS, Arrivals, guard
 from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
-from merak.engine.gradients import GradientReducer, fill_buckets
+from merak.engine.gradients import GradientReducer, fill_buckets, is_low_precision
 from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times, speeds
 from merak.engine.overlap import choose_halves, wish_for_halves
 from merak.engine.parts import KeepLess, Parts, Signature
@@ -26,6 +26,7 @@ from merak.engine.recompute import may_change, settle_recompute
 from merak.engine.records import clock_of
 from merak.engine.relief import Relief
 from merak.engine.replicas import reduced_of
+from merak.engine.sharded import Sharded, replace_parameters
 from merak.engine.stage import Stage
 from merak.engine.tied import Shared, TiedGradients, find_holders
 from merak.engine.trained import Precision, TrainedParameters
@@ -35,7 +36,7 @@ from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.tp_plan import given_plan
 from merak.plan.balance import Timed
-from merak.schedule.ir import Schedule
+from merak.schedule.ir import Kind, Schedule
 
 
 def build_engine(
@@ -61,8 +62,14 @@ def build_engine(
     check_max_shapes(options.max_shapes)
     forecast = forecast_of(source, sample, mesh, options)
     layout = forecast.layout
+    wish = wish_for_halves(options)
+    if options.zero == 3 and wish == "on":
+        raise ScheduleError(
+            "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
+            "the halves of several in turns; use zero=2, or sub_pipelining='off'."
+        )
     in_halves = choose_halves(
-        wish_for_halves(options),
+        "off" if options.zero == 3 else wish,
         layout,
         mesh,
         lambda: segment_times(layout.graph, options, mesh, source.cache_dir),
@@ -80,7 +87,9 @@ def build_engine(
         shard_index=mesh.tp_rank,
     )
     keep_less = None
-    if may_change(options.recompute) and layout.schedule.is_synchronous:
+    # A step that is given up on one rank would leave gathers on others without it.
+    can_give_up = layout.schedule.is_synchronous and options.zero != 3
+    if may_change(options.recompute) and can_give_up:
 
         def times() -> Sequence[Timed]:
             return segment_times(layout.graph, options, mesh, source.cache_dir)
@@ -127,13 +136,20 @@ def forecast_of(
 
 def _refuse_sharing(schedule: Schedule, zero: int) -> None:
     """An optimizer can be shared where all replicas of a stage have the same weights."""
-    if zero not in (0, 1, 2):
-        raise ScheduleError(f"zero={zero} is not a choice; use 0, 1 or 2.")
+    if zero not in (0, 1, 2, 3):
+        raise ScheduleError(f"zero={zero} is not a choice; use 0, 1, 2 or 3.")
     if zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
         raise ScheduleError(
             f"zero={zero} shares the optimizer among the replicas of a stage, but "
             f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
             "zero=0, or a schedule such as '1f1b'."
+        )
+    splits = any(a.kind is Kind.WEIGHT_GRADIENT for own in schedule.actions for a in own)
+    if zero == 3 and splits:
+        raise ScheduleError(
+            f"zero=3 frees a segment's parameters when its backward ends, but schedule="
+            f"{schedule.name!r} computes gradients of weights later; use zero=2, or a schedule "
+            "such as '1f1b'."
         )
 
 
@@ -162,7 +178,10 @@ def _assemble(
     programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
     shared = _shared(layout)
     progress = Progress(clock_of(mesh.device), options.recorded_steps)
-    trained, arrivals = _trained(programs, parameters, mesh, options, progress)
+    sharded = _sharded(programs, parameters, shared, mesh, options)
+    if sharded is not None:
+        parameters |= sharded.hollow
+    trained, arrivals = _trained(programs, (parameters, sharded), mesh, options, progress)
     stages = {
         stage: Stage(
             stage,
@@ -170,6 +189,7 @@ def _assemble(
             programs.buffers,
             waiting,
             mesh.device,
+            sharded,
         )
         for stage, waiting in programs.waiting.items()
     }
@@ -181,6 +201,7 @@ def _assemble(
     engine = Engine(
         Parts(
             mesh=mesh,
+            model=model,
             stages=stages,
             stage_rank=layout.stage_rank,
             parameters=parameters,
@@ -249,28 +270,58 @@ def _kept_buffers(layout: Layout, programs: Programs, mesh: Mesh) -> frozenset[s
 
 def _trained(
     programs: Programs,
-    parameters: Mapping[str, nn.Parameter],
+    held: tuple[Mapping[str, nn.Parameter], Sharded | None],
     mesh: Mesh,
     options: EngineOptions,
     progress: Progress,
 ) -> tuple[TrainedParameters, Arrivals | None]:
     """What this rank steps, and what brings it the others' steps."""
+    parameters, sharded = held
     precision = Precision(options.master_weights, options.float32_gradients)
     group = mesh.group("dp") if options.zero else None
     if group is None:
         return TrainedParameters(parameters, None, precision), None
     stages = programs.base.stages.values()
     read = [n for stage in stages for s in stage.segments for n in s.segment.parameters]
-    in_order = dict.fromkeys([*read, *parameters])
+    in_order = [n for n in dict.fromkeys([*read, *parameters]) if not parameters[n].is_meta]
     names = {id(parameters[name]): name for name in in_order}
     buckets = [
         {names[id(parameter)]: parameter for parameter in bucket}
         for bucket in fill_buckets((parameters[n] for n in in_order), options.bucket_bytes)
     ]
-    most_open = MOST_OPEN_GATHERS if options.zero == 2 else None
+    most_open = MOST_OPEN_GATHERS if options.zero >= 2 else None
     arrivals = Arrivals(buckets, group, most_open, progress)
     guard(programs.source.model, arrivals)
-    return TrainedParameters(parameters, group, precision, arrivals), arrivals
+    return TrainedParameters(parameters, group, precision, arrivals, sharded), arrivals
+
+
+def _sharded(
+    programs: Programs,
+    parameters: Mapping[str, nn.Parameter],
+    shared: frozenset[str],
+    mesh: Mesh,
+    options: EngineOptions,
+) -> Sharded | None:
+    """The parameters that replicas hold in shares; the model has empty ones in their places."""
+    if options.zero != 3 or mesh.group("dp") is None:
+        return None
+    low = [name for name, p in parameters.items() if p.requires_grad and is_low_precision(p)]
+    if low and not (options.master_weights and options.float32_gradients):
+        raise ScheduleError(
+            f"zero=3 sums gradients in the type that is stepped, and {low[0]!r} is of "
+            f"{parameters[low[0]].dtype}; set master_weights=True and leave gradient_sums="
+            "'float32', or use zero=2."
+        )
+    segments = [
+        [n for n in s.segment.parameters if n not in shared and parameters[n].requires_grad]
+        for stage in programs.base.stages.values()
+        for s in stage.segments
+    ]
+    assert mesh.device_mesh is not None
+    sharded = Sharded(segments, parameters, mesh.device_mesh["dp"], options.master_weights)
+    places = {id(parameters[name]): hollow for name, hollow in sharded.hollow.items()}
+    replace_parameters(programs.source.model, places)
+    return sharded
 
 
 def _tied(

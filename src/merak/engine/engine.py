@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -44,6 +45,13 @@ class Engine:
         """This rank's parameters by name, with all that replicas have stepped."""
         self._parts.trained.wait()
         return self._parts.parameters
+
+    def whole_model(self) -> AbstractContextManager[None]:
+        """Inside, the user's model has this rank's parameters whole, also with zero=3.
+
+        Called alike on all replicas. What is written into parameters inside is kept.
+        """
+        return self._parts.trained.whole(self._parts.model)
 
     @property
     def holds_first_stage(self) -> bool:
@@ -116,10 +124,11 @@ class Engine:
         """
         if self.updates_inside:
             self._check_asynchronous(len(signatures), update)
-        if self._parts.zero == 2:
+        if self._parts.zero >= 2:
             # Where replicas have different numbers of microbatches, their sums wait for the end.
             most, least = self._counts(len(signatures))
             self._parts.reducer.every_microbatch = most == least
+            self._check_shared(most, least)
         while True:
             self._parts.trained.start_step()
             written = self._written(signatures) if self._parts.relief.is_armed else {}
@@ -227,6 +236,14 @@ class Engine:
                 "part of an epoch out (dataloader_drop_last=True)."
             )
 
+    def _check_shared(self, most: int, least: int) -> None:
+        if self._parts.zero == 3 and most != least:
+            raise ScheduleError(
+                f"zero=3 gathers parameters on all replicas together, but they have {least} to "
+                f"{most} microbatches here; leave the last part of an epoch out "
+                "(dataloader_drop_last=True), or use zero=2."
+            )
+
     def _counts(self, num_microbatches: int) -> tuple[int, int]:
         """The most and the least microbatches that a replica has in this step."""
         group = self.mesh.group("dp")
@@ -263,6 +280,8 @@ class Engine:
         Returns:
             Per microbatch the model's outputs by name that this rank's stages make.
         """
+        if self._parts.zero == 3:
+            self._check_shared(*self._counts(len(signatures)))
         results = []
         try:
             with own_random_state(self.mesh.device):

@@ -198,9 +198,10 @@ class Forecast:
             bucket_bytes=self.options.bucket_bytes,
             sharing=Sharing(
                 degree=mesh.dp if self.options.zero else 1,
-                every_microbatch=self.options.zero == 2 and mesh.dp > 1,
+                every_microbatch=self.options.zero >= 2 and mesh.dp > 1,
                 masters=self.options.master_weights,
                 float32_gradients=self.options.float32_gradients,
+                parameters=self.options.zero == 3 and mesh.dp > 1,
             ),
         )
 

@@ -54,7 +54,8 @@ class EngineOptions:
         master_weights: keep float32 masters of parameters of a lower precision for the optimizer.
         float32_gradients: sum gradients of parameters of a lower precision in float32; else in
             their own type.
-        zero: 1 shards the optimizer over dp, 2 also the gradients, 0 neither.
+        zero: 1 shards the optimizer over dp, 2 also the gradients, 3 also the parameters, 0
+            nothing.
         optimizer: makes the optimizer, whose state counts in the memory; None counts none.
     """
 

@@ -34,6 +34,7 @@ class Parts:
 
     Args:
         mesh: the grid of ranks.
+        model: the user's model.
         stages: this rank's stages by number.
         stage_rank: the pipeline position of each stage in the first pipe, which evaluates.
         parameters: this rank's parameters by name.
@@ -56,6 +57,7 @@ class Parts:
     """
 
     mesh: Mesh
+    model: torch.nn.Module
     stages: Mapping[int, Stage]
     stage_rank: tuple[int, ...]
     parameters: Mapping[str, torch.nn.Parameter]

@@ -33,7 +33,7 @@ def reduced_of(
     reduced = {}
     for stage in programs.own_stages:
         names = _names(stage, programs, shared)
-        own = [parameters[name] for name in names]
+        own = [parameters[name] for name in names if not parameters[name].is_meta]
         group = groups[schedule.ranks_of(stage)]
         reduced[stage] = StageGradients(group, fill_buckets(own, bucket_bytes))
     return reduced

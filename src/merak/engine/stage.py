@@ -15,6 +15,7 @@ import torch
 from merak.engine import interleave, whole
 from merak.engine.deferred import WeightGradients
 from merak.engine.program import HalvedRun, Program, SegmentProgram, StageProgram
+from merak.engine.sharded import Sharded
 from merak.engine.surroundings import Surroundings, Values
 from merak.engine.weights import Leaves, Weights
 
@@ -72,16 +73,19 @@ class Stage:
         buffers: the model's buffers by name.
         waiting: where the segments leave weight gradients, if the schedule splits backwards.
         device: where it computes.
+        sharded: parameters that are gathered for a segment alone; None for none.
     """
 
-    def __init__(
+    def __init__(  # one argument for each thing that the build puts in
         self,
         index: int,
         weights: Weights,
         buffers: Mapping[str, torch.Tensor],
         waiting: WeightGradients,
         device: torch.device,
+        sharded: Sharded | None = None,
     ) -> None:
+        self.sharded = sharded
         self.index = index
         self.weights = weights
         self.waiting = waiting
@@ -175,6 +179,7 @@ class Stage:
             derived=microbatch.derived,
             random_key=microbatch.random_key,
             device=self.device,
+            sharded=self.sharded,
         )
 
 

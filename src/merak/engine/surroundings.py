@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from merak.engine.sharded import Sharded
 from merak.engine.weights import Leaves
 
 Values = dict[str, torch.Tensor]
@@ -23,6 +24,7 @@ class Surroundings:
         derived: its derived values.
         random_key: names the microbatch, for its draws.
         device: where it computes.
+        sharded: parameters that are gathered for a segment alone; None for none.
     """
 
     weights: Leaves
@@ -31,6 +33,7 @@ class Surroundings:
     derived: Mapping[str, torch.Tensor]
     random_key: tuple[int | str, ...]
     device: torch.device
+    sharded: Sharded | None = None
 
 
 def add_to(gradients: Values, name: str, gradient: torch.Tensor) -> None:

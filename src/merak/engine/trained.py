@@ -13,7 +13,8 @@ Source: arXiv:1710.03740 (mixed precision), section 3.1; arXiv:1910.02054 (ZeRO)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 from merak.core.shards import RowShare, Stepped
 from merak.engine.arrivals import Arrivals
 from merak.engine.gradients import is_low_precision
+from merak.engine.sharded import Sharded
 from merak.engine.shares import rows_of, share_rows
 
 
@@ -79,6 +81,7 @@ class TrainedParameters:
         group: the replicas among which steps are shared; None steps everything here.
         precision: in which gradients are summed, and the optimizer steps.
         arrivals: brings what the other replicas have stepped.
+        sharded: the parameters that replicas hold in shares; None for none.
     """
 
     def __init__(
@@ -87,7 +90,9 @@ class TrainedParameters:
         group: dist.ProcessGroup | None = None,
         precision: Precision | None = None,
         arrivals: Arrivals | None = None,
+        sharded: Sharded | None = None,
     ) -> None:
+        self._sharded = sharded
         self._group = group
         self._degree = 1 if group is None else dist.get_world_size(group)
         self._index = 0 if group is None else dist.get_rank(group)
@@ -95,7 +100,7 @@ class TrainedParameters:
         self._arrivals = arrivals
         self.parameters = parameters
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.items = {name: self._make(p) for name, p in trained.items()}
+        self.items = {name: self._make(name, p) for name, p in trained.items()}
         self.start_step()
 
     @property
@@ -121,7 +126,9 @@ class TrainedParameters:
             for name, item in self.items.items()
         }
 
-    def _make(self, parameter: nn.Parameter) -> Trained:
+    def _make(self, name: str, parameter: nn.Parameter) -> Trained:
+        if self._sharded is not None and name in self._sharded.stepped:
+            return Trained(parameter, self._sharded.stepped[name], self._sharded.rows(name))
         masters = self._precision.masters
         rows = share_rows(parameter, self._degree, self._index) if self.is_sharded else None
         low = is_low_precision(parameter)
@@ -146,6 +153,8 @@ class TrainedParameters:
         Args:
             loss_scale: what they were multiplied by, and are divided by now.
         """
+        if self._sharded is not None:
+            self._sharded.take_gradients()
         sources = [i.stepped if self.is_sharded else i.parameter for i in self.items.values()]
         gradients = [source.grad for source in sources if source.grad is not None]
         if gradients and loss_scale != 1.0:
@@ -160,6 +169,8 @@ class TrainedParameters:
 
     def clear_gradients(self) -> None:
         """Forget all gradients; a step then leaves everything as it is."""
+        if self._sharded is not None:
+            self._sharded.take_gradients()
         for item in self.items.values():
             item.parameter.grad = None
             item.stepped.grad = None
@@ -169,10 +180,17 @@ class TrainedParameters:
     def write_back(self) -> None:
         """Bring what was stepped into the parameters; called alike on all replicas."""
         for item in self.items.values():
-            if item.is_master:
+            if item.is_master and not item.parameter.is_meta:
                 item.own_rows().copy_(item.stepped)
         if self._arrivals is not None:
             self._arrivals.start()
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """Inside, a model has its parameters whole; called alike on all replicas."""
+        self.wait()
+        with self._sharded.whole(model) if self._sharded is not None else nullcontext():
+            yield
 
     def wait(self) -> None:
         """Wait until the parameters are whole, with what other replicas have stepped of them."""

@@ -15,6 +15,7 @@ from merak.core.random import set_random_state
 from merak.engine.program import SegmentProgram
 from merak.engine.selective import Recording
 from merak.engine.surroundings import Surroundings, Values, add_to
+from merak.engine.weights import Leaves
 
 
 @dataclass(slots=True)
@@ -144,11 +145,17 @@ def call(
     segment = program.segment
     if program.draws:
         set_random_state(around.device, *around.random_key, segment.index)
-    with torch.set_grad_enabled(keep):
+
+    def compute(weights: Leaves) -> tuple[torch.Tensor, ...]:
         return program.function(
-            *(around.weights[name] for name in segment.parameters),
+            *(weights[name] for name in segment.parameters),
             *(around.buffers[name] for name in segment.buffers),
             *(around.columns[name] for name in segment.columns),
             *inputs,
             *(around.derived[name] for name in segment.derived),
         )
+
+    with torch.set_grad_enabled(keep):
+        if around.sharded is None:
+            return compute(around.weights)
+        return around.sharded.call(segment.parameters, around.weights, compute)

@@ -35,6 +35,7 @@ class Gradients:
     _parameter_bytes: dict[str, int] = field(init=False)
     bytes: dict[str, int] = field(init=False)
     _share_bytes: dict[str, int] = field(init=False)
+    _in_shares: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """There are none."""
@@ -44,6 +45,7 @@ class Gradients:
         self._parameter_bytes = {name: meta.num_bytes for name, meta in trained.items()}
         self.bytes = around.sharing.gradient_bytes(trained)
         self._share_bytes = around.sharing.share_bytes(trained)
+        self._in_shares = frozenset(around.in_shares())
         for action in around.schedule.actions[around.rank]:
             if action.kind in FINAL_KINDS:
                 self._last[action.stage] = action.microbatch
@@ -54,6 +56,9 @@ class Gradients:
 
     def add(self, name: str, segment: SegmentProgram, action: Action) -> None:
         """A segment's backward has given a gradient."""
+        if name in self._in_shares:
+            self._gets_final(name)
+            return
         shared = self.shared(name, action)
         if shared is not None:
             self._add_shared(name, shared, segment, action)

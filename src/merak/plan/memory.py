@@ -168,7 +168,6 @@ class MemoryModel:
         fixed_bytes, varying_bytes = self._derived[rank]
         ledger = Ledger()
         parameters = parameters_of(program)
-        ledger.hold("parameters", _sum(parameters), Part.PARAMETERS)
         ledger.hold("versions", _version_bytes(rank, schedule, program), Part.PARAMETERS)
         ledger.hold("others", job.others[rank] + fixed_bytes, Part.BUFFERS)
         ledger.hold("optimizer", sum(state.values()), Part.OPTIMIZER)
@@ -187,19 +186,38 @@ class MemoryModel:
             every_microbatch=job.every_microbatch,
             open_sends=SENDS_PER_RANK * job.mesh.pp,
         )
+        _hold_parameters(around, ledger)
         Walk(around, ledger).run(steps[rank])
         # Buckets have become the gradients when the optimizer steps.
         ledger.settle(Part.COMMUNICATION, 0)
         stepped_bytes = total_bytes(job.sharing.stepped(_trained(parameters)).values())
         ledger.settle(Part.GRADIENTS, min(stepped_bytes, ledger.parts[Part.GRADIENTS]))
         ledger.look("update", taken)
-        ledger.look("gather", _gathered_bytes(job, _trained(parameters)))
+        whole = {n: m for n, m in parameters.items() if n not in around.in_shares()}
+        ledger.look("gather", _gathered_bytes(job, _trained(whole)))
         assert ledger.peak is not None
         stages = tuple(
             _stage(stage, program, state, job.sharing, ledger.stage_peaks[stage])
             for stage in program.stages
         )
         return RankMemory(rank, stages, ledger.peak)
+
+
+def _hold_parameters(around: Surroundings, ledger: Ledger) -> None:
+    """Parameters as they are held throughout, and what the largest segment gathers of them."""
+    in_shares, every = around.in_shares(), parameters_of(around.program)
+    stepped = around.sharing.stepped(in_shares)
+    masters = {n for n in in_shares if around.sharing.master_bytes(in_shares[n], stepped[n])}
+    held = {n: stepped.get(n, meta) for n, meta in every.items() if n not in masters}
+    ledger.hold("parameters", _sum(held), Part.PARAMETERS)
+    gathered = [
+        {n: in_shares[n] for n in segment.segment.parameters if n in in_shares}
+        for stage in around.program.stages.values()
+        for segment in stage.segments
+    ]
+    # As they arrive, and in their places.
+    most = max((2 * _sum(own) for own in gathered), default=0)
+    ledger.hold("gathered", most, Part.COMMUNICATION)
 
 
 def _is_replicated(rank: int, schedule: Schedule, job: Job) -> bool:

@@ -25,12 +25,15 @@ class Sharing:
         every_microbatch: whether replicas keep shares of the gradients between microbatches.
         masters: whether parameters of low precision have float32 masters.
         float32_gradients: whether their gradients are summed in float32.
+        parameters: whether replicas hold shares of the parameters as well, and gather those of a
+            segment while it runs.
     """
 
     degree: int = 1
     every_microbatch: bool = False
     masters: bool = False
     float32_gradients: bool = True
+    parameters: bool = False
 
     @property
     def is_sharded(self) -> bool:

@@ -62,6 +62,14 @@ class Surroundings:
     every_microbatch: bool
     open_sends: int
 
+    def in_shares(self) -> dict[str, TensorMeta]:
+        """Parameters of which replicas hold shares: the trained ones that one segment reads."""
+        if not self.sharing.parameters:
+            return {}
+        whole = {name for name, _ in self.shared}
+        metas = parameters_of(self.program)
+        return {n: m for n, m in metas.items() if m.requires_grad and n not in whole}
+
 
 def trained(segment: SegmentProgram) -> list[str]:
     """Names of the parameters that a segment gives gradients to."""

@@ -56,8 +56,9 @@ class Saving(Trainer):
         if self.engine is None:
             super().save_model(folder, _internal_call)
             return
-        held = self.engine.held()
-        save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
+        with self.engine.whole_model():
+            held = self.engine.held()
+            save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
         if self.args.should_save:
             self._save_companions(folder)
             if self.args.push_to_hub and not _internal_call:
@@ -72,15 +73,16 @@ class Saving(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
-        save_state(
-            Path(output_dir) / RANKS_FOLDER,
-            self.model,
-            self._inner_optimizer(),
-            self.engine.held(),
-            self.engine.shards,
-            self.mesh,
-            self.engine.trained.stepped(),
-        )
+        with self.engine.whole_model():
+            save_state(
+                Path(output_dir) / RANKS_FOLDER,
+                self.model,
+                self._inner_optimizer(),
+                self.engine.held(),
+                self.engine.shards,
+                self.mesh,
+                self.engine.trained.stepped(),
+            )
         if self.args.should_save:
             scheduler = self.lr_scheduler.state_dict()
             torch.save(scheduler, os.path.join(output_dir, SCHEDULER_NAME))
@@ -115,7 +117,8 @@ class Saving(Trainer):
         folder = Path(checkpoint) / RANKS_FOLDER
         engine = self.engine
         held, stepped = engine.held(), engine.trained.stepped()
-        load_state(folder, self.model, optimizer, held, engine.shards, self.mesh, stepped)
+        with engine.whole_model():
+            load_state(folder, self.model, optimizer, held, engine.shards, self.mesh, stepped)
 
     def _inner_optimizer(self) -> Any:
         """The optimizer itself, inside accelerate's wrapper."""

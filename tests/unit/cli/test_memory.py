@@ -123,7 +123,7 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--optimizer", "Optimise"), "--optimizer Optimise is no class of torch.optim"),
         (("--device", "abacus"), "--device abacus is not supported"),
         (("--schedule", "2f2b"), "no schedule '2f2b'"),
-        (("--zero", "3"), "zero=3 is not a choice"),
+        (("--zero", "4"), "zero=4 is not a choice"),
         (("--zero", "1", "--schedule", "gems", "--pp", "2"), "schedule='gems' keeps several"),
         (("--dtype", "int4"), "--dtype int4 is no type of parameters; use one of float32, bf"),
         (("--autocast", "float32"), "--autocast float32 is none; use bfloat16 or float16"),
