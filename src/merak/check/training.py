@@ -62,6 +62,7 @@ class CheckOptions:
         seed: of the weights and batches.
         device: where ranks compute; None takes what the machine has.
         backend: what carries tensors between ranks; None takes what fits the device.
+        sequence_parallel: whether tensor parallel ranks hold shares of the sequence.
     """
 
     schedule: str = "1f1b"
@@ -71,6 +72,7 @@ class CheckOptions:
     seed: int = 42
     device: str | None = None
     backend: str | None = None
+    sequence_parallel: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -235,6 +237,7 @@ def _parallelize(job: Job, mesh: Mesh, cache: Path) -> ParallelModel:
         schedule=job.options.schedule,
         num_microbatches=job.options.num_microbatches,
         seed=job.options.seed,
+        sequence_parallel=job.options.sequence_parallel,
     )
     engine = build_engine(source, sample, mesh, chosen)
     return ParallelModel(

@@ -31,6 +31,7 @@ def check(  # one argument for each option
     seq: Annotated[
         int | None, typer.Option("--seq", metavar="S", help="Tokens of a sequence; 32 at most.")
     ] = None,
+    sequence_parallel: options.SequenceParallel = False,
     trust_remote_code: options.TrustRemoteCode = False,
     backend: options.Backend = None,
     device: options.Device = None,
@@ -53,7 +54,15 @@ def check(  # one argument for each option
         report = check_named(
             Request(model, parse_overrides(config), seq, trust_remote_code),
             Layout(dp, tp, pp),
-            CheckOptions(schedule, microbatches, batch, steps, device=device, backend=backend),
+            CheckOptions(
+                schedule,
+                microbatches,
+                batch,
+                steps,
+                device=device,
+                backend=backend,
+                sequence_parallel=sequence_parallel,
+            ),
         )
     if os.environ.get("RANK", "0") == "0":
         show(report, _page, as_json)

@@ -116,6 +116,7 @@ class Request:
         master_weights: whether parameters of low precision have float32 masters.
         dtype: of the parameters.
         autocast: what the model runs under `torch.autocast` with; None for not.
+        sequence_parallel: whether tensor parallel ranks hold shares of the sequence.
     """
 
     model: str
@@ -133,6 +134,7 @@ class Request:
     master_weights: bool = False
     dtype: str = "float32"
     autocast: str | None = None
+    sequence_parallel: bool = False
 
 
 def memory(  # one argument for each option
@@ -185,6 +187,7 @@ def memory(  # one argument for each option
             "--autocast", metavar="TYPE", help="bfloat16 or float16: what bf16 and fp16 train with."
         ),
     ] = None,
+    sequence_parallel: options.SequenceParallel = False,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
@@ -192,6 +195,7 @@ def memory(  # one argument for each option
     request = Request(
         model, config, batch, seq, (dp, tp, pp), schedule, microbatches, recompute, budget,
         optimizer, device, zero, master_weights, dtype, autocast,
+        sequence_parallel,
     )  # fmt: skip
     with stdout_to_stderr():
         report = memory_report(request)
@@ -247,6 +251,7 @@ def memory_report(request: Request) -> MemoryReport:
             optimizer=_optimizer(request.optimizer),
             zero=request.zero,
             master_weights=request.master_weights,
+            sequence_parallel=request.sequence_parallel,
         ),
     )
     return _report(source.name, forecast, Path(folder) if folder else None)

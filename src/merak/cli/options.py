@@ -39,6 +39,13 @@ Device = Annotated[
 NoCache = Annotated[
     bool, typer.Option("--no-cache", help="Trace anew, and keep nothing for the next time.")
 ]
+SequenceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel",
+        help="Tensor parallel ranks hold shares of the sequence between split products.",
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that is in the model's folder.")
 ]

@@ -34,6 +34,9 @@ class Part:
         whole: why it leaves the others whole, by name.
         forward_collectives: how many activations tensor parallel ranks then sum or gather.
         backward_collectives: likewise gradients of activations.
+        shared_values: activations outside split work that lie in shares of the sequence.
+        values: how many activations there are outside split work; 0 without shares.
+        gathered_for: operators outside split work that take whole what lies in shares.
     """
 
     name: str
@@ -42,6 +45,9 @@ class Part:
     whole: dict[str, str] = field(default_factory=dict)
     forward_collectives: int = 0
     backward_collectives: int = 0
+    shared_values: int = 0
+    values: int = 0
+    gathered_for: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class TraceReport:
         peak_rss_bytes: the most memory this process had.
         tp: the tensor parallel degree for which the splits are.
         tp_sharded_fraction: share of the parameters (numbers, not tensors) that it splits.
+        sequence_parallel: whether its ranks hold shares of the sequence.
         parts: the segments, in order.
     """
 
@@ -71,6 +78,7 @@ class TraceReport:
     peak_rss_bytes: int
     tp: int
     tp_sharded_fraction: float
+    sequence_parallel: bool = False
     parts: list[Part] = field(default_factory=list)
 
 
@@ -80,27 +88,21 @@ def trace(
     batch: options.Batch = 1,
     seq: options.Sequence = None,
     tp: Degree = 2,
+    sequence_parallel: options.SequenceParallel = False,
     no_cache: options.NoCache = False,
     as_json: options.Json = False,
 ) -> None:
     """Trace a model without its weights and show the segments it is cut into."""
     with stdout_to_stderr():
         report = trace_report(
-            model, config, batch=batch, sequence=seq, tp=tp, use_cache=not no_cache
+            Request(model, config, batch, seq, tp, sequence_parallel), use_cache=not no_cache
         )
     show(report, _page, as_json)
 
 
-def trace_report(
-    model: str,
-    config: str | None = None,
-    *,
-    batch: int = 1,
-    sequence: int | None = None,
-    tp: int = 2,
-    use_cache: bool = True,
-) -> TraceReport:
-    """Trace and cut a transformers model, as for training.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is traced.
 
     Args:
         model: class name, folder or file, as `--model`.
@@ -108,6 +110,22 @@ def trace_report(
         batch: samples of a microbatch.
         sequence: tokens of a sequence; None for the model's longest, up to 512.
         tp: tensor parallel degree to derive splits for.
+        sequence_parallel: whether its ranks hold shares of the sequence between split products.
+    """
+
+    model: str
+    config: str | None = None
+    batch: int = 1
+    sequence: int | None = None
+    tp: int = 2
+    sequence_parallel: bool = False
+
+
+def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
+    """Trace and cut a transformers model, as for training.
+
+    Args:
+        request: the model and its batch.
         use_cache: look for the graph among those of earlier runs, and keep it.
 
     Raises:
@@ -123,8 +141,10 @@ def trace_report(
     from merak.graph.split_report import report_splits
     from merak.graph.tensor_parallel import derived
 
-    source = resolve_model(model, parse_overrides(config))
-    columns = example_columns(source.model_class, source.config, batch=batch, sequence=sequence)
+    source = resolve_model(request.model, parse_overrides(request.config))
+    columns = example_columns(
+        source.model_class, source.config, batch=request.batch, sequence=request.sequence
+    )
     started = time.perf_counter()
     with empty_weights():
         module = source.build()
@@ -136,7 +156,7 @@ def trace_report(
     )
     shapes = {name: math.prod(meta.shape) for name, meta in timed.graph.parameters.items()}
     segments = timed.graph.segments
-    parallel = derived(timed.graph, tp)
+    parallel = derived(timed.graph, request.tp, sequence=request.sequence_parallel)
     split = report_splits(timed.graph, parallel)
     return TraceReport(
         model=source.name,
@@ -151,8 +171,9 @@ def trace_report(
         },
         cached=timed.cached,
         peak_rss_bytes=peak_rss_bytes(),
-        tp=tp,
+        tp=request.tp,
         tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (sum(shapes.values()) or 1),
+        sequence_parallel=request.sequence_parallel,
         parts=[
             Part(
                 segment.name,
@@ -161,6 +182,9 @@ def trace_report(
                 found.whole,
                 found.forward,
                 found.backward,
+                found.shared,
+                found.values,
+                list(found.gathered),
             )
             for segment, found in zip(segments, split, strict=True)
         ],
@@ -210,3 +234,6 @@ def _ways(part: Part) -> Iterator[str]:
             short = re.sub(r"^.*\.\d+\.", "", name.removeprefix(f"{part.name}."))
             groups.setdefault(f"{kind}: {why}", []).append(short)
     yield from (f"{how}: {', '.join(names)}" for how, names in groups.items())
+    if part.values:
+        gathered = f"; gathered for {', '.join(part.gathered_for)}" if part.gathered_for else ""
+        yield f"on shares: {part.shared_values} of {part.values} activations{gathered}"

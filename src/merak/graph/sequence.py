@@ -36,7 +36,7 @@ Split = Callable[[Segment], SegmentSplit]
 _LEAVES_WHOLE = 1.5
 """What a result that leaves whole costs the segments that read it, in gathers of it."""
 
-_KEPT_WHOLE = 1e-3
+_KEPT_WHOLE = 2e-2
 """What it costs to hold a value whole, in gathers of it."""
 
 _PER_COLLECTIVE = 1e-2
@@ -224,8 +224,14 @@ class _Judge:
             if self.is_activation(node) and not isinstance(placed, Sharded):
                 yield _KEPT_WHOLE * math.prod(shape_of(node))
         for node in self.crossing:
-            if self.is_activation(node) and node not in laid.propagation.outputs:
+            if self.may_leave_shared(node) and node not in laid.propagation.outputs:
                 yield _LEAVES_WHOLE * math.prod(shape_of(node))
+
+    def may_leave_shared(self, node: fx.Node) -> bool:
+        """Whether a result is like what enters in shares, as a residual stream is."""
+        num_dims = {len(shape_of(source)) for source in self.entering}
+        is_like = not num_dims or len(shape_of(node)) in num_dims
+        return node in self.crossing and is_like and self.is_activation(node)
 
     def is_activation(self, node: fx.Node) -> bool:
         meta = node.meta.get("tensor")
@@ -263,8 +269,9 @@ class _Judge:
         for node in self.graph.nodes:
             if not self.is_activation(node) or not isinstance(laid.placements[node], Replicated):
                 continue
-            is_result = node in self.crossing
-            if is_result or (not self.entering and math.prod(shape_of(node)) in sizes):
+            if self.may_leave_shared(node) or (
+                not self.entering and math.prod(shape_of(node)) in sizes
+            ):
                 yield node
 
     def ways(self, node: fx.Node) -> Iterator[Sharded]:

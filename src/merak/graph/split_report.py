@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 from merak.core.shards import share_of
 from merak.graph.derive import Split, limits_of
 from merak.graph.ir import ModelGraph, Segment
-from merak.graph.sharding_cost import FORWARD, parameter_nodes
-from merak.graph.sharding_placement import Mixed
+from merak.graph.sharding_cost import (
+    FORWARD,
+    Transfer,
+    has_gradient,
+    parameter_nodes,
+    weights_only,
+)
+from merak.graph.sharding_placement import Copied, Mixed, Replicated, Sharded, family
 from merak.graph.sharding_propagate import weight_dims
+from merak.graph.sharding_sequence import Laid
 from merak.graph.tensor_parallel import TensorParallel
 from merak.graph.vocabulary import vocabularies
 
@@ -26,17 +33,25 @@ class SegmentReport:
         whole: why each other parameter is whole, by name.
         forward: collectives of activations in its forward.
         backward: those in its backward.
+        shared: values of activations, of those outside split work, that lie in shares of the
+            sequence.
+        values: how many there are outside split work.
+        gathered: operators outside split work that take whole what lies in shares.
     """
 
     split: dict[str, str] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     forward: int = 0
     backward: int = 0
+    shared: int = 0
+    values: int = 0
+    gathered: tuple[str, ...] = ()
 
 
 def report_splits(model: ModelGraph, parallel: TensorParallel) -> tuple[SegmentReport, ...]:
     """How every segment of a model is split."""
     reasons, tables = whole_reasons(model, parallel), vocabularies(model)
+    model, parallel = parallel.fit(model)
     return tuple(_report(segment, parallel, reasons, tables) for segment in model.segments)
 
 
@@ -96,9 +111,44 @@ def _report(
         for name, node in nodes.items()
         if name in found.weights
     }
-    sent = [transfer.kind in FORWARD for transfer in found.transfers if not transfer.of_weights]
     whole = {name: reasons[name] for name in nodes if name not in split}
-    return SegmentReport(split, whole, sent.count(True), sent.count(False))
+    if parallel.shares is None:
+        return SegmentReport(split, whole, *_counted(found.transfers))
+    shares = parallel.shares.segments[segment.index]
+    counts = (*_counted(shares.transfers), *_on_shares(segment, shares.laid))
+    return SegmentReport(split, whole, *counts, gathered_for(segment, shares.laid))
+
+
+def _counted(transfers: Sequence[Transfer]) -> tuple[int, int]:
+    """Collectives of activations in the forward, and in the backward."""
+    sent = [transfer.kind in FORWARD for transfer in transfers if not transfer.of_weights]
+    return sent.count(True), sent.count(False)
+
+
+def _on_shares(segment: Segment, laid: Laid) -> tuple[int, int]:
+    """How many of the values outside split work lie in shares, and how many there are."""
+    weights = weights_only(segment.graph)
+    found = [
+        node in laid.shares or node in laid.propagation.outputs
+        for node, placed in laid.propagation.placements.items()
+        if node.op == "call_function" and node not in weights and has_gradient(node)
+        if node in laid.shares or isinstance(placed, Replicated | Copied)
+    ]
+    return found.count(True), len(found)
+
+
+def gathered_for(segment: Segment, laid: Laid) -> tuple[str, ...]:
+    """The operators outside split work for which shares are gathered, and where they are."""
+    found = (
+        f"{family(node.target)} in {node.meta.get('module') or segment.name}"
+        for node, decision in laid.propagation.decisions.items()
+        if isinstance(decision.output, Replicated)
+        if any(
+            isinstance(need, Replicated) and isinstance(laid.propagation.placements[n], Sharded)
+            for n, need in decision.needs.items()
+        )
+    )
+    return tuple(dict.fromkeys(found))
 
 
 def _of_vocabulary(placed: Split, degree: int) -> str:
