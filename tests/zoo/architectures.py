@@ -11,6 +11,14 @@ LISTS: Mapping[str, Mapping[str, str | Sequence[str]]] = {
     "masked LM": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq LM": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "image classification": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "sequence classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "token classification": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "question answering": auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "image segmentation": auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
+    "image and text pairs": auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "speech to text": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "speech to characters": auto.MODEL_FOR_CTC_MAPPING_NAMES,
+    "audio classification": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 }
 """transformers' lists by what the models are for."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from merak.graph.trace import LossFunction
 
-_PROBABILITIES = ("drop", "noise", "jitter")
+_PROBABILITIES = ("drop", "noise", "jitter", "mask_time_prob", "mask_feature_prob")
 """Parts of the names of attributes that hold a probability, or the size, of random draws."""
 
 
@@ -25,12 +26,14 @@ class Case:
         build: makes the model; seeded before, so that every process makes the same one.
         batch: the batch of all replicas for a step and a number of samples.
         loss_fn: `loss_fn(outputs, batch) -> loss`, where the model computes no loss itself.
+        fixed: further arguments of the model that are no tensors.
     """
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int, int], dict[str, torch.Tensor]]
     loss_fn: LossFunction | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self, seed: int) -> nn.Module:
         """The model in train mode, without randomness, the same for the same seed.

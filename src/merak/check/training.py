@@ -125,7 +125,8 @@ class Job:
     def source(self, device: torch.device, cache: Path) -> GraphSource:
         """The model, to be traced for a device; the trace is kept in a folder ranks share."""
         model = self.model()
-        return GraphSource(model, self.case.loss_fn, device=device, cache_dir=cache)
+        case = self.case
+        return GraphSource(model, case.loss_fn, fixed=case.fixed, device=device, cache_dir=cache)
 
 
 @dataclass(slots=True)
@@ -196,7 +197,7 @@ def loss_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]
     Raises:
         KeyError: the model returns no loss.
     """
-    call = Call(tuple(microbatch), {}, case.loss_fn, ())
+    call = Call(tuple(microbatch), dict(case.fixed), case.loss_fn, ())
     return call_model(model, dict(microbatch), call)["loss"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -54,6 +55,7 @@ class Task(Enum):
     CHOICES = "the right one of several sequences"
     PIXELS = "a class for every pixel"
     ORDER = "whether the second sentence follows the first"
+    SPEECH = "fewer characters than a recording has frames"
 
 
 TASKS: Mapping[Task, tuple[Mapping[str, str | Sequence[str]], ...]] = MappingProxyType(
@@ -61,10 +63,12 @@ TASKS: Mapping[Task, tuple[Mapping[str, str | Sequence[str]], ...]] = MappingPro
         Task.SAMPLES: (
             auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
             auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+            auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
         ),
         Task.TAGS: (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,),
         Task.CHOICES: (auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,),
         Task.PIXELS: (auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,),
+        Task.SPEECH: (auto.MODEL_FOR_CTC_MAPPING_NAMES,),
         Task.ORDER: (auto.MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES,),
     }
 )
@@ -124,12 +128,20 @@ def example_columns(
         )
     taken = inspect.signature(model_class.forward).parameters
     columns = {main: INPUTS[main](sizes)}
+    if example_arguments(model_class):  # a loss of pairs, of which the main input is one half
+        columns |= {name: make(sizes) for name, make in INPUTS.items() if name in taken}
     if "decoder_input_ids" in taken and not _shifts_labels(config):
         columns["decoder_input_ids"] = _token_ids(sizes)
     for name, make in TARGETS.items():
         if name in taken:
             columns[name] = make(sizes)
     return columns
+
+
+def example_arguments(model_class: type[PreTrainedModel]) -> dict[str, bool]:
+    """What a model must be called with beside a batch to give a loss: encoders of pairs do not."""
+    taken = inspect.signature(model_class.forward).parameters
+    return {"return_loss": True} if "return_loss" in taken else {}
 
 
 def draw_batch(columns: Mapping[str, Column], *, seed: int) -> dict[str, torch.Tensor]:
@@ -196,6 +208,34 @@ def _pixels(sizes: _Sizes) -> Column:
     return Column((sizes.batch, int(channels), *sizes.image))  # type: ignore[call-overload]
 
 
+def _sound(sizes: _Sizes) -> Column:
+    """A recording: its wave where the model makes frames of it, else its spectrum by frame."""
+    strides = getattr(sizes.config, "conv_stride", None)
+    if strides:
+        return Column((sizes.batch, sizes.sequence * math.prod(strides)))
+    return _spectrum(sizes)
+
+
+def _spectrum(sizes: _Sizes) -> Column:
+    owners = (sizes.config, getattr(sizes.config, "audio_config", None))
+    bins = _first(owners, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
+    if bins is None:
+        raise CommandError(
+            f"{type(sizes.config).__name__} does not say how many numbers a frame of sound has, so "
+            "there is no example batch."
+        )
+    if (positions := _first(owners, "max_source_positions")) and _first(owners, "num_mel_bins"):
+        return Column((sizes.batch, bins, 2 * positions))  # a convolution halves its frames
+    frames = _first(owners, "max_length") if _first(owners, "time_stride") else None
+    return Column((sizes.batch, frames or sizes.sequence, bins))
+
+
+def _first(owners: Sequence[object], *names: str) -> int | None:
+    """The first of some fields that some config has."""
+    found = (getattr(owner, name, None) for name in names for owner in owners)
+    return next((value for value in found if isinstance(value, int)), None)
+
+
 def _labels(sizes: _Sizes) -> Column:
     batch, num_labels = sizes.batch, int(sizes.config.num_labels or 1)
     if sizes.task is Task.TOKENS:
@@ -206,6 +246,8 @@ def _labels(sizes: _Sizes) -> Column:
         return Column((batch, *sizes.image), num_labels)
     if sizes.task is Task.CHOICES:
         return Column((batch,), DEFAULT_CHOICES)
+    if sizes.task is Task.SPEECH:
+        return Column((batch, max(1, sizes.sequence // 4)), sizes.vocabulary)
     if sizes.task is Task.ORDER:
         return Column((batch,), 2)
     # transformers takes a single label for a number to regress.
@@ -226,7 +268,12 @@ def _boxes(sizes: _Sizes) -> Column:
 
 
 INPUTS: Mapping[str, Callable[[_Sizes], Column]] = MappingProxyType(
-    {"input_ids": _token_ids, "pixel_values": _pixels}
+    {
+        "input_ids": _token_ids,
+        "pixel_values": _pixels,
+        "input_values": _sound,
+        "input_features": _spectrum,
+    }
 )
 """How the main input is made, by its name."""
 

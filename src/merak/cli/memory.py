@@ -214,7 +214,7 @@ def memory_report(request: Request) -> MemoryReport:
     """
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
-    from merak.cli.batch import example_columns
+    from merak.cli.batch import example_arguments, example_columns
     from merak.cli.model import parse_overrides, resolve_model
     from merak.engine.build import forecast_of
     from merak.engine.layout import EngineOptions
@@ -237,6 +237,7 @@ def memory_report(request: Request) -> MemoryReport:
     forecast = forecast_of(
         GraphSource(
             module,
+            fixed=example_arguments(source.model_class),
             device=mesh.device,
             cache_dir=Path(folder) if folder else None,
             autocast=autocast,

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedConfig
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workshop, check_against
 from merak.check.shrink import IMAGE, Wanted, attempts
 from merak.check.small import Trained, first_that_trains
-from merak.cli.batch import Column, draw_batch, example_columns
+from merak.cli.batch import Column, draw_batch, example_arguments, example_columns
 from merak.cli.errors import CommandError
 from merak.cli.launch import Work, run_ranks, under_torchrun
 from merak.cli.model import ModelSource, resolve_model
@@ -48,7 +49,9 @@ class Request:
     def source(self, changes: Mapping[str, Any]) -> ModelSource:
         """The model's class and config, with further changes of fields the user has not set."""
         fields = merged(changes, self.given)
-        return resolve_model(self.model, fields, trust_remote_code=self.trust_remote_code)
+        source = resolve_model(self.model, fields, trust_remote_code=self.trust_remote_code)
+        _pad(source.config)
+        return source
 
 
 def check_named(request: Request, layout: Layout, options: CheckOptions) -> CheckReport:
@@ -85,6 +88,13 @@ def small_version(request: Request, layout: Layout, options: CheckOptions) -> Tr
     return first_that_trains(partial(_job, request, v, layout, options) for v in versions)
 
 
+def _pad(config: PreTrainedConfig) -> None:
+    """Name a padding token where there is none, which decoders that classify texts look for."""
+    text = config.get_text_config()
+    if getattr(text, "vocab_size", None) and getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0
+
+
 def merged(changes: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a config from two sources, configs inside it included; the second one wins."""
     fields = dict(changes)
@@ -106,7 +116,12 @@ def _job(
     if changes:
         columns = {name: _small_image(source, name, c) for name, c in columns.items()}
     # A config does not travel: its class may come from the model's own folder.
-    case = Case(source.name, partial(_build, request, changes), partial(_draw, columns))
+    case = Case(
+        source.name,
+        partial(_build, request, changes),
+        partial(_draw, columns),
+        fixed=example_arguments(source.model_class),
+    )
     return Job(case, layout, options)
 
 

@@ -134,7 +134,7 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     """
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
-    from merak.cli.batch import example_columns
+    from merak.cli.batch import example_arguments, example_columns
     from merak.cli.model import parse_overrides, resolve_model
     from merak.graph.build import GraphSource, build_timed
     from merak.graph.proxies import empty_weights
@@ -151,9 +151,12 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     built = time.perf_counter()
     metas = {name: column.meta for name, column in columns.items()}
     folder = default_trace_cache() if use_cache else ""
-    timed = build_timed(
-        GraphSource(module, cache_dir=Path(folder) if folder else None), metas, training=True
+    graph_source = GraphSource(
+        module,
+        fixed=example_arguments(source.model_class),
+        cache_dir=Path(folder) if folder else None,
     )
+    timed = build_timed(graph_source, metas, training=True)
     shapes = {name: math.prod(meta.shape) for name, meta in timed.graph.parameters.items()}
     segments = timed.graph.segments
     parallel = derived(timed.graph, request.tp, sequence=request.sequence_parallel)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from merak.cli.batch import Column, draw_batch, example_columns
+from merak.cli.batch import Column, draw_batch, example_arguments, example_columns
 from merak.cli.errors import CommandError
 from merak.cli.model import resolve_model
 
@@ -22,6 +22,32 @@ SEGFORMER = {
     "depths": [1, 1, 1, 1],
     "decoder_hidden_size": 16,
     "num_attention_heads": [1, 1, 2, 2],
+}
+SPEECH = {
+    "mask_time_prob": 0.0,
+    **SMALL,
+    "vocab_size": 31,
+    "conv_dim": [8, 8],
+    "conv_stride": [5, 4],
+    "conv_kernel": [10, 8],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
+SPECTRUM = {**SMALL, "max_length": 32, "num_mel_bins": 16, "patch_size": 8}
+ENCODED = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "vocab_size": 31,
+    "max_source_positions": 16,
+    "max_target_positions": 32,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
 }
 
 MODELS = [
@@ -64,6 +90,24 @@ MODELS = [
         {"pixel_values": (2, 3, 224, 224), "labels": (2,)},
     ),
     (
+        "CLIPModel",
+        {"text_config": TEXT, "vision_config": {**IMAGE, "patch_size": 32}},
+        {"input_ids": (2, 8), "pixel_values": (2, 3, 32, 32)},
+    ),
+    ("Wav2Vec2ForCTC", SPEECH, {"input_values": (2, 160), "labels": (2, 2)}),
+    ("Wav2Vec2ForSequenceClassification", SPEECH, {"input_values": (2, 160), "labels": (2,)}),
+    (
+        "WhisperForConditionalGeneration",
+        {**ENCODED, "num_mel_bins": 8},
+        {"input_features": (2, 8, 32), "labels": (2, 8)},
+    ),
+    ("ASTForAudioClassification", SPECTRUM, {"input_values": (2, 32, 16), "labels": (2,)}),
+    (
+        "Speech2TextForConditionalGeneration",
+        {**ENCODED, "input_feat_per_channel": 8},
+        {"input_features": (2, 8, 8), "labels": (2, 8)},
+    ),
+    (
         "SegformerForSemanticSegmentation",
         SEGFORMER,
         {"pixel_values": (2, 3, 224, 224), "labels": (2, 224, 224)},
@@ -82,7 +126,8 @@ def test_models_give_a_loss(
     assert {key: column.meta.dtype for key, column in columns.items()} == {
         key: value.dtype for key, value in batch.items()
     }
-    assert torch.isfinite(source.build()(**batch).loss)
+    arguments = example_arguments(source.model_class)
+    assert torch.isfinite(source.build()(**batch, **arguments).loss)
 
 
 def test_sequence_is_the_models_longest() -> None:
@@ -106,7 +151,8 @@ def test_regression_has_a_number_for_a_label() -> None:
         ("GPT2LMHeadModel", {"batch": 0}, "--batch 0 has no samples"),
         ("GPT2LMHeadModel", {"sequence": 0}, "--seq 0 has no tokens"),
         ("GPT2LMHeadModel", {"sequence": 2000}, "--seq 2000 is more than the model's 1024 posit"),
-        ("Wav2Vec2ForCTC", {}, "takes input_values, for which there is no example batch; models"),
+        ("PerceiverForMaskedLM", {}, "takes inputs, for which there is no example batch; models"),
+        ("DacModel", {}, "DacConfig does not say how many numbers a frame of sound has"),
     ],
 )
 def test_wrong_sizes(name: str, sizes: dict[str, int], said: str) -> None:
