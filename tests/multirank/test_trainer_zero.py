@@ -81,6 +81,19 @@ def run(job: Job, layout: Layout, folder: str, resume: str | None, cache: str) -
     }
 
 
+def evaluate(zero: int, cache: str) -> float:
+    merak.init(dp=2, pp=2, device="cpu")
+    setup = Setup("gpt2", arguments={"zero": zero, "max_steps": 1, "dataloader_drop_last": True})
+    trainer = make_merak(setup, 2, cache, eval_dataset=training.Texts(10))
+    trainer.train()
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def test_replicas_that_hold_shares_evaluate_unequal_numbers(pool: RankPool, tmp_path: Path) -> None:
+    whole, shares = (pool.run(evaluate, 4, zero, str(tmp_path)) for zero in (0, 3))
+    assert shares == pytest.approx(whole, rel=1e-4)  # after a step of Adam
+
+
 @pytest.mark.parametrize(
     "job", [FUSED, OWN, FOREACH, PARAMETERS], ids=["fused", "own", "foreach", "parameters"]
 )

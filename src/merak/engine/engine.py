@@ -280,8 +280,8 @@ class Engine:
         Returns:
             Per microbatch the model's outputs by name that this rank's stages make.
         """
-        if self._parts.zero == 3:
-            self._check_shared(*self._counts(len(signatures)))
+        shared = self._parts.zero == 3
+        others = self._counts(len(signatures))[0] - len(signatures) if shared else 0
         results = []
         try:
             with own_random_state(self.mesh.device):
@@ -289,6 +289,8 @@ class Engine:
                     with self.progress.evaluation(number):
                         results.append(self._evaluate(number, signature, batch))
             self._exchange.finish()
+            for _ in range(others):  # replicas with more microbatches need what is here
+                self._parts.trained.take_part()
         except BaseException:
             self.forget()
             raise

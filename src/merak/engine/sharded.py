@@ -119,6 +119,13 @@ class Sharded:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
             return _nested(list(modules), whole, compute)
 
+    def take_part(self) -> None:
+        """Gather for other replicas what a forward of theirs reads, without one here."""
+        for module in dict.fromkeys(self._modules.values()):
+            gathered: Any = module
+            gathered.unshard()
+            gathered.reshard()
+
     def take_gradients(self) -> None:
         """Give the shares of the gradients to what the optimizer steps."""
         for name, stepped in self.stepped.items():
