@@ -157,7 +157,7 @@ def rank_of_job(rank: int, job: Callable[..., Any], num_ranks: int, options: Any
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(options.port)}
     torch.set_num_threads(1)
-    merak.init(pp=num_ranks, device="cpu")
+    merak.init(pp=num_ranks, device=getattr(options, "device", "cpu"))
     found = job(num_ranks, options)
     if rank == 0:
         Path(options.folder, "found").write_bytes(pickle.dumps(found))

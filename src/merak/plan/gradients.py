@@ -148,10 +148,13 @@ class Gradients:
                 self._gets_final(name)
             return
         self._now_exists(name)
-        self.ledger.release(key)
         if shared.num_holders > 1 and not self.ledger.has(("ahead", name)):
             # The share of the next microbatch is posted ahead.
             self.ledger.hold(("ahead", name), num_bytes, Part.COMMUNICATION, action.stage)
+        if shared.num_holders > 1:
+            # For a moment there are the others' sum, the share of this rank, and both together.
+            self.ledger.look(self.around.schedule.label(action), 2 * num_bytes, action.stage)
+        self.ledger.release(key)
         self.reduce(name, action)
 
     def _gets_final(self, name: str) -> None:
