@@ -51,7 +51,7 @@ def embedding_of_share(
         (*indices, hidden): the rank's rows, zeros for those of others; their sum over the axis is
         the look-up.
     """
-    start, stop = _own(size, axis)
+    start, stop = own_rows(size, axis)
     foreign = (indices < start) | (indices >= stop)
     # An index that no rank has must fail on every rank as it does in one process.
     nowhere = (indices < 0) | (indices >= size)
@@ -122,7 +122,7 @@ class _Smoothed:
     def own_weight(self, like: torch.Tensor) -> torch.Tensor:
         """Weights of the rank's classes, to be multiplied with logits."""
         dim, size, axis = self.layout
-        start, stop = _own(size, axis)
+        start, stop = own_rows(size, axis)
         shape = [1] * like.dim()
         shape[dim] = stop - start
         if self.weight is None:
@@ -147,19 +147,19 @@ class _CrossEntropy(torch.autograd.Function):
         smoothed: _Smoothed,
     ) -> torch.Tensor:
         dim, size, axis = smoothed.layout
-        start, stop = _own(size, axis)
-        own = _own_classes(logits, dim, stop - start)
-        top = _top(own, dim, axis)
+        start, stop = own_rows(size, axis)
+        own = own_classes(logits, dim, stop - start)
+        top = top_of(own, dim, axis)
         shifted = own - top.unsqueeze(dim)
         nowhere = ~ignored & ((target < 0) | (target >= size))
-        local, foreign = _local(target, start, stop)
+        local, foreign = local_of(target, start, stop)
         local.masked_fill_(nowhere, size)  # fails, as it does in one process
-        picked = _pick(shifted, local, foreign, dim)
-        sums = [picked]
+        picked = pick(logits, local.unsqueeze(dim), foreign.unsqueeze(dim), dim).squeeze(dim)
+        sums = [(picked.to(top.dtype) - top).masked_fill(foreign, 0.0)]
         if smoothed.share:
             sums.append((shifted * smoothed.own_weight(own)).sum(dim))
         sums.append(shifted.exp_().sum(dim))
-        picked, *rest, total = _sum(torch.stack(sums), axis).unbind()
+        picked, *rest, total = sum_over(torch.stack(sums), axis).unbind()
         log_total = total.log()
         losses = (log_total - picked) * weights * (1 - smoothed.share)
         if smoothed.share:
@@ -174,11 +174,11 @@ class _CrossEntropy(torch.autograd.Function):
         logits, local, foreign, weights, ignored, normaliser = ctx.saved_tensors
         smoothed: _Smoothed = ctx.smoothed
         dim, size, axis = smoothed.layout
-        start, stop = _own(size, axis)
+        start, stop = own_rows(size, axis)
         gradient = gradient.masked_fill(ignored, 0.0)
         of_target = gradient * weights * (1 - smoothed.share)
         of_all = gradient * (smoothed.share / size)
-        own = _own_classes(logits, dim, stop - start)
+        own = own_classes(logits, dim, stop - start)
         found = (own - normaliser.unsqueeze(dim)).exp_()
         found *= (of_target + of_all * smoothed.total_weight()).unsqueeze(dim)
         if stop > start:
@@ -186,19 +186,16 @@ class _CrossEntropy(torch.autograd.Function):
             found.scatter_add_(dim, local.unsqueeze(dim), taken)
         if smoothed.share:
             found -= of_all.unsqueeze(dim) * smoothed.own_weight(own)
-        found = found.to(logits.dtype)
-        if missing := logits.shape[dim] - (stop - start):
-            found = functional.pad(found, [0, 0] * (logits.dim() - dim - 1) + [0, missing])
-        return found, None, None, None, None
+        return filled_up(found.to(logits.dtype), dim, logits.shape[dim]), None, None, None, None
 
 
-def _own(size: int, axis: str) -> tuple[int, int]:
+def own_rows(size: int, axis: str) -> tuple[int, int]:
     """The first of the rank's rows of the whole, and the one after its last."""
     ((start, stop),) = ParameterShard(0, (size,), axis_degree(axis)).ranges(axis_rank(axis))
     return start, stop
 
 
-def _own_classes(logits: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def own_classes(logits: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Logits without padding, precise enough to be summed."""
     return logits.narrow(dim, 0, count).to(_compute_dtype(logits))
 
@@ -207,7 +204,7 @@ def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _top(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
+def top_of(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
     """The largest logit of every position over all ranks."""
     if own.shape[dim]:
         top = own.amax(dim)
@@ -219,23 +216,27 @@ def _top(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
     return top
 
 
-def _local(target: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+def local_of(target: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Targets among the rank's classes, and which of them are others'."""
     foreign = (target < start) | (target >= stop)
     return (target - start).masked_fill(foreign, 0), foreign
 
 
-def _pick(
+def pick(
     values: torch.Tensor, local: torch.Tensor, foreign: torch.Tensor, dim: int
 ) -> torch.Tensor:
-    """The target's value of every position; zero where the rank has not got it."""
-    if not values.shape[dim]:
-        return values.new_zeros(local.shape)
-    picked = values.gather(dim, local.unsqueeze(dim)).squeeze(dim)
-    return picked.masked_fill(foreign, 0.0)
+    """Values of the rank's classes by index; zero for classes that it has not got."""
+    return values.gather(dim, local).masked_fill(foreign, 0.0)
 
 
-def _sum(values: torch.Tensor, axis: str) -> torch.Tensor:
+def filled_up(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The rank's classes with zeros for padding."""
+    missing = size - own.shape[dim]
+    return functional.pad(own, [0, 0] * (own.dim() - dim - 1) + [0, missing]) if missing else own
+
+
+def sum_over(values: torch.Tensor, axis: str) -> torch.Tensor:
+    """The sum of the ranks' numbers, in place; without a backward."""
     group = current_mesh().group(axis)
     if group is not None:
         dist.all_reduce(values, group=group)

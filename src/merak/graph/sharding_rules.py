@@ -150,16 +150,18 @@ def along_dim(op: Operator) -> Decision:
     asked = op.arg("dim", -1)
     dims = asked if isinstance(asked, (list, tuple)) else [asked]
     if placed.dim in {positive(dim, len(shape_of(operand))) for dim in dims}:
+        if family(op.node.target) == "log_softmax":
+            return vocabulary.log_softmax(op)
         raise op.error(f"runs along dim {placed.dim}, which is split")
     return Decision(placed)
 
 
 def gather(op: Operator) -> Decision:
-    """gather: picks along one dim, which must be whole; the index is split like the values."""
+    """gather: along the split dim by a whole index; else the index is split like the values."""
     operand, index = op.arg("self"), op.arg("index")
     lead = next(iter(op.sharded().values()))
     if positive(op.arg("dim"), len(shape_of(operand))) == lead.dim:
-        raise op.error(f"picks along dim {lead.dim}, which is split")
+        return vocabulary.pick(op)
     sizes = {shape_of(n)[lead.dim] for n in (operand, index)}
     if len(sizes) > 1 or any(op.placement(n) not in (REPLICATED, lead) for n in (operand, index)):
         raise op.error("picks by an index that is not split like the values")
@@ -232,6 +234,8 @@ def reduce(op: Operator) -> Decision:
 
 def _reduce_split(op: Operator) -> Decision:
     name = family(op.node.target)
+    if name == "logsumexp":
+        return vocabulary.logsumexp(op)
     if name == "sum":
         return Decision(PARTIAL)
     if name == "mean":
@@ -384,6 +388,7 @@ _FAMILIES: dict[Rule, str] = {
     gemm.convolution: "conv1d conv2d conv3d",
     vocabulary.embedding: "embedding",
     vocabulary.cross_entropy: "cross_entropy_loss",
+    vocabulary.nll: "nll_loss nll_loss_nd",
     gemm.attention: "scaled_dot_product_attention attend_sharded",
     views.view: "view reshape _unsafe_view flatten unflatten view_as reshape_as",
     views.transpose: "transpose swapaxes swapdims t",

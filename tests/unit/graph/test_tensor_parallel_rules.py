@@ -164,6 +164,10 @@ UNEVEN = {"up": Column((2, 1, 1)), "down": Row()}
 PLAIN = {"up": Column(), "down": Row()}
 
 
+def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return torch.gather(x, -1, torch.arange(WIDTH).flip(0).expand(B, T, WIDTH))
+
+
 @pytest.mark.parametrize(
     "between,features,up",
     [
@@ -184,6 +188,7 @@ PLAIN = {"up": Column(), "down": Row()}
         (whole_again, PLAIN, WIDTH),
         (whole_written_between_uses, PLAIN, WIDTH),
         (picked, PLAIN, WIDTH),
+        (picked_across_ranks, PLAIN, WIDTH),
         (shaped_like_others, PLAIN, WIDTH),
         (norm_over_a_head, {"up": Column()}, WIDTH),
         (norm_over_a_head, {"down": Row()}, WIDTH),
@@ -259,10 +264,6 @@ def index_of_the_split_dim(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x * x[..., 0:1].select(-1, 0).unsqueeze(-1) + x.select(-1, 3).unsqueeze(-1)
 
 
-def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return torch.gather(x, -1, torch.arange(WIDTH).flip(0).expand(B, T, WIDTH))
-
-
 def selected_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x.index_select(2, torch.arange(WIDTH))
 
@@ -301,7 +302,6 @@ def written_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
         (three_heads, r"tp=2 does not divide the 3 outputs of up; the degrees .* are 1 and 3\."),
         (slice_across_ranks, r"it takes 1 … 24 of a dim split in parts of 24; if up is a fused"),
         (index_of_the_split_dim, r"it takes 0 … 1 of a dim split|takes one index of dim 2, which"),
-        (picked_across_ranks, r"gather\.default.* it picks along dim 2, which is split"),
         (selected_across_ranks, r"index_select\.default.* it picks along dim 2, which is split"),
         (indexed_across_ranks, r"index\.Tensor.* it picks elements along a dim that is split"),
         (random_like, r"aten\.rand_like\.default.* it has no rule for operands that are split"),

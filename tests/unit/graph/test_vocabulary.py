@@ -131,11 +131,11 @@ def by_gate(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits / (logits.sigmoid() + 1.0), y)
 
 
-def summed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits, y) + logits.sum()
+def by_probability(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits, y) + logits.softmax(-1).square().mean()
 
 
-@pytest.mark.parametrize("loss", [to_probabilities, by_gate, summed])
+@pytest.mark.parametrize("loss", [to_probabilities, by_gate, by_probability])
 def test_what_must_see_all_classes_or_could_see_padding_keeps_a_head_whole(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +160,37 @@ def test_class_weights_and_smoothing(monkeypatch: pytest.MonkeyPatch) -> None:
         cases.traced(model, batch), None, 2
     ).weights.keys()
     assert_parity(model, batch, None, 2, monkeypatch)
+
+
+def in_two_steps(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.nll_loss(logits.log_softmax(-1), y)
+
+
+def picked(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (logits.logsumexp(-1) - logits.gather(-1, y.unsqueeze(-1)).squeeze(-1)).mean()
+
+
+def summed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits, y) - logits.mean(-1).sum()
+
+
+@pytest.mark.parametrize("loss", [in_two_steps, picked, summed])
+@pytest.mark.parametrize("degree", [2, 101])  # with padding and without
+def test_losses_written_by_hand(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], degree: int
+) -> None:
+    model, batch = Classifier(loss), {"x": torch.randn(6, 8), "y": torch.randint(101, (6,))}
+    graph = cases.traced(model, batch)
+    split, shards = shard_model(
+        graph, tensor_parallel(graph, {"head": Vocabulary()}, degree).weights, degree
+    )
+    assert shards["head.weight"].parts == shards["head.bias"].parts == (101,)
+    shapes = [
+        node.meta["tensor"].shape
+        for node in split.segments[-1].graph.nodes
+        if isinstance(node.meta.get("tensor"), TensorMeta)
+    ]
+    assert not any(101 in shape for shape in shapes)
 
 
 class Tables(nn.Module):
