@@ -13,9 +13,9 @@ from merak import MerakArguments, MerakTrainer, empty_weights, parallelize
 from merak.core.errors import ScheduleError
 from merak.core.mesh import init
 from tests.multirank.compare import assert_gradients_close
-from tests.multirank.training import Texts, Uneven, gpt2, loss_of_logits
+from tests.multirank.training import SEQUENCE, VOCABULARY, Texts, Uneven, gpt2, loss_of_logits
 
-VOCABULARY, SEQUENCE, SAMPLES = 64, 12, 2
+SAMPLES = 2
 
 
 def loss_fn(outputs: Any, batch: Any) -> torch.Tensor:

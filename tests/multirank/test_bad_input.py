@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from merak.core.errors import MerakError
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import Setup, Texts, loss_of_logits, make_merak
+from tests.multirank.training import VOCABULARY, Setup, Texts, loss_of_logits, make_merak
 from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
 
 
@@ -209,16 +209,16 @@ def skip_steps(degrees: Mapping[str, int]) -> list[Any]:
         train_dataset=Texts(80, padded=False),
         callbacks=[Parameters()],
     )
-    trainer.train_dataset.ids[36] = 63
+    trainer.train_dataset.ids[36] = VOCABULARY - 1
     trainer.train()
     rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
     return [seen, rates]
 
 
 def loss_or_nothing(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
-    """Infinite for a sample whose labels are all 63."""
+    """Infinite for a sample whose labels are all the last token."""
     loss = loss_of_logits(outputs, labels, num_items_in_batch)
-    is_bad = ((labels == 63) | (labels == -100)).all(dim=1).any()
+    is_bad = ((labels == VOCABULARY - 1) | (labels == -100)).all(dim=1).any()
     return loss / (~is_bad).to(loss.dtype)
 
 
