@@ -86,10 +86,10 @@ def choose_halves(
         return False
     if wish == "on":
         return True
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    if batch_size(layout.graph) < 2:
-        return False
-    if mesh.device.type == "cpu" and not crosses_nodes(mesh, per_node):
+    # Nodes may have different numbers of ranks: rank 0 says whether all of them measure.
+    measured = [batch_size(layout.graph) >= 2 and _is_worth_measuring(mesh)]
+    dist.broadcast_object_list(measured, src=0)
+    if not measured[0]:
         return False
     sums = measure_sums(layout, mesh)
     # Measured times differ from rank to rank, and all need one answer: rank 0 decides.
@@ -108,6 +108,11 @@ def choose_halves(
         )
     dist.broadcast_object_list(decided, src=0)
     return decided[0]
+
+
+def _is_worth_measuring(mesh: Mesh) -> bool:
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
+    return mesh.device.type != "cpu" or crosses_nodes(mesh, per_node)
 
 
 def tensor_parallel_stages(
