@@ -70,7 +70,7 @@ def half(folder: str, layout: Layout, resume: str | None, cache: str) -> dict[st
         "learning_rate": 1e-3,
     }  # fmt: skip
     trainer = make_merak(Setup("gpt2", arguments=arguments), dp, cache)
-    trainer.scaler.scale, trainer.scaler.growth_interval = 2.0**22, 4
+    trainer.scaler.scale, trainer.scaler.growth_interval = 2.0**22, 2
     seen: dict[str, Any] = {"scales": [], "moved": [], "place": mesh.pp_rank}
     end, update = trainer.callback_handler.on_step_end, trainer.scaler.update
     before: dict[str, torch.Tensor] = {}
@@ -112,11 +112,15 @@ def test_all_ranks_skip_the_same_steps_and_the_scale_is_kept(
             assert rank[key] == whole_run[0][key], key
     seen = whole_run[0]
     skipped = seen["moved"].index(True)
-    assert skipped == 3
-    assert all(seen["moved"][skipped:7])
-    halved = [2.0 ** (22 - i) for i in range(skipped + 1)]
-    assert seen["scales"][: skipped + 1] == halved
-    assert seen["scales"][skipped + 4] == 2 * halved[-1]  # four good steps
+    assert skipped >= 2
+    scale, good = 2.0**22, 0
+    for moved, found in zip(seen["moved"], seen["scales"], strict=True):
+        assert found == scale
+        good = good + 1 if moved else 0
+        scale = scale / 2 if not moved else scale
+        if good == 2:
+            scale, good = 2 * scale, 0
+    assert seen["scales"][skipped + 2] > seen["scales"][skipped]  # after two good steps
     assert len(set(seen["rates"][: skipped + 1])) == 1  # the schedule waits for the first update
     # In another layout, from the middle, the same scales and losses.
     again = pool.run(half, 2, str(tmp_path), (1, 2, 1), str(tmp_path / "checkpoint-6"), cache)
