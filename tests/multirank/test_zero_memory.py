@@ -32,10 +32,21 @@ class Square(nn.Module):
         return {"loss": x.float().square().mean()}
 
 
-def held(before: set[int]) -> int:
+Storages = dict[int, torch.UntypedStorage]
+
+
+def held(before: Storages) -> int:
     """Bytes of all storages of tensors and gradients that Python knows, but for some."""
+    return sum(s.nbytes() for place, s in storages().items() if place not in before)
+
+
+def storages() -> Storages:
+    """Every storage of a tensor or gradient that Python knows, by its place.
+
+    As long as it is held, nothing else can come to lie in its place.
+    """
     gc.collect()
-    found = {}
+    found: Storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
@@ -44,14 +55,8 @@ def held(before: set[int]) -> int:
                     continue
                 if tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
-                    found[storage._cdata] = storage.nbytes()
-    return sum(size for place, size in found.items() if place not in before)
-
-
-def places() -> set[int]:
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    return {t.untyped_storage()._cdata for t in tensors if t.device.type == "cpu"}
+                    found[storage._cdata] = storage
+    return found
 
 
 def count_all(choices: list[tuple[int, bool]]) -> list[tuple[list[float], float]]:
@@ -61,7 +66,7 @@ def count_all(choices: list[tuple[int, bool]]) -> list[tuple[list[float], float]
 
 def count(zero: int, float32_gradients: bool) -> tuple[list[float], float]:
     """Bytes per parameter: at the start of microbatches of the second step, and after it."""
-    before = places()
+    before = storages()
     batch = {"x": torch.ones(4, WIDTH, dtype=torch.bfloat16)}
     parallel = merak.parallelize(
         Square().to(torch.bfloat16), batch, num_microbatches=2, master_weights=True, zero=zero,
