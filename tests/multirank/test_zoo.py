@@ -41,7 +41,7 @@ SAMPLE = {
     "ConvBertForMaskedLM": "kernels that depend on the input",
     "DebertaV2ForMaskedLM": "attention to positions by gathering",
     "FNetForMaskedLM": "Fourier transforms",
-    "FunnelForMaskedLM": "sequences that grow shorter and long again",
+    "LukeForMaskedLM": "words and entities",
     "MobileBertForMaskedLM": "bottlenecks, sums without norms",
     "NystromformerForMaskedLM": "landmarks and an iterated inverse",
     "SqueezeBertForMaskedLM": "grouped convolutions for projections",
@@ -53,8 +53,8 @@ SAMPLE = {
     "HieraForImageClassification": "units of masks, pooled queries",
     "PoolFormerForImageClassification": "pooling in place of attention",
     "SegformerForImageClassification": "keys of fewer places",
-    "SiglipForImageClassification": "patches without a class token",
-    "SwinForImageClassification": "shifted windows, a hierarchy",
+    "BeitForImageClassification": "a bias by the distance of patches",
+    "ImageGPTForImageClassification": "pixels as words",
     "ViTForImageClassification": "patches",
 }
 """What each of them adds to the others."""
