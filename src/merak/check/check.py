@@ -150,7 +150,8 @@ def _vanishes(job: Job, workshop: Workshop) -> bool:
     try:
         graph = trace_job(exact, workshop.folder)
         verdict = judge(exact, graph, _train(exact, workshop), train_alone(exact), EXACT)
-    except Exception:  # a model that knows no float64: then there is no excuse
+    except Exception as error:  # a model that knows no float64: then there is no excuse
+        logger.info("%s cannot be checked in float64: %s", job.case.name, error)
         return False
     return verdict.reason is None
 

@@ -22,6 +22,9 @@ from merak.core.mesh import current_mesh
 from merak.core.regather import note_gathered
 from merak.core.shards import ParameterShard, join, take
 
+Collective = Callable[[torch.Tensor, int, tuple[int, ...], str], torch.Tensor]
+"""Of a tensor, the dim that is split, the sizes of its fused parts, and the mesh axis."""
+
 
 def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Let a replicated tensor enter work that is split over an axis.
@@ -80,8 +83,7 @@ def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     Returns:
         The whole tensor, on every rank; backward keeps the rank's own slice of the gradient.
     """
-    result: torch.Tensor = _GatherFrom.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _there_and_back(tensor, _all_gather, _own_slice, (dim, parts, axis))
 
 
 def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
@@ -96,8 +98,7 @@ def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) 
     Returns:
         The slice; backward puts the slices of the gradient together.
     """
-    result: torch.Tensor = _SliceTo.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _there_and_back(tensor, _own_copy, _all_gather, (dim, parts, axis))
 
 
 def scatter_sum(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
@@ -112,8 +113,7 @@ def scatter_sum(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     Returns:
         The slice; backward puts the slices of the gradient together, for every summand.
     """
-    result: torch.Tensor = _ScatterSum.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _there_and_back(tensor, _reduce_scatter, _all_gather, (dim, parts, axis))
 
 
 def gather_copied(
@@ -131,7 +131,7 @@ def gather_copied(
         The whole tensor, on every rank; its gradient, of which each rank has a part, is summed over
         the axis, and backward keeps the rank's own slice.
     """
-    result: torch.Tensor = _GatherCopied.apply(tensor, dim, parts, axis)  # type: ignore[no-untyped-call]
+    result = _there_and_back(tensor, _all_gather, _reduce_scatter, (dim, parts, axis))
     note_gathered(result, tensor, partial(_all_gather, dim=dim, parts=parts, axis=axis))
     return result
 
@@ -244,56 +244,33 @@ class _ReduceFrom(torch.autograd.Function):
         return gradient, None
 
 
-class _GatherFrom(torch.autograd.Function):
+class _ThereAndBack(torch.autograd.Function):
+    """One collective on the way there, and its opposite for the gradient on the way back."""
+
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+        ctx: Any,
+        tensor: torch.Tensor,
+        there: Collective,
+        back: Collective,
+        layout: tuple[int, tuple[int, ...], str],
     ) -> torch.Tensor:
-        ctx.layout = (dim, parts, axis)
-        return _all_gather(tensor, dim, parts, axis)
+        ctx.back, ctx.layout = back, layout
+        return there(tensor, *layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _own_slice(gradient, *ctx.layout), None, None, None
+        return ctx.back(gradient, *ctx.layout), None, None, None
 
 
-class _SliceTo(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
-    ) -> torch.Tensor:
-        ctx.layout = (dim, parts, axis)
-        return _own_slice(tensor, dim, parts, axis).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_gather(gradient, *ctx.layout), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
-    ) -> torch.Tensor:
-        ctx.layout = (dim, parts, axis)
-        return _reduce_scatter(tensor, dim, parts, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_gather(gradient, *ctx.layout), None, None, None
-
-
-class _GatherCopied(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
-    ) -> torch.Tensor:
-        ctx.layout = (dim, parts, axis)
-        return _all_gather(tensor, dim, parts, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _reduce_scatter(gradient, *ctx.layout), None, None, None
+def _there_and_back(
+    tensor: torch.Tensor,
+    there: Collective,
+    back: Collective,
+    layout: tuple[int, tuple[int, ...], str],
+) -> torch.Tensor:
+    result: torch.Tensor = _ThereAndBack.apply(tensor, there, back, layout)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
@@ -333,3 +310,7 @@ def _reduce_scatter(
 
 def _own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
     return take(tensor, ParameterShard(dim, parts, axis_degree(axis)), axis_rank(axis))
+
+
+def _own_copy(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    return _own_slice(tensor, dim, parts, axis).contiguous()
