@@ -34,10 +34,13 @@ class Column:
     Args:
         shape: its sizes, the batch first.
         num_values: whole numbers 0 … num_values − 1; None for floating point numbers.
+        last: the last one of every row, which is nowhere else in it, such as the token that ends
+            a text; None where it is drawn like the others.
     """
 
     shape: tuple[int, ...]
     num_values: int | None = None
+    last: int | None = None
 
     @property
     def meta(self) -> TensorMeta:
@@ -153,7 +156,12 @@ def _draw(column: Column, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if column.num_values is None:
         return torch.randn(column.shape, generator=generator)
-    return torch.randint(column.num_values, column.shape, generator=generator)
+    if column.last is None:
+        return torch.randint(column.num_values, column.shape, generator=generator)
+    drawn = torch.randint(column.num_values - 1, column.shape, generator=generator)
+    drawn += drawn >= column.last
+    drawn[..., -1] = column.last
+    return drawn
 
 
 def _task(model_class: type[PreTrainedModel]) -> Task:
@@ -200,7 +208,14 @@ def _visual(config: PreTrainedConfig, name: str, default: int) -> object:
 def _token_ids(sizes: _Sizes) -> Column:
     if sizes.task is Task.CHOICES:
         return Column((sizes.batch, DEFAULT_CHOICES, sizes.sequence), sizes.vocabulary)
-    return Column((sizes.batch, sizes.sequence), sizes.vocabulary)
+    return Column((sizes.batch, sizes.sequence), sizes.vocabulary, _end_of_text(sizes))
+
+
+def _end_of_text(sizes: _Sizes) -> int | None:
+    """The token that ends a text: some models read a whole text's class off its place."""
+    end = getattr(sizes.config.get_text_config(), "eos_token_id", None)
+    fits = isinstance(end, int) and 0 <= end < sizes.vocabulary
+    return end if fits and sizes.task is Task.SAMPLES else None
 
 
 def _pixels(sizes: _Sizes) -> Column:
