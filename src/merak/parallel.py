@@ -11,7 +11,7 @@ from torch import nn
 
 from merak.core.errors import DataError, ScheduleError
 from merak.core.mesh import current_mesh
-from merak.data import signature
+from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
@@ -49,12 +49,13 @@ class ParallelModel:
         self.num_microbatches = num_microbatches
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
+        self.plain: Mapping[str, Any] = {}  # arguments in every batch that are no tensors
         trained = list(engine.trained.named.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
 
-    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Train on one batch: forward, backward, reduction, clipping, optimizer.
 
         An asynchronous schedule steps the optimizer several times on its way, each time for the
@@ -68,9 +69,10 @@ class ParallelModel:
             The loss, a scalar: the mean over microbatches and replicas, the same on every rank.
 
         Raises:
-            DataError: a batch that does not divide into the microbatches.
+            DataError: a batch that does not divide into the microbatches, or has other plain
+                arguments than the one that the model was traced with.
         """
-        microbatches = split_batch(batch, self.num_microbatches)
+        microbatches = split_batch(without_plain(batch, self.plain), self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
         self.engine.trained.clear_gradients()
         losses = self.engine.train_step(
@@ -109,7 +111,7 @@ class ParallelModel:
             self.optimizer.step()
         self.engine.trained.write_back()
 
-    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The loss of one batch, without training.
 
         Args:
@@ -119,7 +121,7 @@ class ParallelModel:
             The loss, a scalar: the mean over microbatches and replicas, the same on every rank.
         """
         engine = self.engine
-        microbatches = split_batch(batch, self.num_microbatches)
+        microbatches = split_batch(without_plain(batch, self.plain), self.num_microbatches)
         made = engine.evaluate([signature(b).columns for b in microbatches], microbatches)
         losses = [outputs["loss"] for outputs in made if "loss" in outputs]
         total = (
@@ -139,7 +141,7 @@ class ParallelModel:
 
 def parallelize(
     model: nn.Module,
-    example_batch: Mapping[str, torch.Tensor],
+    example_batch: Mapping[str, Any],
     *,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
@@ -153,7 +155,8 @@ def parallelize(
     Args:
         model: any traceable module; called as `model(**batch)`. It returns a loss, unless
             `loss_fn` computes it.
-        example_batch: one replica's batch, as `step` will get it.
+        example_batch: one replica's batch, as `step` will get it. Truth values, numbers, texts and
+            None in it are arguments of the model that every batch has.
         loss_fn: `loss_fn(outputs, batch) -> loss`; columns that the model's forward does not name
             are for it alone.
         optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`.
@@ -173,8 +176,9 @@ def parallelize(
     """
     mesh = current_mesh()
     check_autocast(autocast, mesh.device)
-    sample = signature(split_batch(example_batch, num_microbatches)[0]).columns
-    source = GraphSource(model=model, loss_fn=loss_fn, device=mesh.device, autocast=autocast)
+    columns, plain = split_plain(example_batch)
+    sample = signature(split_batch(columns, num_microbatches)[0]).columns
+    source = GraphSource(model, loss_fn, fixed=plain, device=mesh.device, autocast=autocast)
     chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)
     engine = build_engine(source, sample, mesh, chosen)
     if engine.updates_inside and max_grad_norm is not None:
@@ -188,7 +192,9 @@ def parallelize(
             f"schedule={chosen.schedule!r} updates stages before a step's last gradient is known, "
             "so no rank can tell whether float16 has overflowed; use autocast=torch.bfloat16."
         )
-    return ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm, scaler)
+    parallel = ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm, scaler)
+    parallel.plain = plain
+    return parallel
 
 
 def split_batch(

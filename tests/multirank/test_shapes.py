@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ import torch
 import transformers
 from torch import nn
 
+from merak.core.mesh import init, reset
 from merak.core.shards import join
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.layout import EngineOptions
+from merak.graph.build import GraphSource
+from merak.schedule.registry import build, names
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Layout, gpt2, llama
 
@@ -34,6 +41,9 @@ def t5() -> nn.Module:
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
+
+SCHEDULES = tuple(name for name in names() if build(name, 2, 4).is_synchronous)
+"""Those after a step of which every gradient is there."""
 
 MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5}
 
@@ -74,21 +84,17 @@ def train_alone(family: str, num_replicas: int) -> list[Step]:
     return steps
 
 
-def train_on_ranks(layout: Layout, family: str, schedule: str) -> Mapping[str, Any]:
+def train_on_ranks(
+    layout: Layout, family: str, schedule: str, cache: Path, num_microbatches: int = 2
+) -> Mapping[str, Any]:
     """The same on this rank of a layout, with room for three shapes alone."""
-    import merak
-    from merak.data import signature
-
     dp, tp, pp = layout
-    mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
-    first = batches_of(0, family, 0)[0]
-    both = {name: torch.cat([column, column]) for name, column in first.items()}
-    parallel = merak.parallelize(
-        model_of(family), both, num_microbatches=2, schedule=schedule, max_shapes=3,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-    )  # fmt: skip
-    engine, optimizer = parallel.engine, parallel.optimizer
-    assert optimizer is not None
+    mesh = init(dp=dp, tp=tp, pp=pp, device="cpu")
+    sample = signature(batches_of(0, family, 0)[0]).columns
+    options = EngineOptions(schedule=schedule, num_microbatches=num_microbatches, max_shapes=3)
+    source = GraphSource(model_of(family), device=mesh.device, cache_dir=cache)
+    engine = build_engine(source, sample, mesh, options)
+    optimizer = torch.optim.SGD(engine.trained.named.values(), lr=0.05)
     steps = []
     for step in range(len(LENGTHS)):
         engine.trained.clear_gradients()
@@ -100,6 +106,15 @@ def train_on_ranks(layout: Layout, family: str, schedule: str) -> Mapping[str, A
         steps.append({"loss": float(losses.sum()), "gradients": own})
     place = (mesh.dp_rank, mesh.tp_rank, mesh.pp_rank)
     return {"steps": steps, "shards": dict(engine.shards), "place": place}
+
+
+def train_by_every_schedule(layout: Layout, family: str, cache: Path) -> list[Mapping[str, Any]]:
+    """`train_on_ranks` by one schedule after another, some of which need four microbatches."""
+    found = []
+    for schedule in SCHEDULES:
+        found.append(train_on_ranks(layout, family, schedule, cache, num_microbatches=4))
+        reset()
+    return found
 
 
 def whole_gradients(ranks: Sequence[Mapping[str, Any]], step: int) -> dict[str, torch.Tensor]:
@@ -123,14 +138,29 @@ def whole_gradients(ranks: Sequence[Mapping[str, Any]], step: int) -> dict[str, 
     ],
 )
 def test_gradients_over_changing_shapes(
-    pool: RankPool, family: str, layout: Layout, schedule: str
+    pool: RankPool, family: str, layout: Layout, schedule: str, tmp_path: Path
 ) -> None:
     (expected,) = pool.run(train_alone, 1, family, layout[0])
     num_ranks = layout[0] * layout[1] * layout[2]
-    ranks = pool.run(train_on_ranks, num_ranks, layout, family, schedule)
+    ranks = pool.run(train_on_ranks, num_ranks, layout, family, schedule, tmp_path)
+    assert_steps(ranks, expected, layout[0])
+
+
+def test_every_schedule_takes_changing_shapes(pool: RankPool, tmp_path: Path) -> None:
+    layout: Layout = (1, 1, 2)
+    (expected,) = pool.run(train_alone, 1, "gpt2", 1)
+    by_rank = pool.run(train_by_every_schedule, 2, layout, "gpt2", tmp_path)
+    for ranks in zip(*by_rank, strict=True):
+        assert_steps(ranks, expected, 1)
+
+
+def assert_steps(
+    ranks: Sequence[Mapping[str, Any]], expected: Sequence[Step], num_replicas: int
+) -> None:
+    """Every step's losses and gradients are those of one process."""
     for step, wanted in enumerate(expected):
         losses = {r["place"]: r["steps"][step]["loss"] for r in ranks}
-        replicas = [losses[replica, 0, 0] for replica in range(layout[0])]
+        replicas = [losses[replica, 0, 0] for replica in range(num_replicas)]
         assert sum(replicas) == pytest.approx(wanted["loss"], rel=1e-5)
         found = whole_gradients(ranks, step)
         assert found.keys() == wanted["gradients"].keys()

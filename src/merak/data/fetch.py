@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -14,6 +15,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from merak.core.errors import DataError
 from merak.core.random import seed_for
 from merak.data.columns import columns_read, is_stored, narrow_dataset
+from merak.data.plain import without_plain
 from merak.data.randomness import RandomStream
 
 
@@ -28,6 +30,7 @@ class Fetch:
         reads: the columns of a sample that `collate` is given; None for whole samples.
         seed: of every random draw in the dataset and the collator.
         may_draw: whether the dataset or the collator may draw random numbers.
+        plain: arguments beside the columns that every batch has.
     """
 
     dataset: Any
@@ -36,10 +39,15 @@ class Fetch:
     reads: frozenset[str] | None
     seed: int
     may_draw: bool
+    plain: Mapping[str, Any] = field(default_factory=dict)
 
 
 def make_fetch(
-    dataset: Any, collate: Callable[[Any], Any], columns: tuple[str, ...] | None, seed: int
+    dataset: Any,
+    collate: Callable[[Any], Any],
+    columns: tuple[str, ...] | None,
+    seed: int,
+    plain: Mapping[str, Any] = MappingProxyType({}),
 ) -> Fetch:
     """Decide what has to be read to make some columns of the batch.
 
@@ -48,6 +56,7 @@ def make_fetch(
         collate: the user's collator, or transformers' wrapper of it.
         columns: the columns wanted of the batch; None for all.
         seed: the job's seed.
+        plain: arguments beside the columns that every batch has.
     """
     collate, own_seed = _without_own_generator(collate)
     seed = seed if own_seed is None else seed_for(seed, "collator", own_seed)
@@ -57,7 +66,7 @@ def make_fetch(
     reads = columns_read(collate, columns)
     if reads is not None:
         dataset = narrow_dataset(dataset, reads)
-    return Fetch(dataset, collate, columns, reads, seed, may_draw)
+    return Fetch(dataset, collate, columns, reads, seed, may_draw, plain)
 
 
 def _without_own_generator(
@@ -96,7 +105,7 @@ def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
     """The wanted columns of the batch that some samples make.
 
     Raises:
-        DataError: the collator gives no columns, or not all that are wanted.
+        DataError: the collator gives no columns, or not all that are wanted, or other arguments.
     """
     batch = fetch.collate(samples)
     if not isinstance(batch, Mapping):
@@ -106,6 +115,7 @@ def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
         )
     if fetch.columns is None:
         return dict(batch)
+    batch = without_plain(batch, fetch.plain)
     for column in fetch.columns:
         if column not in batch:
             raise DataError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
@@ -42,6 +44,7 @@ def shard_loader(
     dp_rank: int,
     columns: tuple[str, ...] | None,
     seed: int,
+    plain: Mapping[str, Any] = MappingProxyType({}),
 ) -> DataLoader[Any]:
     """Turn the loader of a single process into the loader of one rank.
 
@@ -55,16 +58,19 @@ def shard_loader(
         columns: the columns that this rank's segments read; () to read no data and yield {}; None
             for all columns.
         seed: the job's seed; keys the draws of random datasets and collators.
+        plain: arguments that are no tensors, which every batch has beside its columns.
 
     Returns:
         A loader with `set_epoch`, on which `accelerate.skip_first_batches` works.
 
     Raises:
-        DataError: the loader has no batches; later, a batch without a column that is wanted.
+        DataError: the loader has no batches; later, a batch without a column that is wanted, or
+            with other plain arguments.
     """
     check_not_empty(loader.dataset)
+    fetch = make_fetch(loader.dataset, loader.collate_fn, columns, seed, plain)
     if is_iterable(loader.dataset):
-        return _shard_stream(loader, dp_degree, dp_rank, columns, seed)
+        return _shard_stream(loader, fetch, dp_degree, dp_rank)
     batched = loader.batch_sampler is not None
     batches = RankBatches(
         loader.batch_sampler if batched else loader.sampler,
@@ -73,28 +79,23 @@ def shard_loader(
         seed=seed,
     )
     _check_some_batches(loader, batches)
-    fetch = None if columns == () else make_fetch(loader.dataset, loader.collate_fn, columns, seed)
+    reads = columns != ()
     sharded: DataLoader[Any] = DataLoaderShard(
-        RankDataset(loader.dataset, fetch, batched),
+        RankDataset(loader.dataset, fetch if reads else None, batched),
         batch_sampler=batches,
         collate_fn=as_is,
         device=getattr(loader, "device", None),
         use_stateful_dataloader=getattr(loader, "use_stateful_dataloader", False),
         _drop_last=getattr(loader, "_drop_last", loader.drop_last),
         _non_blocking=getattr(loader, "_non_blocking", False),
-        **({} if fetch is None else _options(loader)),
+        **(_options(loader) if reads else {}),
     )
     return sharded
 
 
 def _shard_stream(
-    loader: DataLoader[Any],
-    dp_degree: int,
-    dp_rank: int,
-    columns: tuple[str, ...] | None,
-    seed: int,
+    loader: DataLoader[Any], fetch: Fetch, dp_degree: int, dp_rank: int
 ) -> DataLoader[Any]:
-    fetch = make_fetch(loader.dataset, loader.collate_fn, columns, seed)
     stream = RankStream(
         fetch,
         dp_degree=dp_degree,

@@ -12,7 +12,7 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader
 
 from merak.core.mesh import Mesh
-from merak.data import BatchSignature, example_batch, shard_loader
+from merak.data import BatchSignature, example_batch, shard_loader, without_plain
 from merak.engine.engine import Engine
 from merak.trainer.batches import Agreement, Batch, Council
 from merak.trainer.tokens import TOKENS, TokenCounter
@@ -26,12 +26,14 @@ class EvaluationOptions:
         only_loss: no logits or labels.
         label_names: columns that are labels.
         kept_inputs: columns to give back beside the results.
+        plain: arguments that are no tensors, which every batch has beside its columns.
         seed: of the loader's random draws.
     """
 
     only_loss: bool
     label_names: tuple[str, ...]
     kept_inputs: tuple[str, ...]
+    plain: Mapping[str, Any]
     seed: int
 
 
@@ -102,18 +104,20 @@ class Evaluation:
     # ---- computing ----
 
     def _rank_loader(self) -> DataLoader[Any]:
-        sample = example_batch(self._loader, seed=self._options.seed)
+        options = self._options
+        sample = without_plain(example_batch(self._loader, seed=options.seed), options.plain)
         signature = self._counter.signature(sample)
         read = list(self._engine.columns(signature.columns, training=False))
         if self._engine.holds_last_stage:
-            kept = (*self._options.label_names, *self._options.kept_inputs)
+            kept = (*options.label_names, *options.kept_inputs)
             read += [name for name in kept if name in sample]
         return shard_loader(
             self._loader,
             dp_degree=self.mesh.dp,
             dp_rank=self.mesh.dp_rank,
             columns=self._counter.to_read(read),
-            seed=self._options.seed,
+            seed=options.seed,
+            plain=options.plain,
         )
 
     def _compute(self, chunk: Sequence[Batch]) -> Iterator[dict[str, Any]]:

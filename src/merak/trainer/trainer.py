@@ -23,7 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
 from merak.core.errors import DataError, TrainingError
 from merak.core.mesh import current_mesh
-from merak.data import check_columns, check_not_empty, example_batch, shard_loader
+from merak.data import check_columns, check_not_empty, example_batch, shard_loader, split_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
@@ -71,6 +71,7 @@ class MerakTrainer(Saving, Trainer):
         self._counter: TokenCounter | None = None
         self._evaluation: Evaluation | None = None
         self._flops_per_token = 0.0
+        self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
         # The step that runs: its microbatches, what the ranks agreed on, the losses, and the round
         # whose loss the loop asks for next.
         self._batches: list[Any] = []
@@ -117,6 +118,7 @@ class MerakTrainer(Saving, Trainer):
             dataset=dataset if dataset is not None else loader.dataset,
             also_taken=labels,
         )
+        batch, self._plain = split_plain(batch)
         self._counter = self._make_counter()
         self._flops_per_token = self._estimate_flops()
         columns = self._counter.signature(batch).columns
@@ -139,6 +141,7 @@ class MerakTrainer(Saving, Trainer):
             model=self.model,
             loss_fn=loss_of if compute is not None else None,
             loss_columns=("labels",) if compute is not None else (),
+            fixed=self._plain,
             device=self.mesh.device,
             cache_dir=Path(self.args.trace_cache) if self.args.trace_cache else None,
             autocast=self.args.autocast,
@@ -200,7 +203,7 @@ class MerakTrainer(Saving, Trainer):
         loader = super().get_train_dataloader()
         engine = self.build_engine(loader, self.train_dataset)
         assert self._counter is not None
-        batch = example_batch(loader, seed=self.args.seed)
+        batch, _ = split_plain(example_batch(loader, seed=self.args.seed))
         columns = engine.columns(self._counter.signature(batch).columns)
         return shard_loader(
             loader,
@@ -208,6 +211,7 @@ class MerakTrainer(Saving, Trainer):
             dp_rank=self.mesh.dp_rank,
             columns=self._counter.to_read(columns),
             seed=self.args.seed,
+            plain=self._plain,
         )
 
     def get_batch_samples(
@@ -362,6 +366,7 @@ class MerakTrainer(Saving, Trainer):
             only_loss=args.prediction_loss_only if only_loss is None else only_loss,
             label_names=tuple(self.label_names),
             kept_inputs=kept,
+            plain=self._plain,
             seed=args.seed,
         )
         evaluation = Evaluation(engine, self._council, dataloader, self._counter, options)

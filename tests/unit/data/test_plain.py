@@ -1,0 +1,37 @@
+"""Arguments of a batch that are no tensors: told apart, and the same in every batch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from merak.core.errors import DataError
+from merak.data import split_plain, without_plain
+
+
+def test_a_batch_is_parted_into_columns_and_plain_arguments() -> None:
+    ids = torch.ones(2, 3)
+    plain = {"return_loss": True, "task": "sort", "scale": 0.5, "depth": 2, "mask": None}
+    columns, found = split_plain({"input_ids": ids, **plain})
+    assert list(columns) == ["input_ids"] and columns["input_ids"] is ids
+    assert found == plain
+    assert list(without_plain({"input_ids": ids, **plain}, plain)) == ["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "given", "said"),
+    [
+        (
+            {"return_loss": True},
+            {"return_loss": False},
+            "for return_loss=True .* return_loss=False",
+        ),
+        ({"return_loss": True}, {}, "for return_loss=True .* has no plain return_loss"),
+        ({}, {"mask": None}, "for no plain mask and a batch has mask=None"),
+    ],
+)
+def test_other_arguments_than_the_traced_ones_are_refused(
+    expected: dict[str, Any], given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        without_plain({"input_ids": torch.ones(2, 3), **given}, expected)
