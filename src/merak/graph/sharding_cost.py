@@ -12,7 +12,6 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.graph.ir import Kind, TensorMeta
 from merak.graph.sharding_placement import (
-    COPIED,
     REPLICATED,
     Copied,
     Decision,
@@ -21,6 +20,7 @@ from merak.graph.sharding_placement import (
     Placement,
     Replicated,
     Sharded,
+    need_of,
 )
 from merak.graph.sharding_propagate import Propagation
 
@@ -56,18 +56,6 @@ class Transfer:
     of_weights: bool
 
 
-def need_of(node: fx.Node, decision: Decision, propagation: Propagation) -> Placement | None:
-    """How a decision's operand must lie; None takes it as it lies."""
-    if node in decision.needs:
-        return decision.needs[node]
-    placed = propagation.placements[node]
-    if isinstance(placed, (tuple, Sharded, Mixed)):
-        return None
-    if isinstance(placed, Partial) and isinstance(decision.output, Partial):
-        return None
-    return REPLICATED if isinstance(decision.output, Replicated) else COPIED
-
-
 def conversions(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node, Placement]]:
     """Every (value, placement) that some operator, or the segment's output, needs otherwise."""
     seen: set[tuple[fx.Node, Placement]] = set()
@@ -85,7 +73,7 @@ def _needs(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node,
         elif node.op == "call_function":
             decision = propagation.decisions[node]
             for operand in operands_of(node, decision):
-                yield operand, need_of(operand, decision, propagation)
+                yield operand, need_of(operand, decision, propagation.placements)
             further = (n for _, args in decision.then for n in args if isinstance(n, fx.Node))
             yield from ((n, REPLICATED) for n in further)
 

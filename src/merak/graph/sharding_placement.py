@@ -108,6 +108,20 @@ class Decision:
     sums: tuple[int, ...] = ()
 
 
+def need_of(
+    node: fx.Node, decision: Decision, placements: Mapping[fx.Node, Placed]
+) -> Placement | None:
+    """How a decision's operand must lie; None takes it as it lies."""
+    if node in decision.needs:
+        return decision.needs[node]
+    placed = placements[node]
+    if isinstance(placed, (tuple, Sharded, Mixed)):
+        return None
+    if isinstance(placed, Partial) and isinstance(decision.output, Partial):
+        return None
+    return REPLICATED if isinstance(decision.output, Replicated) else COPIED
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """An operator of the traced graph and how its operands lie: what a rule looks at.

@@ -12,6 +12,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.graph.features import Attribute, Column, Replicate, Row, Vocabulary
 from merak.graph.ir import Kind, Segment, TensorMeta
+from merak.graph.sharding_memory import refuse_lost_writes
 from merak.graph.sharding_placement import (
     REPLICATED,
     Decision,
@@ -76,7 +77,7 @@ def propagate(
         Placements and decisions.
 
     Raises:
-        ShardError: an operator that cannot work on what is split.
+        ShardError: an operator that cannot work on what is split, or a write that would be lost.
     """
     placements: dict[fx.Node, Placed] = {}
     decisions: dict[fx.Node, Decision] = {}
@@ -89,6 +90,7 @@ def propagate(
             placements[node] = REPLICATED if decision.then else decision.output
         elif node.op != "output":
             placements[node] = entering.get(node, REPLICATED)
+    refuse_lost_writes(graph, placements, decisions)
     return Propagation(placements, decisions)
 
 

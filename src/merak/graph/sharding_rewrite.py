@@ -22,7 +22,6 @@ from merak.core.collectives import (
 )
 from merak.core.errors import ShardError
 from merak.graph.ir import TensorMeta
-from merak.graph.sharding_cost import need_of
 from merak.graph.sharding_placement import (
     AXIS,
     COPIED,
@@ -35,6 +34,7 @@ from merak.graph.sharding_placement import (
     Replicated,
     Sharded,
     local_meta,
+    need_of,
     where,
 )
 from merak.graph.sharding_propagate import Propagation
@@ -110,7 +110,7 @@ class _Rewriter:
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
         def operand(n: fx.Node) -> fx.Node:
-            return self.convert(n, need_of(n, decision, self.propagation))
+            return self.convert(n, need_of(n, decision, self.propagation.placements))
 
         args = node.args if decision.args is None else decision.args
         kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
