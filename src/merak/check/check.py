@@ -27,6 +27,7 @@ from merak.check.training import (
     train_on_ranks,
 )
 from merak.core.errors import MerakError, PlanError, TraceError
+from merak.data import signature
 from merak.engine.plans import Plans
 from merak.graph.build import build_graph
 from merak.graph.ir import ModelGraph
@@ -62,6 +63,8 @@ class CheckReport:
         segments: how many segments the model is cut into; 0 if it could not be traced.
         seconds: how long the check took.
         reason: why it is not ok; None if it is.
+        evaluation_max_rel_diff: of the outputs of evaluations before, between and after the steps,
+            as of gradients; None if nothing was evaluated.
     """
 
     model: str
@@ -74,6 +77,7 @@ class CheckReport:
     segments: int
     seconds: float
     reason: str | None = None
+    evaluation_max_rel_diff: float | None = None
 
 
 def check_model(
@@ -135,6 +139,7 @@ def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckRepor
         loss_max_rel_diff=verdict.loss,
         gradient_max_rel_diff=verdict.gradient,
         parameter_max_rel_diff=verdict.parameter,
+        evaluation_max_rel_diff=verdict.evaluation,
         tolerance=verdict.most if is_rounding else TOLERANCE,
         reason=None if is_rounding else verdict.reason,
         seconds=time.perf_counter() - started,
@@ -157,7 +162,7 @@ def _vanishes(job: Job, workshop: Workshop) -> bool:
 
 
 def trace_job(job: Job, folder: Path) -> ModelGraph:
-    """The job's graph, as all ranks will find it in a folder.
+    """The job's graph; ranks find it in a folder, and those of its evaluations.
 
     Raises:
         TraceError: it cannot be traced.
@@ -165,7 +170,10 @@ def trace_job(job: Job, folder: Path) -> ModelGraph:
     device = job.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source, sample = job.source(torch.device(device), folder), job.sample()
     with computing_in(job.dtype):
-        return build_graph(source, sample, training=True)
+        graph = build_graph(source, sample, training=True)
+        for batch in job.evaluation_batches() if job.options.evaluate else ():
+            build_graph(source, dict(signature(batch).columns), training=False)
+    return graph
 
 
 def _refuse_misfit(job: Job, graph: ModelGraph) -> None:

@@ -22,6 +22,11 @@ Some gradients are zero but for rounding (a key's bias shifts all scores of a qu
 what is left of them is the rounding of much larger summands.
 """
 
+NEXT_TO_NOTHING = 1e-6
+"""Outputs this much smaller than the largest one of the model are held to its scale instead."""
+
+MASK = 1e30
+"""Numbers this large say that a place does not count."""
 
 Distances = dict[str, float]
 """By name of a tensor, how far it is off relative to its largest magnitude."""
@@ -88,6 +93,44 @@ def _distance(mine: torch.Tensor | None, right: torch.Tensor | None, scale: floa
     if apart == 0.0:
         return 0.0
     return apart / scale if scale else float("inf")
+
+
+def output_distances(found: Tensors, expected: Tensors) -> Distances:
+    """How far a model's outputs are from what they should be; one that is missing counts as zero.
+
+    Places that hold the same number, infinite ones and those that stand for a mask included, are
+    no distance apart.
+    """
+    names = tuple(dict.fromkeys((*expected, *found)))
+    sizes = {name: _shown_size(expected[name]) for name in expected}
+    largest = max(sizes.values(), default=0.0)
+    off: Distances = {}
+    for name in names:
+        mine, right = found.get(name), expected.get(name)
+        if mine is None or right is None or mine.shape != right.shape:
+            off[name] = 1.0
+            continue
+        scale = max(sizes[name], NEXT_TO_NOTHING * largest)
+        apart = _apart(mine, right)
+        off[name] = 0.0 if apart == 0.0 else apart / scale if scale else float("inf")
+    return off
+
+
+def _apart(mine: torch.Tensor, right: torch.Tensor) -> float:
+    mine, right = _as_real(mine), _as_real(right)
+    is_same = (mine == right) | (mine.isnan() & right.isnan())
+    return _size(torch.where(is_same, torch.zeros_like(mine), mine - right))
+
+
+def _shown_size(tensor: torch.Tensor) -> float:
+    """The largest magnitude of those numbers that do not stand for a mask."""
+    sizes = _as_real(tensor).abs()
+    return _size(sizes[sizes < MASK])
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor.double()
 
 
 def _size(tensor: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ from merak.check.compare import (
     Distances,
     distances,
     loss_difference,
+    output_distances,
     whole,
 )
 from merak.check.place import Place, latest
@@ -30,6 +31,7 @@ class Verdict:
         gradient: of the first step's gradients, by the largest magnitude of each tensor.
         parameter: of the parameters after the steps, likewise.
         buffer: of the buffers after the steps, likewise.
+        evaluation: of the outputs in evaluation, likewise; None if nothing was evaluated.
         reason: what is more than rounding; None if nothing is.
     """
 
@@ -37,12 +39,13 @@ class Verdict:
     gradient: float
     parameter: float
     buffer: float
+    evaluation: float | None
     reason: str | None
 
     @property
     def most(self) -> float:
         """The largest of all differences."""
-        return max(self.loss, self.gradient, self.parameter, self.buffer)
+        return max(self.loss, self.gradient, self.parameter, self.buffer, self.evaluation or 0.0)
 
 
 def judge(
@@ -52,7 +55,7 @@ def judge(
     expected: Outcome,
     tolerance: float = TOLERANCE,
 ) -> Verdict:
-    """Compare losses, gradients, parameters and buffers.
+    """Compare losses, gradients, parameters, buffers and what evaluations gave.
 
     Args:
         job: what was trained.
@@ -75,7 +78,22 @@ def judge(
     }
     gradient, parameter, buffer = (max(off.get(kind, {}).values(), default=0.0) for kind in KINDS)
     reason = _reason(graph, loss if not loss <= TOLERANCE else None, off, wrong)
-    return Verdict(loss, gradient, parameter, buffer, reason)
+    if not job.options.evaluate:
+        return Verdict(loss, gradient, parameter, buffer, None, reason)
+    outputs = output_distances(whole(ranks, "evaluations"), expected.evaluations)
+    evaluation = max(outputs.values(), default=0.0)
+    reason = reason or _evaluation_reason(outputs, tolerance)
+    return Verdict(loss, gradient, parameter, buffer, evaluation, reason)
+
+
+def _evaluation_reason(off: Distances, tolerance: float) -> str | None:
+    wrong = [name for name, distance in off.items() if not distance <= tolerance]
+    if not wrong:
+        return None
+    return (
+        f"the output {wrong[0]} is off by {off[wrong[0]]:.1e} of its largest magnitude; "
+        f"{len(wrong)} of {len(off)} outputs of evaluations differ."
+    )
 
 
 def _reason(

@@ -78,10 +78,10 @@ def _is_without_loss(error: Exception) -> bool:
 
 def _draws(case: Case, options: CheckOptions) -> bool:
     """Whether the loss depends on the state of the random number generator."""
-    model = case.model(options.seed)
     batch = case.batch(0, options.microbatch)
     losses = []
     for seed in (1, 2):
+        model = case.model(options.seed)  # anew: a forward may have moved the buffers that it reads
         torch.manual_seed(seed)
         losses.append(float(loss_of(case, model, batch).detach()))
     return losses[0] != losses[1]

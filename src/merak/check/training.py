@@ -16,6 +16,7 @@ from merak.core.mesh import Mesh, init
 from merak.core.shards import ParameterShard
 from merak.data import signature
 from merak.engine.build import build_engine
+from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.graph.build import GraphSource
 from merak.graph.ir import TensorMeta
@@ -63,6 +64,7 @@ class CheckOptions:
         device: where ranks compute; None takes what the machine has.
         backend: what carries tensors between ranks; None takes what fits the device.
         sequence_parallel: whether tensor parallel ranks hold shares of the sequence.
+        evaluate: whether to evaluate before, between and after the steps as well.
     """
 
     schedule: str = "1f1b"
@@ -73,6 +75,7 @@ class CheckOptions:
     device: str | None = None
     backend: str | None = None
     sequence_parallel: bool = False
+    evaluate: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -118,6 +121,11 @@ class Job:
         found = self.case.batch(step, num_samples)
         return {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in found.items()}
 
+    def evaluation_batches(self) -> list[Tensors]:
+        """What is evaluated: a whole batch, and a last one with fewer samples."""
+        sizes = (self.options.microbatch, max(1, self.options.microbatch - 1))
+        return [self.batch(self.options.steps + i, size) for i, size in enumerate(sizes)]
+
     def sample(self) -> dict[str, TensorMeta]:
         """The columns of a microbatch."""
         return dict(signature(self.batch(0, self.options.microbatch)).columns)
@@ -138,6 +146,8 @@ class Outcome:
         gradients: of the first step, after clipping; parameters that got none are left out.
         parameters: after the last step.
         buffers: floating point ones, after the last step, as far as this process answers for them.
+        evaluations: the model's outputs in evaluation, by what they are called in reports,
+            as far as this process makes them.
         shards: how parameters lie over tp.
         place: the rank's dp, tp and pp coordinates.
     """
@@ -146,6 +156,7 @@ class Outcome:
     gradients: Tensors = field(default_factory=dict)
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
+    evaluations: Tensors = field(default_factory=dict)
     shards: Mapping[str, ParameterShard] = field(default_factory=dict)
     place: tuple[int, int, int] = (0, 0, 0)
 
@@ -170,6 +181,7 @@ def train_alone(job: Job) -> Outcome:
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(p for p in parameters.values() if p.requires_grad)
     outcome = Outcome()
+    _evaluate_alone(job, model, 0, outcome)
     for step in range(options.steps):
         optimizer.zero_grad(set_to_none=True)
         batch = job.batch(step, job.num_samples)
@@ -186,6 +198,7 @@ def train_alone(job: Job) -> Outcome:
             outcome.gradients = _gradients(parameters)
         optimizer.step()
         outcome.losses.append(total)
+        _evaluate_alone(job, model, step + 1, outcome)
     outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}
     outcome.buffers = _buffers(model)
     return outcome
@@ -197,8 +210,42 @@ def loss_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]
     Raises:
         KeyError: the model returns no loss.
     """
+    return _outputs_of(case, model, microbatch)["loss"]
+
+
+def _outputs_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]) -> Tensors:
     call = Call(tuple(microbatch), dict(case.fixed), case.loss_fn, ())
-    return call_model(model, dict(microbatch), call)["loss"]
+    return call_model(model, dict(microbatch), call)
+
+
+@torch.no_grad()
+def _evaluate_alone(job: Job, model: nn.Module, num_steps: int, outcome: Outcome) -> None:
+    if not job.options.evaluate:
+        return
+    model.eval()
+    for number, batch in enumerate(job.evaluation_batches()):
+        with computing_in(job.dtype):
+            outputs = _outputs_of(job.case, model, batch)
+        outcome.evaluations |= _named(outputs, num_steps, number)
+    model.train()
+
+
+def _evaluate_on_ranks(job: Job, engine: Engine, num_steps: int, outcome: Outcome) -> None:
+    if not job.options.evaluate:
+        return
+    batches = job.evaluation_batches()
+    signatures = [signature(batch).columns for batch in batches]
+    with computing_in(job.dtype):
+        for columns in signatures:
+            engine.outputs(columns)  # traced now, if it has not been yet
+    for number, outputs in enumerate(engine.evaluate(signatures, batches)):
+        outcome.evaluations |= _named(outputs, num_steps, number)
+
+
+def _named(outputs: Mapping[str, torch.Tensor], num_steps: int, number: int) -> Tensors:
+    """Outputs by the names that reports have for them."""
+    when = f"of evaluation batch {number} after {num_steps} steps"
+    return {f"{n} {when}": t.detach().to("cpu", copy=True) for n, t in outputs.items()}
 
 
 def train_on_ranks(job: Job, cache: Path) -> Outcome:
@@ -215,6 +262,7 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
     parallel = _parallelize(job, mesh, cache)
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
+    _evaluate_on_ranks(job, parallel.engine, 0, outcome)
     for step in range(options.steps):
         first = mesh.dp_rank * options.num_samples
         batch = job.batch(step, job.num_samples)
@@ -222,6 +270,7 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
         outcome.losses.append(float(parallel.step(own)))
         if step == 0:
             outcome.gradients = _gradients(parallel.engine.parameters)
+        _evaluate_on_ranks(job, parallel.engine, step + 1, outcome)
     engine = parallel.engine
     outcome.parameters = {n: p.detach().cpu() for n, p in engine.parameters.items()}
     held = engine.held()

@@ -32,6 +32,10 @@ def check(  # one argument for each option
         int | None, typer.Option("--seq", metavar="S", help="Tokens of a sequence; 32 at most.")
     ] = None,
     sequence_parallel: options.SequenceParallel = False,
+    evaluate: Annotated[
+        bool,
+        typer.Option("--evaluate", help="Compare evaluations before, between and after, too."),
+    ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
     backend: options.Backend = None,
     device: options.Device = None,
@@ -62,6 +66,7 @@ def check(  # one argument for each option
                 device=device,
                 backend=backend,
                 sequence_parallel=sequence_parallel,
+                evaluate=evaluate,
             ),
         )
     if os.environ.get("RANK", "0") == "0":
@@ -79,6 +84,11 @@ def _page(report: CheckReport) -> str:
             f"{report.gradient_max_rel_diff:.1e}, parameters after the steps "
             f"{report.parameter_max_rel_diff:.1e} (up to {report.tolerance:.0e} is rounding)"
         ]
+    if report.evaluation_max_rel_diff is not None:
+        compared.append(
+            f"largest relative difference of an output in evaluation: "
+            f"{report.evaluation_max_rel_diff:.1e}"
+        )
     result = "trains as in one process" if report.ok else f"FAILED: {report.reason}"
     return "\n".join(
         (

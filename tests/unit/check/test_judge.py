@@ -11,7 +11,7 @@ from torch import nn
 
 from merak.check import Case, CheckOptions, EagerError, Job
 from merak.check.check import trace_job
-from merak.check.compare import Disagreement, distances, whole
+from merak.check.compare import Disagreement, distances, output_distances, whole
 from merak.check.judge import Verdict, judge
 from merak.check.reference import reference
 from merak.check.small import first_that_trains
@@ -44,6 +44,18 @@ class Endless(Net):
         return super().forward(x) / 0
 
 
+class Running(Net):
+    """Reads a buffer that its forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale += 0.5
+        return super().forward(x * self.scale)
+
+
 class Noisy(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + torch.rand_like(x))
@@ -58,14 +70,14 @@ def job_of(model: type[nn.Module]) -> Job:
     return Job(Case(model.__name__, model, draw), options=OPTIONS)
 
 
-def judged(tmp_path: Path, outcome: Outcome) -> Verdict:
-    job = job_of(Net)
+def judged(tmp_path: Path, outcome: Outcome, *, evaluate: bool = False) -> Verdict:
+    job = replace(job_of(Net), options=replace(OPTIONS, evaluate=evaluate))
     return judge(job, trace_job(job, tmp_path), [outcome], reference(job))
 
 
 def test_the_same_run_is_right(tmp_path: Path) -> None:
     verdict = judged(tmp_path, train_alone(job_of(Net)))
-    assert verdict == Verdict(0.0, 0.0, 0.0, 0.0, None)
+    assert verdict == Verdict(0.0, 0.0, 0.0, 0.0, None, None)
 
 
 def test_a_wrong_gradient_is_named_with_its_place(tmp_path: Path) -> None:
@@ -90,6 +102,35 @@ def test_a_wrong_buffer_is_named(tmp_path: Path) -> None:
     outcome.buffers["norm.running_mean"] *= 1.1
     said = str(judged(tmp_path, outcome).reason)
     assert "the buffer of norm.running_mean" in said
+
+
+def test_a_wrong_output_of_an_evaluation_is_named(tmp_path: Path) -> None:
+    job = replace(job_of(Net), options=replace(OPTIONS, evaluate=True))
+    outcome = train_alone(job)
+    verdict = judged(tmp_path, outcome, evaluate=True)
+    assert (verdict.evaluation, verdict.reason) == (0.0, None)
+    assert len(outcome.evaluations) == 2 * 3  # batches; before, between and after the steps
+    name = "loss of evaluation batch 1 after 1 steps"
+    outcome.evaluations[name] = outcome.evaluations[name] * 1.01
+    verdict = judged(tmp_path, outcome, evaluate=True)
+    assert f"the output {name} is off by 1.0e-02" in str(verdict.reason)
+    assert verdict.most == pytest.approx(0.01)
+    del outcome.evaluations[name]
+    assert "1 of 6 outputs of evaluations differ" in str(
+        judged(tmp_path, outcome, evaluate=True).reason
+    )
+
+
+def test_a_mask_hides_no_difference() -> None:
+    lowest = torch.finfo(torch.float32).min
+    expected = {"logits": torch.tensor([1.0, lowest, float("-inf"), float("nan")])}
+    assert output_distances(expected, expected) == {"logits": 0.0}
+    found = {"logits": torch.tensor([1.1, lowest, float("-inf"), float("nan")])}
+    assert output_distances(found, expected)["logits"] == pytest.approx(0.1)
+    found = {"logits": torch.tensor([1.0, 0.0, float("-inf"), float("nan")])}
+    assert output_distances(found, expected)["logits"] > 1
+    turned = {"z": torch.tensor([1 + 1j])}
+    assert output_distances({"z": turned["z"].conj()}, turned)["z"] == pytest.approx(2.0)
 
 
 def test_a_number_that_is_none_is_wrong(tmp_path: Path) -> None:
@@ -130,6 +171,10 @@ def test_tensors_of_mere_rounding_are_held_to_the_scale_of_the_model() -> None:
 def test_what_one_process_cannot_train(model: type[nn.Module], said: str) -> None:
     with pytest.raises(EagerError, match=said):
         reference(job_of(model))
+
+
+def test_a_buffer_that_forward_moves_is_no_draw() -> None:
+    assert len(reference(job_of(Running)).losses) == OPTIONS.steps
 
 
 def test_the_first_version_that_trains_is_taken() -> None:
