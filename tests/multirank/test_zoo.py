@@ -79,6 +79,7 @@ def test_gradients_of_an_architecture(pool: RankPool, name: str, tmp_path: Path)
 def test_the_lists_are_those_of_transformers() -> None:
     found = architectures()
     assert set(SAMPLE) <= set(found)
+    assert found["ResNet"] == found["DiT"] == "plain PyTorch"
     assert len(found) > 300
 
 
@@ -88,13 +89,14 @@ def test_the_page_tells_what_was_found() -> None:
     results = [
         Result("A", "pp=2", report),
         Result("A", "tp=2", report),
+        Result("A", "evaluate", report | {"evaluation_max_rel_diff": 3e-6}),
         Result("B", "pp=2", wrong),
         Result("C", "eager", reason="EagerError: /x/site-packages/torch/y.py: never"),
     ]
     tasks = {"A": "causal LM", "B": "causal LM", "C": "masked LM", "D": "masked LM"}
     page = "".join(render({(r.architecture, r.layout): r for r in results}, tasks))
-    assert "| causal LM | 2 | 0 | 2 | 1 of 2 | 1 of 1 | 0 of 0 |" in page
-    assert "| `A` | yes | 2e-07 | 2e-07 (50%) |  |" in page
-    assert "| `B` | yes | **differs** 3e-01 |  |  |" in page
+    assert "| causal LM | 2 | 0 | 2 | 1 of 2 | 1 of 1 | 0 of 0 | 1 of 1 |" in page
+    assert "| `A` | yes | 2e-07 | 2e-07 (50%) |  | 3e-06 |" in page
+    assert "| `B` | yes | **differs** 3e-01 |  |  |  |" in page
     assert "| `C` | not trained |" in page and "| `D` | not run |" in page
     assert "- `B`: a \\| wrong\\_one\n- `C`: torch/y.py: never\n" in page

@@ -1,10 +1,12 @@
-"""The architectures of the zoo: every one in some of transformers' own lists."""
+"""The architectures of the zoo: those of some of transformers' own lists, and plain PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from transformers.models.auto import modeling_auto as auto
+
+from tests.zoo.plain.models import BY_NAME
 
 LISTS: Mapping[str, Mapping[str, str | Sequence[str]]] = {
     "causal LM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -22,6 +24,9 @@ LISTS: Mapping[str, Mapping[str, str | Sequence[str]]] = {
 }
 """transformers' lists by what the models are for."""
 
+PLAIN = "plain PyTorch"
+"""The task of models that are written by hand."""
+
 
 def architectures() -> dict[str, str]:
     """Class names, each with the first list it is in; of several classes of a model the first."""
@@ -30,4 +35,4 @@ def architectures() -> dict[str, str]:
         for names in mapping.values():
             name = names if isinstance(names, str) else names[0]
             found.setdefault(name, task)
-    return found
+    return found | dict.fromkeys(BY_NAME, PLAIN)

@@ -13,24 +13,30 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from merak.check import CheckOptions, CheckReport, Job, Layout, Workshop, check_against
+from merak.check.reference import reference
 from merak.check.small import Trained
 from merak.cli.small import Request, small_version
 from tests.multirank.ranks import RankPool
 from tests.zoo.architectures import architectures
+from tests.zoo.plain.models import BY_NAME, case_of
 
 LAYOUTS = {
     "pp=2": Layout(pp=2),
     "tp=2": Layout(tp=2),
     "tp=2, pp=2": Layout(tp=2, pp=2),
+    "evaluate": Layout(tp=2, pp=2),
 }
 """The columns of the table."""
+
+EVALUATE = "evaluate"
+"""The column of the outputs in evaluation before, between and after the steps."""
 
 OPTIONS = CheckOptions(num_microbatches=2, microbatch=4, steps=2)
 EAGER = "eager"
@@ -116,7 +122,7 @@ def _check(name: str, layouts: list[str], pool: RankPool, write: Writer) -> None
     write(Result(name, EAGER, reason=RUNNING))
     try:
         with _within(MOST_EAGER_S):
-            trained = small_version(Request(name), Layout(tp=2, pp=2), OPTIONS)
+            trained = _trained(name)
     except Exception as error:
         write(Result(name, EAGER, reason=f"{type(error).__name__}: {error}"))
         return
@@ -127,11 +133,21 @@ def _check(name: str, layouts: list[str], pool: RankPool, write: Writer) -> None
     write(Result(name, EAGER))
 
 
+def _trained(name: str) -> Trained:
+    layout = Layout(tp=2, pp=2)
+    if name not in BY_NAME:
+        return small_version(Request(name), layout, OPTIONS)
+    job = Job(case_of(BY_NAME[name]), layout, OPTIONS)
+    return Trained(job, reference(job))
+
+
 def _result(name: str, layout: str, trained: Trained, workshop: Workshop) -> Result:
-    job = Job(trained.job.case, LAYOUTS[layout], OPTIONS)
+    options = replace(OPTIONS, evaluate=layout == EVALUATE)
+    job = Job(trained.job.case, LAYOUTS[layout], options)
     try:
         with _within(MOST_EAGER_S + int(MOST_RANKS_S)):
-            report: CheckReport = check_against(trained.outcome, job, workshop)
+            expected = reference(job) if options.evaluate else trained.outcome
+            report: CheckReport = check_against(expected, job, workshop)
     except Exception as error:  # of one architecture; the others go on
         return Result(name, layout, reason=f"{type(error).__name__}: {error}")
     return Result(name, layout, report=asdict(report))

@@ -9,18 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.zoo.architectures import architectures
-from tests.zoo.run import EAGER, LAYOUTS, OPTIONS, RUNNING, Result, read
+from tests.zoo.run import EAGER, EVALUATE, LAYOUTS, OPTIONS, RUNNING, Result, read
 
 Results = Mapping[tuple[str, str], Result]
 
 HEAD = """# The zoo
 
 Every architecture in transformers' lists of models by task, in a small version that `merak check`
-makes of its default config: {steps} steps of {microbatches} microbatches of {samples} samples in
+makes of its default config, and models written by hand in plain PyTorch (`tests/zoo/plain`):
+{steps} steps of {microbatches} microbatches of {samples} samples in
 one process, in plain PyTorch, and on ranks over gloo on the CPU. A number is the largest difference
 of a gradient in the first step, by the largest magnitude of its tensor; one above 1e-5 is rounding
 that float64 shows to vanish, unless it says that it differs. Behind a layout with tp, the share of
-the parameters that are split is given in brackets.
+the parameters that are split is given in brackets. In the column "evaluate" it is the largest
+difference of an output in evaluation, with tp=2 and pp=2, of a whole batch and of one with fewer
+samples, before, between and after the steps.
 
 `make zoo` runs it and writes this page; it takes hours and goes on where it stopped. Tasks of which
 nothing has been run yet are left out. It is not part of the tests, which check forty architectures
@@ -107,13 +110,16 @@ def _cells(results: Results, name: str) -> Iterable[str]:
         result = results.get((name, layout))
         if result is None:
             yield ""
-        elif result.report is None or result.report["gradient_max_rel_diff"] is None:
+            continue
+        report = result.report or {}
+        compared = f"{'evaluation' if layout == EVALUATE else 'gradient'}_max_rel_diff"
+        if report.get(compared) is None:
             yield "no"
-        else:
-            report = result.report
-            split = f" ({report['tp_sharded_fraction']:.0%})" if degrees.tp > 1 else ""
-            mark = "" if report["ok"] else "**differs** "
-            yield f"{mark}{report['gradient_max_rel_diff']:.0e}{split}"
+            continue
+        is_split = degrees.tp > 1 and layout != EVALUATE
+        split = f" ({report['tp_sharded_fraction']:.0%})" if is_split else ""
+        mark = "" if report["ok"] else "**differs** "
+        yield f"{mark}{report[compared]:.0e}{split}"
 
 
 def _reasons(results: Results, name: str) -> Iterable[str]:
