@@ -26,6 +26,7 @@ class Case:
         build: makes the model; seeded before, so that every process makes the same one.
         batch: the batch of all replicas for a step and a number of samples.
         loss_fn: `loss_fn(outputs, batch) -> loss`, where the model computes no loss itself.
+        loss_columns: columns that go to the loss function alone, not to the model.
         fixed: further arguments of the model that are no tensors.
     """
 
@@ -33,6 +34,7 @@ class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[int, int], dict[str, torch.Tensor]]
     loss_fn: LossFunction | None = None
+    loss_columns: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self, seed: int) -> nn.Module:

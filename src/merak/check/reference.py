@@ -10,6 +10,7 @@ import torch
 from merak.check.case import Case
 from merak.check.training import CheckOptions, Job, Outcome, loss_of, train_alone
 from merak.core.errors import MerakError
+from merak.core.packages import missing_package
 
 
 class EagerError(MerakError):
@@ -61,7 +62,7 @@ def why_not(case: Case, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2]).rstrip(".") or type(error).__name__
     if isinstance(error, ImportError):
-        return f"{case.name} needs a package that is not installed: {said}."
+        return missing_package(case.name, error)
     if _is_without_loss(error):
         return f"{case.name} returns no loss for these columns; pass a loss function."
     frames = traceback.extract_tb(error.__traceback__)

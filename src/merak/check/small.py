@@ -10,7 +10,7 @@ from torch import nn
 
 from merak.check.reference import EagerError, FinalError, reference
 from merak.check.training import Job, Outcome
-from merak.core.errors import MerakError
+from merak.core.errors import MerakError, PackageError
 
 MOST_PARAMETERS = 200_000_000
 """More than this is not trained on somebody's laptop."""
@@ -24,44 +24,77 @@ class Trained:
     outcome: Outcome
 
 
-def first_that_trains(versions: Iterable[Callable[[], Job]]) -> Trained:
-    """The first of some jobs that plain PyTorch can train in one process.
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of a model.
 
     Args:
-        versions: make the jobs, the most wanted one first; the last is the model as it is.
+        jobs: makes jobs that train it on different batches, the most wanted one first.
+        is_small: whether it cannot be large, so that it need not be built without weights first.
+        is_whole: whether it is the model as the user has it.
+    """
+
+    jobs: Callable[[], Iterable[Job]]
+    is_small: bool = False
+    is_whole: bool = False
+
+
+def first_that_trains(versions: Iterable[Version]) -> Trained:
+    """The first of some versions of a model that plain PyTorch can train in one process.
+
+    Args:
+        versions: the most wanted one first.
 
     Raises:
-        EagerError: none trains; it says why the last one does not.
+        EagerError: none trains; it says why the model as it is does not, or, where that is too
+            large to be tried, why the first version does not.
+        PackageError: a package is missing.
     """
-    error: MerakError | None = None
-    for number, make in enumerate(versions):
-        try:
-            job = make()
-            _refuse_large(job, is_smallest=number == 0)
-            return Trained(job, reference(job))
-        except FinalError:
-            raise
-        except _TooLarge as large:
-            error = error or large
-        except MerakError as failed:
-            error = failed
-        except Exception as failed:  # a config that its own model, or the batch, cannot be made of
-            error = EagerError(f"its config cannot be used: {type(failed).__name__}: {failed}")
-    assert error is not None, "no versions"
-    raise error
+    failures: list[MerakError] = []
+    for version in versions:
+        found = _train(version)
+        if isinstance(found, Trained):
+            return found
+        if isinstance(found, FinalError | PackageError):
+            raise found
+        failures.append(found)
+        if version.is_whole and not isinstance(found, _TooLarge):
+            raise found
+    assert failures, "no versions"
+    raise next((f for f in failures if not isinstance(f, _TooLarge)), failures[0])
+
+
+def _train(version: Version) -> Trained | MerakError:
+    """A version trained on the first of its batches with which it trains, else the first reason."""
+    failures: list[MerakError] = []
+    try:
+        for job in version.jobs():
+            if not failures:
+                _refuse_large(job, version)
+            try:
+                return Trained(job, reference(job))
+            except EagerError as failed:  # perhaps for want of another batch
+                failures.append(failed)
+    except MerakError as failed:
+        failures.append(failed)
+    except Exception as failed:  # a config that its own model, or the batch, cannot be made of
+        said = f"its config cannot be used: {type(failed).__name__}: {failed}"
+        failures.append(EagerError(said))
+    assert failures, "no jobs"
+    return failures[0]
 
 
 class _TooLarge(EagerError):
     """A version that nobody wants to train for a check."""
 
 
-def _refuse_large(job: Job, *, is_smallest: bool) -> None:
+def _refuse_large(job: Job, version: Version) -> None:
     try:
         with torch.device("meta"):
             model: nn.Module = job.case.build()
     except Exception:
-        if is_smallest:
-            return  # some models look at numbers while they are built; this one cannot be large
+        if version.is_small:
+            return  # some models look at numbers while they are built
         raise
     size = sum(p.numel() for p in model.parameters())
     if size > MOST_PARAMETERS:

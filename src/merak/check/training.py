@@ -134,7 +134,8 @@ class Job:
         """The model, to be traced for a device; the trace is kept in a folder ranks share."""
         model = self.model()
         case = self.case
-        return GraphSource(model, case.loss_fn, fixed=case.fixed, device=device, cache_dir=cache)
+        own = (case.loss_fn, case.loss_columns)
+        return GraphSource(model, *own, fixed=case.fixed, device=device, cache_dir=cache)
 
 
 @dataclass(slots=True)
@@ -214,7 +215,7 @@ def loss_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]
 
 
 def _outputs_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]) -> Tensors:
-    call = Call(tuple(microbatch), dict(case.fixed), case.loss_fn, ())
+    call = Call(tuple(microbatch), dict(case.fixed), case.loss_fn, case.loss_columns)
     return call_model(model, dict(microbatch), call)
 
 

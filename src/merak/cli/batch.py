@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,13 +34,15 @@ class Column:
 
     Args:
         shape: its sizes, the batch first.
-        num_values: whole numbers 0 … num_values − 1; None for floating point numbers.
+        num_values: so many different whole numbers; None for floating point numbers.
+        first: the smallest of the whole numbers.
         last: the last one of every row, which is nowhere else in it, such as the token that ends
             a text; None where it is drawn like the others.
     """
 
     shape: tuple[int, ...]
     num_values: int | None = None
+    first: int = 0
     last: int | None = None
 
     @property
@@ -47,6 +50,9 @@ class Column:
         """The column without its numbers."""
         dtype = torch.float32 if self.num_values is None else torch.int64
         return TensorMeta(self.shape, dtype)
+
+
+Columns = dict[str, Column]
 
 
 class Task(Enum):
@@ -91,12 +97,12 @@ class _Sizes:
 
     @property
     def image(self) -> tuple[int, int]:
-        size = _visual(self.config, "image_size", DEFAULT_IMAGE)
+        size = visual_field(self.config, "image_size", DEFAULT_IMAGE)
         if isinstance(size, Mapping):
             return int(size["height"]), int(size["width"])
         if isinstance(size, (tuple, list)):
             return int(size[0]), int(size[-1])
-        return int(size), int(size)  # type: ignore[call-overload]
+        return int(size), int(size)
 
 
 def example_columns(
@@ -123,13 +129,8 @@ def example_columns(
     if batch < 1:
         raise CommandError(f"--batch {batch} has no samples; use 1 or more.")
     sizes = _Sizes(batch, _sequence(config, sequence), _task(model_class), config)
-    main = model_class.main_input_name
-    if main not in INPUTS:
-        raise CommandError(
-            f"{model_class.__name__} takes {main}, for which there is no example batch; "
-            f"models that take {' or '.join(INPUTS)} have one."
-        )
     taken = inspect.signature(model_class.forward).parameters
+    main = _main_input(model_class, taken)
     columns = {main: INPUTS[main](sizes)}
     if example_arguments(model_class):  # a loss of pairs, of which the main input is one half
         columns |= {name: make(sizes) for name, make in INPUTS.items() if name in taken}
@@ -139,6 +140,33 @@ def example_columns(
         if name in taken:
             columns[name] = make(sizes)
     return columns
+
+
+def _main_input(model_class: type[PreTrainedModel], taken: Mapping[str, object]) -> str:
+    """The argument that the model is mainly about, or another one that may stand in for it."""
+    main = model_class.main_input_name
+    found = next((name for name in (main, *INPUTS) if name in INPUTS and name in taken), None)
+    if found is None:
+        raise CommandError(
+            f"{model_class.__name__} takes {main}, for which there is no example batch; "
+            f"models that take {' or '.join(INPUTS)} have one."
+        )
+    return found
+
+
+def further_inputs(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, sequence: int
+) -> Columns:
+    """Columns of one sample for all that a model may take in, its main input aside."""
+    sizes = _Sizes(1, sequence, _task(model_class), config)
+    taken = inspect.signature(model_class.forward).parameters
+    main = _main_input(model_class, taken)
+    return {n: make(sizes) for n, make in INPUTS.items() if n in taken and n != main}
+
+
+def predicts_classes(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a model is for telling the class of a sample."""
+    return _task(model_class) is Task.SAMPLES
 
 
 def example_arguments(model_class: type[PreTrainedModel]) -> dict[str, bool]:
@@ -157,8 +185,9 @@ def _draw(column: Column, seed: int) -> torch.Tensor:
     if column.num_values is None:
         return torch.randn(column.shape, generator=generator)
     if column.last is None:
-        return torch.randint(column.num_values, column.shape, generator=generator)
-    drawn = torch.randint(column.num_values - 1, column.shape, generator=generator)
+        drawn = torch.randint(column.num_values, column.shape, generator=generator)
+        return drawn + column.first
+    drawn = torch.randint(column.num_values - 1, column.shape, generator=generator) + column.first
     drawn += drawn >= column.last
     drawn[..., -1] = column.last
     return drawn
@@ -196,7 +225,7 @@ def _shifts_labels(config: PreTrainedConfig) -> bool:
     return getattr(config, "decoder_start_token_id", None) is not None
 
 
-def _visual(config: PreTrainedConfig, name: str, default: int) -> object:
+def visual_field(config: PreTrainedConfig, name: str, default: int) -> Any:
     """A field of the config, or of its part for images."""
     for owner in (config, getattr(config, "vision_config", None)):
         value = getattr(owner, name, None)
@@ -208,7 +237,7 @@ def _visual(config: PreTrainedConfig, name: str, default: int) -> object:
 def _token_ids(sizes: _Sizes) -> Column:
     if sizes.task is Task.CHOICES:
         return Column((sizes.batch, DEFAULT_CHOICES, sizes.sequence), sizes.vocabulary)
-    return Column((sizes.batch, sizes.sequence), sizes.vocabulary, _end_of_text(sizes))
+    return Column((sizes.batch, sizes.sequence), sizes.vocabulary, last=_end_of_text(sizes))
 
 
 def _end_of_text(sizes: _Sizes) -> int | None:
@@ -219,8 +248,8 @@ def _end_of_text(sizes: _Sizes) -> int | None:
 
 
 def _pixels(sizes: _Sizes) -> Column:
-    channels = _visual(sizes.config, "num_channels", 3)
-    return Column((sizes.batch, int(channels), *sizes.image))  # type: ignore[call-overload]
+    channels = visual_field(sizes.config, "num_channels", 3)
+    return Column((sizes.batch, int(channels), *sizes.image))
 
 
 def _sound(sizes: _Sizes) -> Column:
@@ -241,6 +270,8 @@ def _spectrum(sizes: _Sizes) -> Column:
         )
     if (positions := _first(owners, "max_source_positions")) and _first(owners, "num_mel_bins"):
         return Column((sizes.batch, bins, 2 * positions))  # a convolution halves its frames
+    if per_token := _first(owners, "audio_length_per_tok"):  # as many of each, sound under text
+        return Column((sizes.batch, bins, per_token * sizes.sequence))
     frames = _first(owners, "max_length") if _first(owners, "time_stride") else None
     return Column((sizes.batch, frames or sizes.sequence, bins))
 

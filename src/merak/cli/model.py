@@ -15,7 +15,8 @@ from transformers.models.auto import modeling_auto
 
 from merak.cli.errors import CommandError
 from merak.cli.words import near
-from merak.core.errors import MerakError
+from merak.core.errors import MerakError, PackageError
+from merak.core.packages import missing_package
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -45,11 +46,14 @@ class ModelSource:
 
         Raises:
             CommandError: the model's own code refuses the config.
+            PackageError: it needs a package that is not installed.
         """
         try:
             return self.model_class(self.config)
         except MerakError:
             raise
+        except ImportError as cause:
+            raise PackageError(missing_package(self.name, cause)) from cause
         except Exception as cause:
             raise CommandError(
                 f"{self.name} cannot be built from this config: {_first_line(cause)}; change the "

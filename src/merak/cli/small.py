@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,24 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workshop, check_against
-from merak.check.shrink import IMAGE, Wanted, attempts
-from merak.check.small import Trained, first_that_trains
-from merak.cli.batch import Column, draw_batch, example_arguments, example_columns
+from merak.check.complete import completions, lacking
+from merak.check.fields import Fields, merged
+from merak.check.names import IMAGE
+from merak.check.shrink import Attempt, Wanted, attempts
+from merak.check.small import Trained, Version, first_that_trains
+from merak.cli.batch import Column, draw_batch, example_arguments
 from merak.cli.errors import CommandError
+from merak.cli.examples import examples
 from merak.cli.launch import Work, run_ranks, under_torchrun
 from merak.cli.model import ModelSource, resolve_model
+from merak.core.errors import MerakError
 from merak.core.random import seed_for
 
 DEFAULT_SEQUENCE = 32
 """Tokens of a sequence, where the model takes so many."""
+
+MOST_LACKING = 8
+"""Fields that are taken from other parts of a config, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +91,64 @@ def small_version(request: Request, layout: Layout, options: CheckOptions) -> Tr
         CommandError: there is no such model.
         EagerError: no version of it trains.
     """
+    return first_that_trains(_versions(request, layout, options))
+
+
+def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterator[Version]:
+    """Versions of a model: as its config says, then with what the config leaves open."""
     # A stage of its own for every rank, even if its schedule gives it two.
     wanted = Wanted(layers=max(2, layout.pp), heads_divisor=layout.tp)
-    versions = attempts(request.source({}).config, request.given, wanted)
-    return first_that_trains(partial(_job, request, v, layout, options) for v in versions)
+    for one in _changes(request, wanted):
+        most = None if one.has_small_inputs else 1
+        jobs = partial(_jobs, request, one.fields, (layout, options), most)
+        yield Version(jobs, one.is_small, is_whole=not one.fields)
+
+
+def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
+    """What to change in the config, the most wanted first."""
+    config = request.source({}).config
+    plain = list(attempts(config, request.given, wanted))
+    yield plain[0]  # nearly always enough; the rest takes builds to find
+    found = [(place, 0, one) for place, one in enumerate(plain)]
+    for number, completion in enumerate(_completions(request, wanted), 1):
+        filled = request.source(completion).config
+        for place, one in enumerate(attempts(filled, request.given, wanted)):
+            if one.is_small:
+                both = merged(completion, one.fields)
+                found.append((number + place, number, replace(one, fields=both)))
+    yield from (one for _, _, one in sorted(found, key=lambda row: row[:2])[1:])
+
+
+def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:
+    """What to fill in, with what the model then asks for; configs that refuse it are left out."""
+    seen: list[Fields] = [{}]
+    for completion in completions(request.source({}).config):
+        try:
+            found = _with_what_lacks(request, completion, wanted)
+        except MerakError:
+            continue
+        if found not in seen:
+            seen.append(found)
+            yield found
+
+
+def _with_what_lacks(request: Request, completion: Fields, wanted: Wanted) -> Fields:
+    """A completion, and fields that the model built with it finds missing."""
+    for _ in range(MOST_LACKING):
+        config = request.source(completion).config
+        smallest = next(attempts(config, request.given, wanted)).fields
+        source = request.source(merged(completion, smallest))
+        try:
+            with torch.device("meta"):
+                source.build()
+        except MerakError as error:
+            found = lacking(error, source.config)
+            if not found:
+                break
+            completion = merged(completion, found)
+        else:
+            break
+    return completion
 
 
 def _pad(config: PreTrainedConfig) -> None:
@@ -95,40 +158,38 @@ def _pad(config: PreTrainedConfig) -> None:
         text.pad_token_id = 0
 
 
-def merged(changes: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config from two sources, configs inside it included; the second one wins."""
-    fields = dict(changes)
-    for name, value in given.items():
-        old = fields.get(name)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        fields[name] = merged(old, value) if both else value  # type: ignore[arg-type]
-    return fields
-
-
-def _job(
-    request: Request, changes: Mapping[str, Any], layout: Layout, options: CheckOptions
-) -> Job:
+def _jobs(
+    request: Request,
+    changes: Mapping[str, Any],
+    how: tuple[Layout, CheckOptions],
+    most: int | None,
+) -> Iterator[Job]:
+    """Jobs for a version: the same model, on batches of several kinds, so many at most."""
     source = request.source(changes)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else DEFAULT_SEQUENCE
     asked = request.sequence or min(DEFAULT_SEQUENCE, longest)
-    columns = example_columns(source.model_class, source.config, batch=1, sequence=asked)
-    if changes:
-        columns = {name: _small_image(source, name, c) for name, c in columns.items()}
-    # A config does not travel: its class may come from the model's own folder.
-    case = Case(
-        source.name,
-        partial(_build, request, changes),
-        partial(_draw, columns),
-        fixed=example_arguments(source.model_class),
-    )
-    return Job(case, layout, options)
+    for example in islice(examples(source.model_class, source.config, asked), most):
+        columns = example.columns
+        if changes:
+            columns = {name: _small_image(source, name, c) for name, c in columns.items()}
+        # A config does not travel: its class may come from the model's own folder.
+        case = Case(
+            source.name,
+            partial(_build, request, changes),
+            partial(_draw, columns),
+            example.loss_fn,
+            example.loss_columns,
+            fixed=example_arguments(source.model_class),
+        )
+        yield Job(case, *how)
 
 
 def _small_image(source: ModelSource, name: str, column: Column) -> Column:
     """Smaller images for models whose config leaves their size open."""
     owners = (source.config, getattr(source.config, "vision_config", None))
-    if name != "pixel_values" or any(getattr(o, "image_size", None) for o in owners):
+    is_image = name == "pixel_values" and len(column.shape) == 4
+    if not is_image or any(getattr(o, "image_size", None) for o in owners):
         return column
     return replace(column, shape=(*column.shape[:2], IMAGE, IMAGE))
 

@@ -5,6 +5,10 @@ class MerakError(ValueError):
     """Bad input, found by Merak; the base of every error below."""
 
 
+class PackageError(MerakError):
+    """A model that needs a package which is not installed."""
+
+
 class MeshError(MerakError):
     """Degrees that do not fit the ranks, or `merak.init` missing or called twice."""
 

@@ -14,7 +14,7 @@ from merak.check.check import trace_job
 from merak.check.compare import Disagreement, distances, output_distances, whole
 from merak.check.judge import Verdict, judge
 from merak.check.reference import reference
-from merak.check.small import first_that_trains
+from merak.check.small import Version, first_that_trains
 from merak.check.training import Outcome, train_alone
 from merak.core.shards import ParameterShard
 
@@ -178,7 +178,14 @@ def test_a_buffer_that_forward_moves_is_no_draw() -> None:
 
 
 def test_the_first_version_that_trains_is_taken() -> None:
-    trained = first_that_trains([lambda: job_of(Endless), lambda: job_of(Net)])
+    def versions(*models: type[nn.Module]) -> list[Version]:
+        return [Version(lambda m=model: [job_of(m)]) for model in models]  # type: ignore[misc]
+
+    trained = first_that_trains(versions(Endless, Net))
     assert trained.job.case.name == "Net"
     with pytest.raises(EagerError, match="package einops"):  # holds for every size
-        first_that_trains([lambda: job_of(Broken), lambda: job_of(Net)])
+        first_that_trains(versions(Broken, Net))
+    with pytest.raises(EagerError, match="losses are inf"):  # the first reason
+        first_that_trains(versions(Endless, Endless))
+    other_batch = Version(lambda: [job_of(Endless), job_of(Net)])
+    assert first_that_trains([other_batch]).job.case.name == "Net"

@@ -6,11 +6,14 @@ import pytest
 import transformers
 from transformers import PreTrainedConfig
 
+from merak.check.complete import completions, lacking
+from merak.check.layers import of_each_kind
+from merak.check.relations import agreeing, without_derived
 from merak.check.shrink import VERSIONS, Wanted, attempts
 
 
 def smallest(config: PreTrainedConfig, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    return next(attempts(config, given or {}))
+    return next(attempts(config, given or {})).fields
 
 
 @pytest.mark.parametrize(
@@ -72,13 +75,93 @@ def test_configs_inside_are_shrunk_too() -> None:
 def test_degrees_fit_the_small_version_as_they_fit_the_model() -> None:
     config = transformers.GPT2Config()  # 12 heads
     assert [
-        next(attempts(config, {}, Wanted(2, tp))).get("n_head", 12) % tp == 0
+        next(attempts(config, {}, Wanted(2, tp))).fields.get("n_head", 12) % tp == 0
         for tp in (1, 2, 3, 4, 5, 6, 12)
     ] == [True, True, True, True, False, True, True]
-    assert next(attempts(config, {}, Wanted(layers=7)))["n_layer"] == 7
+    assert next(attempts(config, {}, Wanted(layers=7))).fields["n_layer"] == 7
 
 
 def test_the_last_version_is_the_model_as_it_is() -> None:
     versions = list(attempts(transformers.LlamaConfig(), {}))
-    assert versions[-1] == {}
+    assert versions[-1].fields == {} and not versions[-1].is_small
+    assert versions[0].is_small
     assert 1 < len(versions) <= len(VERSIONS)
+
+
+def test_layers_go_on_until_a_computed_pattern_has_shown_every_kind() -> None:
+    config = transformers.JambaConfig()  # attention in layers 4, 12, …; experts in 1, 3, …
+    small = type(config)(**smallest(config))
+    assert small.num_hidden_layers == 5
+    assert set(small.layers_block_type) == set(config.layers_block_type)
+    assert config.num_hidden_layers == 32  # counted on a copy
+
+
+def test_layers_that_share_have_one_of_their_kind_before_them() -> None:
+    config = transformers.Gemma3nTextConfig()
+    small = type(config)(**smallest(config))
+    half = small.num_hidden_layers - small.num_kv_shared_layers
+    assert small.num_kv_shared_layers > 0
+    assert set(small.layer_types[:half]) == set(small.layer_types) == set(config.layer_types)
+    assert len(small.intermediate_size) == small.num_hidden_layers
+    assert max(small.intermediate_size) < config.intermediate_size[0]
+
+
+def test_two_layers_of_each_kind() -> None:
+    kinds = ["a"] * 5 + ["b", "a", "b"]
+    assert of_each_kind(kinds, 4, 1) == ["a", "a", "a", "b"]
+    assert of_each_kind(kinds, 4, 2) == ["a", "a", "b", "b"]
+
+
+def test_widths_of_other_configs_follow_them() -> None:
+    config = transformers.CLIPConfig(vision_config={"hidden_size": 96, "num_attention_heads": 3})
+    config.text_config.vision_hidden_size = 96
+    changes = {"vision_config": {"hidden_size": 24}, "text_config": {"vision_hidden_size": 88}}
+    agreed = agreeing(config, changes)
+    assert agreed["text_config"]["vision_hidden_size"] == 24
+    assert agreed["vision_config"]["hidden_size"] == 24
+
+
+def test_what_the_config_concludes_is_left_to_it() -> None:
+    config = transformers.HrmTextConfig()
+    assert config.num_hidden_layers == config.num_layers_per_stack * 8
+    fields = without_derived(config, smallest(config))
+    assert "num_layers_per_stack" not in fields
+    small = type(config)(**fields)
+    assert small.num_hidden_layers == small.num_layers_per_stack * 8 < config.num_hidden_layers
+
+
+def filled(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    return list(completions(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        (transformers.MinistralConfig(), "head_dim", 128),
+        (transformers.NemotronConfig(), "num_key_value_heads", 48),
+        (transformers.Dots1Config(), "num_experts_per_tok", 2),
+        (transformers.EsmConfig(), "vocab_size", 128),
+        (transformers.XmodConfig(), "default_language", "en_XX"),
+        (transformers.Lfm2MoeConfig(), "layer_types", ["full_attention"] * 32),
+    ],
+)
+def test_open_fields_are_filled_by_their_names(
+    config: PreTrainedConfig, name: str, value: object
+) -> None:
+    fillings = filled(config)
+    assert fillings[0] == {}
+    assert getattr(config, name) is None
+    assert value in [f.get(name) for f in fillings]
+
+
+def test_fields_that_are_set_are_not_filled() -> None:
+    for fields in filled(transformers.LlamaConfig()):
+        assert set(fields) <= {"use_cache"}
+
+
+def test_a_field_that_one_part_lacks_is_taken_from_another() -> None:
+    config = transformers.DbrxConfig()
+    with pytest.raises(AttributeError) as caught:
+        _ = config.attn_config.rope_theta
+    assert lacking(caught.value, config)["attn_config"]["rope_theta"] == 10000.0
+    assert lacking(ValueError("else"), config) == {}

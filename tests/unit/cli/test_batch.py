@@ -151,7 +151,11 @@ def test_regression_has_a_number_for_a_label() -> None:
         ("GPT2LMHeadModel", {"batch": 0}, "--batch 0 has no samples"),
         ("GPT2LMHeadModel", {"sequence": 0}, "--seq 0 has no tokens"),
         ("GPT2LMHeadModel", {"sequence": 2000}, "--seq 2000 is more than the model's 1024 posit"),
-        ("PerceiverForMaskedLM", {}, "takes inputs, for which there is no example batch; models"),
+        (
+            "PatchTSTForPrediction",
+            {},
+            "takes past_values, for which there is no example batch; models",
+        ),
         ("DacModel", {}, "DacConfig does not say how many numbers a frame of sound has"),
     ],
 )

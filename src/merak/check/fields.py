@@ -1,0 +1,37 @@
+"""Changes of a config's fields, those of configs inside it included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+Fields = dict[str, Any]
+
+
+def is_count(value: object) -> bool:
+    """Whether a field's value is a whole number, and no switch."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def merged(changes: Mapping[str, Any], given: Mapping[str, Any]) -> Fields:
+    """Fields of a config from two sources, configs inside it included; the second one wins."""
+    fields = dict(changes)
+    for name, value in given.items():
+        old = fields.get(name)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        fields[name] = merged(old, value) if both else value  # type: ignore[arg-type]
+    return fields
+
+
+def inner_configs(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """The configs inside a config, each with the name of its field."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig) and not name.startswith("_"):
+            yield name, value
+
+
+def inside(inner: PreTrainedConfig, fields: Fields) -> Fields:
+    """Changes of a config inside another one, of the same kind as before."""
+    return {"model_type": inner.model_type, **fields} if fields else {}

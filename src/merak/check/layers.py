@@ -1,0 +1,103 @@
+"""Which layers a small version has: some of every kind that the model has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from merak.check import names
+from merak.check.fields import is_count
+
+MOST_LAYERS = 8
+"""No more for the sake of a kind of layer that comes late."""
+
+
+def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int:
+    """So many layers that each kind has a place.
+
+    Args:
+        config: the config.
+        old: how many layers it has.
+        least: at least so many, if it has them.
+        each: so many of each kind.
+    """
+    lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple))}
+    kinds = max((len(set(map(str, v))) for v in lists.values() if len(v) == old), default=1)
+    # Kinds that take turns: so many layers until each has had one.
+    turns = [len(v) for n, v in lists.items() if names.KINDS.search(n) and len(v) < old]
+    several = 4 if kinds > 1 else 2
+    if kinds > 1:
+        several = max(several, kinds * (2 if shares(config) else each))
+    layers = min(old, max(least, several, *turns))
+    return _until_all_kinds(config, old, layers)
+
+
+def shares(config: PreTrainedConfig) -> bool:
+    """Whether later layers use what earlier ones of their kind have made."""
+    return any(vars(config).get(name) for name in names.PART_OF_LAYERS)
+
+
+def _until_all_kinds(config: PreTrainedConfig, old: int, layers: int) -> int:
+    """More layers, where a pattern that the config's class computes has kinds that come later."""
+    for field, value in tuple(vars(config).items()):  # some configs note what they are asked
+        if names.LAYERS.match(field) and value == old:
+            for name in _computed(config):
+                layers = max(layers, _first_with_all(config, field, name, layers))
+            return min(old, layers)
+    return layers
+
+
+def _first_with_all(config: PreTrainedConfig, field: str, name: str, layers: int) -> int:
+    old = _pattern(config, name)
+    if len(old) != getattr(config, field):
+        return layers
+    short = copy.copy(config)
+    for count in range(layers, min(MOST_LAYERS, len(old)) + 1):
+        setattr(short, field, count)
+        if set(map(str, _pattern(short, name))) == set(map(str, old)):
+            return count
+    return layers
+
+
+def _computed(config: PreTrainedConfig) -> Iterator[str]:
+    """Names of the properties of a config's own class."""
+    for owner in type(config).__mro__:
+        if owner is PreTrainedConfig:
+            return
+        # Configs put things into their classes while they are read.
+        yield from (n for n, v in tuple(vars(owner).items()) if isinstance(v, property))
+
+
+def _pattern(config: PreTrainedConfig, name: str) -> Sequence[Any]:
+    try:
+        value = getattr(config, name)
+    except Exception:  # a property that this config has no answer for
+        return ()
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def of_each_kind(values: Sequence[Any], length: int, each: int) -> list[Any]:
+    """The first values of a list by layer, but so that every kind of layer is among them.
+
+    Args:
+        values: one for each layer.
+        length: how many to take.
+        each: how many of each kind, where there is room.
+    """
+    first = [i for i, v in enumerate(values) if list(values[:i]).count(v) < each][:length]
+    rest = [i for i in range(len(values)) if i not in first][: length - len(first)]
+    return [values[i] for i in sorted((*first, *rest))]
+
+
+def in_turns(values: Sequence[Any], length: int) -> list[Any]:
+    """So many values that each kind comes in turn: among the first half of them as in the rest."""
+    kinds = [v for i, v in enumerate(values) if v not in values[:i]]
+    return [kinds[i % len(kinds)] for i in range(length)]
+
+
+def first_stages(depths: Sequence[Any]) -> list[Any]:
+    """Fewer layers of every stage of a hierarchical model."""
+    return [min(depth, names.STAGE_DEPTH) if is_count(depth) else depth for depth in depths]

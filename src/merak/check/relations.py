@@ -1,0 +1,95 @@
+"""What binds a config's fields to each other beyond their own names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from merak.check import names
+from merak.check.fields import Fields, inner_configs, inside, is_count
+
+
+@dataclass(frozen=True, slots=True)
+class _Width:
+    """The main width of one config.
+
+    Args:
+        path: names of the fields that lead to the config.
+        old: the width.
+        new: what it becomes.
+    """
+
+    path: tuple[str, ...]
+    old: int
+    new: int
+
+
+def agreeing(config: PreTrainedConfig, changes: Fields) -> Fields:
+    """Let widths that a config names after another one's stay that one's.
+
+    A config may say how wide the vectors are that another one's model hands it: a field such as
+    `audio_hidden_size`, equal to the main width of some other config.
+
+    Args:
+        config: the config as it is.
+        changes: its fields' new values.
+    """
+    return _agreeing(config, changes, (), list(_main_widths(config, changes, ())))
+
+
+def _main_widths(
+    config: PreTrainedConfig, changes: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[_Width]:
+    main = next((n for n in names.MAIN_WIDTHS if is_count(vars(config).get(n))), None)
+    if main is not None:
+        old = vars(config)[main]
+        yield _Width(path, old, changes.get(main, old))
+    for name, inner in inner_configs(config):
+        yield from _main_widths(inner, changes.get(name, {}), (*path, name))
+
+
+def _agreeing(
+    config: PreTrainedConfig, changes: Fields, path: tuple[str, ...], widths: list[_Width]
+) -> Fields:
+    found = dict(changes)
+    for name, value in vars(config).items():
+        if not is_count(value) or name in names.MAIN_WIDTHS or not names.OTHERS_WIDTH.search(name):
+            continue
+        others = [w for w in widths if w.old == value and w.path != path]
+        if others:
+            found[name] = min(others, key=lambda w: _strangeness(name, w, path)).new
+    for name, inner in inner_configs(config):
+        fields = _agreeing(inner, changes.get(name, {}), (*path, name), widths)
+        found[name] = inside(inner, fields)
+    old = vars(config)
+    return {n: v for n, v in found.items() if v != old.get(n) and v != {}}
+
+
+def _strangeness(name: str, width: _Width, path: tuple[str, ...]) -> tuple[bool, int]:
+    """How unlikely a field speaks of a config: it should be named after it, or be near it."""
+    words = {word for part in width.path for word in part.split("_")}
+    shared = sum(a == b for a, b in zip(path, width.path, strict=False))
+    return not words & set(name.split("_")[:-2]), -shared
+
+
+def without_derived(config: PreTrainedConfig, changes: Fields) -> Fields:
+    """Leave out fields that nobody has set, but the config itself from others.
+
+    Args:
+        config: the config as it is; of its class's fields, those that are None unless they are set
+            are its own conclusions.
+        changes: its fields' new values.
+    """
+    known = {f.name: f.default for f in dataclasses.fields(type(config))}
+    inner = dict(inner_configs(config))
+    found: Fields = {}
+    for name, value in changes.items():
+        if name in inner:
+            found[name] = without_derived(inner[name], value)
+        elif name == "model_type" or known.get(name) is not None:
+            found[name] = value
+    return {n: v for n, v in found.items() if v != {}}

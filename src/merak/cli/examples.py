@@ -1,0 +1,131 @@
+"""Further example batches, for models that do not train on the plain one."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from merak.cli.batch import (
+    Column,
+    Columns,
+    example_columns,
+    further_inputs,
+    predicts_classes,
+    visual_field,
+)
+from merak.graph.trace import LossFunction
+
+PATCHES = 4
+"""Patches along an image's side, for models that take images in patches."""
+
+_SHAPE = r"^\s*{name} \(.*of shape `\(([^`]*)\)`"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A batch, and how it gives a loss.
+
+    Args:
+        columns: what the batch holds.
+        loss_fn: as of `Case`.
+        loss_columns: as of `Case`.
+    """
+
+    columns: Columns
+    loss_fn: LossFunction | None = None
+    loss_columns: tuple[str, ...] = ()
+
+
+def examples(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, sequence: int
+) -> Iterator[Example]:
+    """Batches of one sample that a model may train on, the plainest first.
+
+    Args:
+        model_class: the architecture.
+        config: its config.
+        sequence: tokens of a sequence.
+
+    Raises:
+        CommandError: there is no batch for such a model.
+    """
+    seen: list[Example] = []
+    for example in _all(model_class, config, sequence):
+        if example not in seen:
+            seen.append(example)
+            yield example
+
+
+def _all(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, sequence: int
+) -> Iterator[Example]:
+    plain = example_columns(model_class, config, sequence=sequence)
+    if "spatial_shapes" in inspect.signature(model_class.forward).parameters:
+        plain |= _in_patches(config)
+    yield Example(plain)
+    everything = plain | further_inputs(model_class, config, sequence)
+    yield Example(everything)
+    for columns in (plain, everything):
+        yield Example(_documented(model_class, config, columns, sequence))
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > sequence:  # one output for each position there is
+        yield Example(example_columns(model_class, config, sequence=positions))
+    if predicts_classes(model_class):
+        num_labels = int(config.num_labels or 1)
+        labels = {"labels": Column((1,), num_labels)}
+        yield Example(plain | labels, class_loss, ("labels",))
+
+
+def class_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The cross entropy of a model's scores of classes, for models that compute no loss.
+
+    Args:
+        outputs: what the model returned; its first tensor with a row of scores for each sample.
+        batch: the batch, `labels` among its columns, (microbatch,), whole numbers.
+    """
+    labels = batch["labels"]
+    values = outputs.values() if hasattr(outputs, "values") else outputs
+    scores = next(v for v in values if isinstance(v, torch.Tensor) and v.ndim == 2)
+    return F.cross_entropy(scores, labels)
+
+
+def _in_patches(config: PreTrainedConfig) -> Columns:
+    """An image as a sequence of patches, with the height and width that they are laid out in."""
+    size = visual_field(config, "patch_size", 16)
+    channels = visual_field(config, "num_channels", 3)
+    return {
+        "pixel_values": Column((1, PATCHES**2, channels * size**2)),
+        "pixel_attention_mask": Column((1, PATCHES**2), 1, first=1),
+        "spatial_shapes": Column((1, 2), 1, first=PATCHES),
+    }
+
+
+def _documented(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, columns: Columns, sequence: int
+) -> Columns:
+    """The columns in the shapes that the documentation of the model's forward gives them."""
+    text = inspect.getdoc(model_class.forward) or ""
+    sizes = {"batch_size": 1, "sequence_length": sequence, "seq_length": sequence}
+    found = dict(columns)
+    for name, column in columns.items():
+        match = re.search(_SHAPE.format(name=re.escape(name)), text, re.MULTILINE)
+        words = re.split(r"[,*]", match[1]) if match else []
+        shape = [_size(word.strip(), config, sizes) for word in words if word.strip()]
+        known = tuple(size for size in shape if size is not None)
+        if len(known) == len(shape) > len(column.shape):
+            found[name] = replace(column, shape=known)
+    return found
+
+
+def _size(word: str, config: PreTrainedConfig, sizes: dict[str, int]) -> int | None:
+    if word.isdigit():
+        return int(word)
+    value = sizes.get(word, getattr(config, word.removeprefix("config."), None))
+    return value if isinstance(value, int) else None
