@@ -92,7 +92,7 @@ def _line(*cells: str) -> Iterable[str]:
 def _right(results: Results, names: Iterable[str], layout: str) -> str:
     found = [results[name, layout] for name in names if (name, layout) in results]
     right = sum(bool(r.report and r.report["ok"]) for r in found)
-    return f"{right} of {len(found)}"
+    return f"{right} of {len(found)}" if found else ""
 
 
 def _traces(results: Results, name: str) -> str:
