@@ -261,7 +261,7 @@ def _same_tensor(node: fx.Node) -> fx.Node:
         and returned[0].alias_info is not None
         and returned[0].alias_info.is_write
     ):
-        return _same_tensor(source)
+        return _same_tensor(written_by(node)[0])  # not always the first one: `out=`
     unchanged = str(node.target) in (_CONVERSIONS | _RETURN_THEMSELVES) and same and not copies
     return _same_tensor(source) if unchanged else node
 

@@ -316,6 +316,18 @@ class Normalised(nn.Module):
         return self.b(torch.relu(self.a(x))).pow(2).mean()
 
 
+class Bounded(nn.Module):
+    """A weight whose buffers are results of `out=` under no_grad, and are read outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x))).pow(2).mean()
+
+
 class Chunks(Layers):
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.a(x).chunk(2, -1)
@@ -416,7 +428,8 @@ TRAINABLE: tuple[type[nn.Module], ...] = (
     Mlp, InPlaceActivation, ResNet, UNet, WrittenBufferOfOnes, WrittenColumn, ShiftedLabels,
     Counter, InnerCounter, ViewedParameters, SharedModule, Frozen, Unused, ComplexValues,
     IntegersCross, WithoutGradient, Autocast, Checkpointed, CheckpointedReentrant, OwnBackward,
-    PlainTensors, PlainArguments, DerivedFirst, Recurrent, Normalised, Chunks, NumberOfTheBatch,
+    PlainTensors, PlainArguments, DerivedFirst, Recurrent, Normalised, Bounded, Chunks,
+    NumberOfTheBatch,
     Everything, LossTwice, DataclassOutput, ParameterIsLoss,
     PassedThrough,
 )  # fmt: skip
