@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from merak.core.mesh import Mesh
+from merak.core.random import own_random_state, set_random_state
 from merak.engine.program import Program, SegmentProgram
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
@@ -48,7 +49,10 @@ class Microbatches:
         program = microbatch.program
         if not program.fixed_values:
             program.fixed_values.update(self._run(program.fixed, program, {}))
-        varying = self._run(program.derived, program, microbatch.columns)
+        cpu = torch.device("cpu")  # whose generator names the microbatch to its draws
+        with own_random_state(cpu):
+            set_random_state(cpu, *microbatch.random_key, "choices")
+            varying = self._run(program.derived, program, microbatch.columns)
         microbatch.derived = program.fixed_values | varying
 
     def _run(

@@ -12,6 +12,7 @@ from torch import fx
 from merak.core.shards import ParameterShard
 from merak.engine.selective import Kept, keep_operators
 from merak.graph.clean import is_random
+from merak.graph.drawn import is_drawn
 from merak.graph.halves import Share
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.pieces import Crossing
@@ -273,7 +274,7 @@ def has_draws(segment: Segment) -> bool:
 def _prologues(
     prologue: Segment, names: set[str], values: Mapping[str, TensorMeta]
 ) -> tuple[SegmentProgram, SegmentProgram]:
-    """The derived values a rank reads: first those that no column changes, then the others."""
+    """The derived values a rank reads: first those that no column and no draw changes."""
     varying = _depends_on_columns(prologue.graph)
     wanted = [name for name in prologue.outputs if name in names]
     fixed = slice_outputs(prologue, [n for n in wanted if n not in varying])
@@ -283,7 +284,8 @@ def _prologues(
 
 def _depends_on_columns(graph: fx.Graph) -> set[str]:
     columns = [n for n in graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.COLUMN]
-    return {node.name for node in depending_on(graph, columns)}
+    draws = [node for node in graph.nodes if is_drawn(node)]
+    return {node.name for node in depending_on(graph, [*columns, *draws])}
 
 
 def _columns(

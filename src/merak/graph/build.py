@@ -17,7 +17,8 @@ from merak.graph.cache import Made, cached
 from merak.graph.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir import ModelGraph, TensorMeta
 from merak.graph.shard import shard
-from merak.graph.trace import LossFunction, Trace, parameter_names, trace
+from merak.graph.trace import LossFunction, parameter_names, trace
+from merak.graph.traced import Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from merak.graph.ir import TensorMeta
-from merak.graph.trace import Exported, Trace, cleaned
+from merak.graph.trace import Exported, cleaned
+from merak.graph.traced import Trace
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")

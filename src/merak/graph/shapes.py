@@ -90,6 +90,8 @@ class Graphs:
                 exported = export_model(source.model, first.columns, call, device, symbolic=True)
         except Exception as error:  # the model's code, or torch, cannot do with symbols
             raise NotResizable(str(error)) from error
+        if exported.num_choices:
+            raise NotResizable("it makes choices by chance")
         if not _same(self._at(first.columns, exported), first):
             raise NotResizable("with symbols the model runs other operators")
         self._is_hopeless = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
 from merak.graph.checks import PassedChecks
+from merak.graph.choices import with_choices
 from merak.graph.clean import clean_graph, slice_neighbours
+from merak.graph.draws import Draws, draws_in_torch
 from merak.graph.explain import explain
 from merak.graph.fakes import (
     eager_masks,
@@ -34,32 +36,9 @@ from merak.graph.fakes import (
 )
 from merak.graph.functions import kept_functions, refuse_seen_through
 from merak.graph.ir import Kind, TensorMeta
+from merak.graph.traced import Trace
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The whole model as one graph, before it is cut.
-
-    Args:
-        graph: ATen operators; placeholders carry `meta["kind"]` and `meta["name"]`; it returns the
-            tuple of the model's tensor outputs.
-        outputs: names of these outputs, in order ("loss" first where there is one).
-        parameters: every parameter of the model, by its first name.
-        tied: other names of a parameter → its first name.
-        constants: tensors the model's code made outside its buffers, by name.
-        columns: the batch it was traced with.
-        sources: files whose code the trace ran through.
-    """
-
-    graph: fx.Graph
-    outputs: tuple[str, ...]
-    parameters: dict[str, TensorMeta]
-    tied: dict[str, str]
-    constants: dict[str, torch.Tensor]
-    columns: dict[str, TensorMeta]
-    sources: frozenset[str] = field(default_factory=frozenset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +54,7 @@ class Exported:
         tied: as of `Trace`.
         replaced: names of attributes that forward has replaced, by the identity of the tensor.
         columns: names of the batch's columns.
+        num_choices: as of `Trace`.
     """
 
     graph: fx.Graph
@@ -85,6 +65,7 @@ class Exported:
     tied: dict[str, str]
     replaced: Mapping[int, str]
     columns: tuple[str, ...]
+    num_choices: int = 0
 
 
 def trace(
@@ -118,7 +99,12 @@ def trace(
     device = torch.device((device or torch.device("cpu")).type)
     casts = None if autocast is None else partial(torch.autocast, device.type, autocast)
     call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
-    return cleaned(export_model(model, columns, call, device), columns)
+
+    def traced(answers: tuple[bool, ...]) -> Trace:
+        return cleaned(export_model(model, columns, call, device, answers=answers), columns)
+
+    first = traced(())
+    return with_choices(first, traced) if first.num_choices else first
 
 
 def export_model(
@@ -128,6 +114,7 @@ def export_model(
     device: torch.device,
     *,
     symbolic: bool = False,
+    answers: tuple[bool, ...] = (),
 ) -> Exported:
     """The first half of `trace`.
 
@@ -137,6 +124,7 @@ def export_model(
         call: how the model is called.
         device: where fake tensors claim to be.
         symbolic: write sizes that depend on the batch's down as such, not as numbers.
+        answers: to the choices that the model makes by chance; further ones are False.
 
     Raises:
         TraceError: as of `trace`.
@@ -144,7 +132,8 @@ def export_model(
     names, tied = parameter_names(model)
     loss_fn = call.loss_fn
     _refuse_trained_loss(loss_fn)
-    runner = _Runner(model, call)
+    draws = Draws(answers)
+    runner = _Runner(model, call, draws)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     checks = PassedChecks()
     with ExitStack() as stack:
@@ -152,9 +141,10 @@ def export_model(
         stack.enter_context(eager_masks(columns))
         stack.enter_context(kept_functions(model))
         stack.enter_context(unmoved_modules())
+        stack.enter_context(draws_in_torch(model, draws))
         values = fake_batch(columns, mode, device)
         try:
-            with no_draws_in_python(model), kept_attributes(model) as replaced, checks:
+            with no_draws_in_python(model), kept_attributes(model) as replaced, checks, draws:
                 program = _export(runner, values, symbolic)
         except Exception as error:
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
@@ -170,6 +160,7 @@ def export_model(
         tied,
         replaced,
         call.columns,
+        len(draws.made),
     )
 
 
@@ -190,7 +181,16 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     slice_neighbours(graph, constants)
     refuse_seen_through(graph)
     names, tied = exported.parameters, exported.tied
-    return Trace(graph, exported.outputs, names, tied, constants, dict(columns), sources)
+    return Trace(
+        graph=graph,
+        outputs=exported.outputs,
+        parameters=names,
+        tied=tied,
+        constants=constants,
+        columns=dict(columns),
+        sources=sources,
+        num_choices=exported.num_choices,
+    )
 
 
 def _export(
@@ -260,10 +260,11 @@ class Call:
 class _Runner(nn.Module):
     """Calls the model with keyword arguments and returns a flat tuple of named tensors."""
 
-    def __init__(self, model: nn.Module, call: Call) -> None:
+    def __init__(self, model: nn.Module, call: Call, draws: Draws) -> None:
         super().__init__()
         self.model = model
         self.call = call
+        self.draws = draws
         self.training = model.training
         names: list[str] = []
         # Export undoes what forward sets on a module itself.
@@ -274,10 +275,11 @@ class _Runner(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = dict(zip(self.call.columns, values, strict=True))
+        self.draws.restart()
         with _written_buffers(self.model):
             outputs = call_model(self.model, batch, self.call)
         self.set_outputs(outputs)
-        return tuple(outputs.values())
+        return (*outputs.values(), *self.draws.made)
 
 
 @contextmanager

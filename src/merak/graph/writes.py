@@ -107,14 +107,20 @@ def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erase all that neither an output nor a buffer depends on."""
+def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
+    """Erase all that neither an output nor a buffer depends on.
+
+    Args:
+        graph: changed in place.
+        kept: nodes that stay, whoever reads them.
+    """
     writes = find_writes(graph)
     todo: list[fx.Node] = list(graph.find_nodes(op="output"))
     for memory, writers in writes.writers.items():
         if any(m.op == "placeholder" for m in writes.members[memory]):
             todo += writers
     live: set[fx.Node] = set()
+    todo += kept
     while todo:
         node = todo.pop()
         if node not in live:

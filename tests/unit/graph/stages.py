@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
 
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.runnable import Function, runnable
 from merak.graph.trace import LossFunction
 
 Tensors = dict[str, torch.Tensor]
@@ -109,11 +109,11 @@ class Pipeline:
         ]
 
 
-def _function(segment: Segment) -> fx.GraphModule:
-    return fx.GraphModule(torch.nn.Module(), segment.graph)
+def _function(segment: Segment) -> Function:
+    return runnable(segment.graph)
 
 
-def _run(function: fx.GraphModule, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _run(function: Function, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     results = function(*arguments)
     assert isinstance(results, tuple)
     return results

@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 
 from merak.core.errors import TraceError
 from merak.graph.clean import is_random
-from merak.graph.trace import Trace, trace
+from merak.graph.trace import trace
+from merak.graph.traced import Trace
 from merak.graph.writes import depending_on, find_writes, is_mutating, written_by
 from tests.unit.graph import odd_models
 from tests.unit.graph.odd_models import Layers

@@ -1,0 +1,36 @@
+"""Draws that decide what runs: the same on every rank of a replica, whatever else is drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.random import seed_for
+
+
+def drawn(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
+    """Draw from a stream of its own that the default generator's seed and a number name.
+
+    Args:
+        number: of the draw among those of the model.
+        operator: what draws, such as aten.rand.default; one that writes gets a copy to write into.
+        args: of that operator.
+        kwargs: of that operator.
+    """
+    draw: Any = torch.ops
+    for part in operator.split("."):
+        draw = getattr(draw, part)
+    seed = seed_for(torch.initial_seed(), "choice", number)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        if draw._schema.is_mutable:
+            args = (args[0].clone(), *args[1:])
+        return draw(*args, **kwargs)
+
+
+def is_drawn(node: fx.Node) -> bool:
+    """Whether an operator draws so."""
+    return node.target is drawn
