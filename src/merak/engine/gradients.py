@@ -34,10 +34,13 @@ class StageGradients:
     Args:
         group: all ranks that hold the same part of the stage; None for a single one.
         buckets: parameters that are summed together, in the order in which they become final.
+        optional: ids of parameters that chance may leave out of a step; they then get no gradient,
+            as in one process, rather than zeros, which an optimizer would step.
     """
 
     group: dist.ProcessGroup | None
     buckets: tuple[Bucket, ...]
+    optional: frozenset[int] = frozenset()
 
 
 def fill_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -70,6 +73,8 @@ class _Sum:
         sent: this rank's gradients, which must stay until then.
         flat: the sums that come, or this replica's share of them.
         bucket: the parameters.
+        having: on how many ranks each of them has a gradient, and what tells when that is known;
+            None where they always have one.
     """
 
     stage: int
@@ -77,6 +82,16 @@ class _Sum:
     sent: torch.Tensor
     flat: torch.Tensor
     bucket: Bucket
+    having: tuple[torch.Tensor, dist.Work] | None = None
+
+    def absent(self) -> frozenset[int]:
+        """Ids of the parameters that have no gradient anywhere; waits until that is known."""
+        if self.having is None:
+            return frozenset()
+        counts, work = self.having
+        work.wait()
+        pairs = zip(self.bucket, counts.tolist(), strict=True)
+        return frozenset(id(parameter) for parameter, count in pairs if not count)
 
 
 class GradientReducer:
@@ -159,8 +174,10 @@ class GradientReducer:
             self._take_shares(found)
             return
         pieces = found.flat.split([p.numel() for p in found.bucket])
+        absent = found.absent()
         for parameter, piece in zip(found.bucket, pieces, strict=True):
-            parameter.grad = piece.view_as(parameter)
+            if id(parameter) not in absent:
+                parameter.grad = piece.view_as(parameter)
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
@@ -186,6 +203,7 @@ class GradientReducer:
         while self.every_microbatch and len(self._open) >= MOST_OPEN_BUCKETS:
             self._take(self._open.popleft())
         # A replica without a microbatch, or a parameter that took no part, gives zeros.
+        having = self._count(stage, bucket)
         gradients = [p.grad if p.grad is not None else no_gradient(p) for p in bucket]
         for parameter in bucket:
             parameter.grad = None
@@ -201,16 +219,28 @@ class GradientReducer:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             work = scatter(flat, everything, group=group, async_op=True)
         assert work is not None
-        self._open.append(_Sum(stage, work, everything, flat, bucket))
+        self._open.append(_Sum(stage, work, everything, flat, bucket, having))
+
+    def _count(self, stage: int, bucket: Bucket) -> tuple[torch.Tensor, dist.Work] | None:
+        """Start to count on how many ranks each parameter has a gradient."""
+        reduced = self._stages[stage]
+        if not any(id(p) in reduced.optional for p in bucket):
+            return None
+        own = [p.grad is not None or id(p) not in reduced.optional for p in bucket]
+        counts = torch.tensor(own, dtype=torch.int32, device=bucket[0].device)
+        work = dist.all_reduce(counts, group=reduced.group, async_op=True)
+        assert work is not None
+        return counts, work
 
     def _take_shares(self, found: _Sum) -> None:
         assert self._stepped is not None
         start = 0
+        absent = found.absent()
         for parameter in found.bucket:
             stepped = self._stepped[id(parameter)]
             piece = found.flat[start : start + stepped.numel()].view_as(stepped)
             start += stepped.numel()
-            if stepped.numel():
+            if stepped.numel() and id(parameter) not in absent:
                 add_gradient(stepped, piece)
 
 

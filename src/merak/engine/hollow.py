@@ -23,6 +23,7 @@ from merak.engine.program import Program, SegmentProgram
 from merak.engine.stage import Microbatch, Stage
 from merak.engine.surroundings import Values
 from merak.engine.weights import LiveWeights
+from merak.graph.choice import is_choice
 from merak.graph.ir import Kind as ValueKind
 from merak.graph.ir import TensorMeta
 from merak.schedule.ir import Action, Kind, Schedule
@@ -203,6 +204,8 @@ class Shadow:
                     if kind in (ValueKind.COLUMN, ValueKind.DERIVED):
                         into = columns if kind is ValueKind.COLUMN else derived
                         into[name] = self._fake(node.meta["tensor"])
+                        if is_choice(node):  # of which collectives there are
+                            into[name] = real.derived[name]
         return Microbatch(real.program, columns, derived, real.random_key)
 
 

@@ -182,6 +182,11 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def chooses(self) -> bool:
+        """Whether chance decides what runs of this rank's segments."""
+        return any(is_drawn(node) for node in self.derived.segment.graph.nodes)
+
     def gradients_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of some values that carry a gradient."""
         return tuple(name for name in names if self.values[name].requires_grad)

@@ -10,6 +10,7 @@ from torch import nn
 from merak.core.mesh import Mesh
 from merak.engine.gradients import StageGradients, fill_buckets
 from merak.engine.programs import Programs
+from merak.graph.choice import optional_parameters
 from merak.schedule.ir import Schedule
 
 
@@ -35,7 +36,12 @@ def reduced_of(
         names = _names(stage, programs, shared)
         own = [parameters[name] for name in names if not parameters[name].is_meta]
         group = groups[schedule.ranks_of(stage)]
-        reduced[stage] = StageGradients(group, fill_buckets(own, bucket_bytes))
+        optional = frozenset(
+            id(parameters[name])
+            for program in programs.base.stages[stage].segments
+            for name in optional_parameters(program.segment)
+        )
+        reduced[stage] = StageGradients(group, fill_buckets(own, bucket_bytes), optional)
     return reduced
 
 

@@ -170,6 +170,9 @@ class TrainingStep:
     def _perform_hollow(self, action: Action, num_done: int) -> None:
         parts = self._parts
         if self._hollow is None:
+            for microbatch in self._microbatches:
+                if microbatch.program.chooses:
+                    self._prepare.derive(microbatch)
             self._hollow = Hollow(
                 parts.mesh, parts.stages, self._exchange, self._schedule, self._microbatches
             )

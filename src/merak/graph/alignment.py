@@ -208,9 +208,7 @@ class _Aligner:
         region = self.regions[made] - 1
         fitting = [
             number
-            for number in sorted(
-                range(self.run_trace.num_choices), key=lambda n: (n != region, n)
-            )
+            for number in sorted(range(self.run_trace.num_choices), key=lambda n: (n != region, n))
             if all(number in other.dropped for other in without)
             and not any(number in other.dropped for other in with_it)
         ]

@@ -70,12 +70,15 @@ class Draws(TorchFunctionMode):
         if func is torch.Tensor.item and args[0] in self._drawn and args[0].numel() == 1:
             return self._follow(args[0].reshape(()), self._drawn[args[0]])
         result = func(*args, **kwargs)
-        if isinstance(result, FakeTensor):
-            name = getattr(func, "__name__", "")
-            if name in _DRAWS:
-                self._follow(result, (0.0, 1.0) if name in _UNIT else None)
-            elif any(a in self._drawn for a in tree_leaves((args, kwargs)) if _is_fake(a)):
-                self._follow(result, _interval(name, self._known(args)))
+        name = getattr(func, "__name__", "")
+        if name in _DRAWS and _is_fake(result):
+            return self._follow(result, (0.0, 1.0) if name in _UNIT else None)
+        if not any(a in self._drawn for a in tree_leaves((args, kwargs)) if _is_fake(a)):
+            return result
+        if name == "__iter__":
+            return iter([self._follow(each, None) for each in result])
+        for each in filter(_is_fake, tree_leaves(result)):
+            self._follow(each, _interval(name, self._known(args)))
         return result
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> Any:

@@ -11,6 +11,7 @@ from torch import fx
 
 from merak.core.errors import TraceError
 from merak.graph.alignment import Dropped, Found, choices_of
+from merak.graph.choice import mark_choice
 from merak.graph.clean import is_random
 from merak.graph.drawn import drawn
 from merak.graph.flow import is_weight_gemm
@@ -102,7 +103,9 @@ def _refuse_writes(
     """What a dropped layer writes must be its own, and nobody may write into what passes it."""
     firsts = {d.choice: places[choices[d.choice]] for d in found.dropped}
     passing = {
-        n.meta.get("memory"): firsts[d.choice] for d in found.dropped for n in (d.made, d.instead)
+        n.meta.get("memory"): firsts[d.choice]
+        for d in found.dropped
+        for n in (d.made, d.instead)
         if n.meta.get("memory") is not None
     }
     for node in graph.nodes:
@@ -116,8 +119,8 @@ def _refuse_writes(
             after = memory in passing and places[node] > passing[memory]
             if outside or after:
                 raise TraceError(
-                    f"the model cannot be traced: {node.meta['source']} writes in place into what a "
-                    "layer that may be dropped by chance reads, gives or keeps; write into a new "
+                    f"the model cannot be traced: {node.meta['source']} writes in place into what "
+                    "a layer that may be dropped by chance reads, gives or keeps; write into a new "
                     "tensor there, or switch the dropping of layers off in the model's config."
                 )
 
@@ -148,4 +151,4 @@ def _draw_apart(graph: fx.Graph, choices: Sequence[fx.Node]) -> None:
             node.target = drawn
             node.meta["memory"] = None
     for choice in choices:
-        choice.meta["is_choice"] = True
+        mark_choice(choice)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.collectives import gather_copied
 from merak.core.regather import keeping_shares
+from merak.graph.choice import is_choice, is_taken
 from merak.graph.writes import eliminate_dead_code
 
 aten = torch.ops.aten
@@ -31,7 +33,7 @@ def runnable(graph: fx.Graph) -> Function:
         the layer runs.
     """
     placeholders = list(graph.find_nodes(op="placeholder"))
-    choices = [i for i, node in enumerate(placeholders) if node.meta.get("is_choice")]
+    choices = [i for i, node in enumerate(placeholders) if is_choice(node)]
     whole = _function(graph)
     if not choices:
         return whole
@@ -44,7 +46,9 @@ def runnable(graph: fx.Graph) -> Function:
         truths: Sequence[Any] = [args[i] for i in choices]
         if any(isinstance(truth, FakeTensor) or truth.is_meta for truth in truths):
             return whole(*args)  # of what would run at the most
-        return chosen(tuple(map(bool, truths)))(*args)
+        with _disable_current_modes():  # such as one that makes all tensors fake
+            answers = tuple(map(bool, truths))
+        return chosen(answers)(*args)
 
     return run
 
@@ -63,9 +67,9 @@ def _with_answers(graph: fx.Graph, answers: dict[int, bool]) -> fx.Graph:
     made.output(made.graph_copy(graph, env))
     placeholders = list(made.find_nodes(op="placeholder"))
     truths = {placeholders[i]: answer for i, answer in answers.items()}
-    for node in list(made.find_nodes(op="call_function", target=aten.where.self)):
-        condition, if_true, if_false = node.args
-        if condition in truths:
+    for node in list(made.nodes):
+        if is_taken(node) and node.args[0] in truths:
+            condition, if_true, if_false = node.args
             node.replace_all_uses_with(if_true if truths[condition] else if_false)
             made.erase_node(node)
     eliminate_dead_code(made, placeholders)

@@ -74,13 +74,17 @@ class Pipeline:
             _backward(record, gradients)
         return loss.detach()
 
+    def derive(self, columns: Mapping[str, torch.Tensor]) -> Tensors:
+        """What depends on the batch alone, and on draws that decide what runs."""
+        prologue = self.graph.prologue
+        with torch.no_grad():
+            made = _run(_function(prologue), self._arguments(prologue, dict(columns), {}, {}))
+        return dict(zip(prologue.outputs, made, strict=True))
+
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> list[Record]:
         columns = {name: tensor.clone() for name, tensor in batch.items()}
         values: Tensors = {}
-        with torch.no_grad():
-            prologue = self.graph.prologue
-            made = _run(_function(prologue), self._arguments(prologue, columns, {}, {}))
-        derived = dict(zip(prologue.outputs, made, strict=True))
+        derived = self.derive(columns)
         records = []
         for segment, function, received in zip(
             self.graph.segments, self.functions, self.received, strict=True

@@ -2,155 +2,26 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count, product
-from typing import Any
-from unittest import mock
+from itertools import combinations, product
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.graph.choice import is_choice
 from merak.graph.choices import covering
-from merak.graph.drawn import drawn
+from tests.unit.graph.dropped_layers import (
+    DEPTH,
+    PLAIN,
+    Batch,
+    Skipping,
+    Stack,
+    plain_batch,
+    same_draws,
+)
 from tests.unit.graph.stages import Pipeline, built, gradients_of
-
-Batch = dict[str, torch.Tensor]
-WIDTH, DEPTH = 8, 4
-
-
-class Block(nn.Module):
-    """A feed-forward block with a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def branch(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
-        return y
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.branch(x)
-
-
-class Stack(nn.Module):
-    """Blocks between an embedding and a head; how they are dropped is for those that inherit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.head(self.run(self.embed(x))).square().mean()}
-
-
-class Skipping(Stack):
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if self.training and torch.rand(()) < 0.5:
-                continue
-            x = block(x)
-        return x
-
-
-class Surviving(Stack):
-    """What runs is scaled by how seldom it runs; the draw is Python's."""
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            keep = 1 - 0.5 * (i + 1) / DEPTH
-            x = x + block.branch(x) / keep if random.random() < keep else x
-        return x
-
-
-class Numpy(Stack):
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            dropped = np.random.uniform(0, 2)
-            if not self.training or (dropped > 1.2):
-                x = block(x)
-        return x
-
-
-class AllAtOnce(Stack):
-    """One draw for all layers, decided before the first of them."""
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        runs = [bool(r) for r in torch.rand(DEPTH) < 0.6]
-        for block, run in zip(self.blocks, runs, strict=True):
-            x = block(x) if run else x
-        return x
-
-
-class Progressive(Stack):
-    """Layers are kept the less often the later it is and the deeper they are."""
-
-    theta: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("theta", torch.tensor(0.3))
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            keep = 1 - (1 - self.theta) * (i + 1) / DEPTH
-            if torch.bernoulli(keep):
-                x = x + block.branch(x) / keep
-        return x
-
-
-class Halves(Stack):
-    """Two choices to a block, one of which is about two layers."""
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        for one, two in zip(self.blocks[::2], self.blocks[1::2], strict=True):
-            if torch.rand(1).item() > 0.4:
-                x = two(one(x))
-            if torch.rand(1) > 0.4:
-                x = one(x)
-        return x
-
-
-PLAIN = (Skipping, Surviving, Numpy, AllAtOnce, Progressive, Halves)
-
-
-def plain_batch() -> Batch:
-    return {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(1))}
-
-
-@contextmanager
-def same_draws() -> Iterator[None]:
-    """Let eager draw what Merak's graph draws, in the order of the model's code."""
-    numbers = count(1)
-
-    def unit() -> float:
-        return float(drawn(next(numbers), "aten.rand.default", [], dtype=torch.float64))
-
-    def rand(*sizes: Any) -> torch.Tensor:
-        size = list(sizes[0]) if sizes and not isinstance(sizes[0], int) else list(sizes)
-        return drawn(next(numbers), "aten.rand.default", size)
-
-    with (
-        mock.patch.object(torch, "rand", rand),
-        mock.patch.object(
-            torch, "bernoulli", lambda p: drawn(next(numbers), "aten.bernoulli.default", p)
-        ),
-        mock.patch.object(random, "random", unit),
-        mock.patch.object(np.random, "uniform", lambda a, b: unit() * (b - a) + a),
-    ):
-        yield
 
 
 def assert_like_eager(model: nn.Module, batch: Batch, seeds: range) -> set[frozenset[str]]:
@@ -180,3 +51,166 @@ def assert_like_eager(model: nn.Module, batch: Batch, seeds: range) -> set[froze
 def test_plain_models(kind: type[Stack]) -> None:
     without = assert_like_eager(kind(), plain_batch(), range(12))
     assert len(without) > 4, "the draws hardly differ"
+
+
+def transformer(kind: str) -> tuple[nn.Module, Batch]:
+    """A small model of transformers whose layers are dropped half of the time."""
+    torch.manual_seed(0)
+    ids = torch.randint(5, 60, (2, 6), generator=torch.Generator().manual_seed(1))
+    if kind == "Bart":
+        bart = transformers.BartConfig(
+            vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2,
+            encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+            decoder_ffn_dim=32, max_position_embeddings=16, encoder_layerdrop=0.5,
+            decoder_layerdrop=0.5, dropout=0.0, attention_dropout=0.0,
+        )  # fmt: skip
+        return transformers.BartForConditionalGeneration(bart), {"input_ids": ids, "labels": ids}
+    opt = transformers.OPTConfig(
+        vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=16, word_embed_proj_dim=16, layerdrop=0.5, dropout=0.0,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(opt), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("kind", ["Bart", "OPT"])
+def test_models_of_transformers(kind: str) -> None:
+    model, batch = transformer(kind)
+    assert len(assert_like_eager(model.train(), batch, range(6))) > 2
+
+
+def test_layers_are_cut_where_they_are_cut_without_choices() -> None:
+    model, batch = transformer("Bart")
+    graph = built(model, batch)
+    model.config.encoder_layerdrop = model.config.decoder_layerdrop = 0.0
+    model.model.encoder.layerdrop = model.model.decoder.layerdrop = 0.0
+    plain = built(model, batch)
+    assert [s.name for s in graph.segments] == [s.name for s in plain.segments]
+    assert [len(b) for b in graph.boundaries()] == [len(b) for b in plain.boundaries()]
+
+
+def test_how_often_layers_are_dropped() -> None:
+    graph = built(Skipping(), plain_batch())
+    choices = [n for n in graph.prologue.graph.nodes if is_choice(n)]
+    assert len(choices) == DEPTH
+    pipeline = Pipeline(graph, Skipping())
+    told = []
+    for seed in range(400):
+        torch.manual_seed(seed)
+        told.append(list(pipeline.derive(plain_batch()).values()))
+    often = torch.tensor(told, dtype=torch.float64).mean(0)
+    # Four standard deviations of 400 throws of a coin.
+    assert ((often - 0.5).abs() < 0.1).all(), often
+    kinds = {tuple(map(bool, row)) for row in told}
+    assert len(kinds) == 2**DEPTH
+
+
+class Certain(Stack):
+    """Probabilities of 0 and 1 leave no choice."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if torch.rand(()) >= self.p:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_certain_probabilities(p: float) -> None:
+    model = Certain(p)
+    without = assert_like_eager(model, plain_batch(), range(1))
+    graph = built(model, plain_batch())
+    assert not any(is_choice(n) for s in graph.segments for n in s.graph.nodes)
+    (names,) = without
+    assert len(names) == (0 if p == 0 else len(list(model.blocks.parameters())))
+
+
+def test_nothing_is_dropped_in_evaluation() -> None:
+    model = Skipping()
+    pipeline = Pipeline(built(model, plain_batch(), training=False), model.eval())
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = model(**plain_batch())["loss"]
+        torch.testing.assert_close(pipeline.evaluate(plain_batch())["loss"], expected.detach())
+
+
+class Remembering(Stack):
+    """A layer does something else where the one before did not run."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        ran = True
+        for block in self.blocks:
+            y = block(x) if ran else block(2 * x)
+            ran = bool(torch.rand(()) < 0.5)
+            x = y if ran else x
+        return x
+
+
+class Replacing(Stack):
+    """What does not run is replaced by something that is computed."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if torch.rand(()) < 0.5 else torch.tanh(x)
+        return x
+
+
+class InPlace(Stack):
+    """A dropped layer writes into what passes it."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if torch.rand(()) < 0.5:
+                x += block.branch(x)
+        return x
+
+
+class Learnt(Stack):
+    """A parameter has a part in the choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = nn.Parameter(torch.tensor(0.5))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if torch.rand(()) < self.keep else x
+        return x
+
+
+class Nested(Stack):
+    """How many choices there are hangs on a choice."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if torch.rand(()) < 0.5 and torch.rand(()) < 0.5:
+                x = block(x)
+        return x
+
+
+REFUSED = {
+    Remembering: "where it chooses by a random draw what runs next",
+    Replacing: "is computed in its place|where it chooses by a random draw",
+    InPlace: "writes in place into what a layer",
+    Learnt: "by the parameter keep",
+    Nested: "change how many more it makes",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_refused(kind: type[Stack]) -> None:
+    with pytest.raises(TraceError, match=REFUSED[kind]):
+        built(kind(), plain_batch())
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 11, 24])
+def test_every_two_choices_are_seen_in_all_ways(num: int) -> None:
+    rows = [frozenset[int](), *covering(num)]
+    for pair in combinations(range(num), 2):
+        seen = {tuple(i in row for i in pair) for row in rows}
+        assert seen == set(product((False, True), repeat=2))
+    assert all(any(i in row for row in rows) for i in range(num))
+    assert len(rows) <= 9

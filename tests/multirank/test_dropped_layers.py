@@ -1,0 +1,97 @@
+"""Layers dropped by chance, on real ranks: every parameter as in one process that drops the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core.random import set_random_state
+from tests.multirank.compare import assert_gradients_close, whole
+from tests.multirank.ranks import RankPool
+from tests.multirank.training import Layout, Outcome
+from tests.unit.graph.dropped_layers import Skipping, same_draws
+
+NUM_STEPS, BATCH, SEED = 4, 4, 3
+
+
+def batch_of(step: int, microbatch: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    return {"x": torch.randn(BATCH, 4, generator=generator)}
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Steps what has a gradient, be it zero."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.3)
+
+
+def run_parallel(layout: Layout, num_microbatches: int, options: dict[str, Any]) -> Outcome:
+    import merak
+
+    dp, tp, pp = layout
+    mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+
+    def share(step: int) -> dict[str, torch.Tensor]:
+        places = [n * dp + mesh.dp_rank for n in range(num_microbatches // dp)]
+        return {"x": torch.cat([batch_of(step, place)["x"] for place in places])}
+
+    parallel = merak.parallelize(
+        Skipping(),
+        share(0),
+        optimizer=adamw,
+        num_microbatches=num_microbatches // dp,
+        seed=SEED,
+        **options,
+    )
+    outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
+    for step in range(NUM_STEPS):
+        outcome.losses.append(parallel.step(share(step)).item())
+    outcome.final = {n: p.detach().clone() for n, p in parallel.engine.parameters.items()}
+    outcome.shards = dict(parallel.engine.shards)
+    return outcome
+
+
+def run_alone(num_microbatches: int) -> tuple[Outcome, int]:
+    """What one process sees, and how often a parameter has no gradient in a step."""
+    model = Skipping()
+    optimizer = adamw(model.parameters())
+    outcome, num_without = Outcome(), 0
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for place in range(num_microbatches):
+            set_random_state(torch.device("cpu"), SEED, "microbatch", step, place, "choices")
+            with same_draws():
+                loss = model(**batch_of(step, place))["loss"] / num_microbatches
+            loss.backward()
+            total += loss.item()
+        num_without += sum(p.grad is None for p in model.parameters())
+        optimizer.step()
+        outcome.losses.append(total)
+    outcome.final = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return outcome, num_without
+
+
+@pytest.mark.parametrize(
+    "layout,options",
+    [
+        ((1, 1, 2), {"schedule": "1f1b", "recompute": True}),
+        ((1, 2, 1), {"schedule": "1f1b"}),
+        ((2, 1, 1), {}),
+        ((2, 1, 1), {"zero": 1}),
+        ((1, 2, 2), {"schedule": "zero_bubble_h1"}),
+    ],
+    ids=["pp-recompute", "tp", "dp", "zero", "tp-pp-split-backward"],
+)
+def test_as_one_process(pool: RankPool, layout: Layout, options: dict[str, Any]) -> None:
+    num_microbatches = 2
+    expected, num_without = run_alone(num_microbatches)
+    assert num_without, "no layer was dropped for a whole step"
+    dp, tp, pp = layout
+    ranks = pool.run(run_parallel, dp * tp * pp, layout, num_microbatches, options)
+    for rank in ranks:
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert_gradients_close(whole(ranks, "final"), expected.final)
