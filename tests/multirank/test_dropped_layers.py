@@ -1,4 +1,4 @@
-"""Layers dropped by chance, on real ranks: every parameter as in one process that drops the same."""
+"""Layers dropped by chance on real ranks: parameters as in one process that drops the same."""
 
 from __future__ import annotations
 

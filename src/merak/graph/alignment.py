@@ -120,11 +120,11 @@ def _key(node: fx.Node, region: int) -> Key:
     return (str(node.target), region, *where, str(meta.get("tensor")), constants)
 
 
-class _Operand:
+class _Operand(str):
     """In the place of a value, in the writing of an operator's arguments."""
 
     def __repr__(self) -> str:
-        return "%"
+        return "%"  # which no string in quotes is
 
 
 class _Aligner:
@@ -219,7 +219,8 @@ class _Aligner:
     def _twin(self, other: _Other, node: fx.Node) -> fx.Node | None:
         """The node of the whole trace that is at the same place in the code."""
         paired = [mine for mine, its in other.same.items() if its is node]
-        return (paired or self.by_key[other.keys[node]] or [None])[-1]
+        found = paired or self.by_key[other.keys[node]]
+        return found[-1] if found else None
 
     def _check(self, other: _Other) -> None:
         """Every operator with an effect has one and only one counterpart."""

@@ -60,7 +60,9 @@ def _insert(
             ways = (before, point) if leaves_out else (point, before)
             taken = graph.call_function(aten.where.self, (condition, *ways))
         taken.meta = {**point.meta, "memory": None}
-        point.replace_all_uses_with(taken, delete_user_cb=lambda user, new=taken: user is not new)
+        for user in list(point.users):
+            if user is not taken:
+                user.replace_input_with(point, taken)
         before = taken
     return before
 
