@@ -11,9 +11,10 @@ from torch import nn
 
 from merak.core.random import set_random_state
 from tests.multirank.compare import assert_gradients_close, whole
-from tests.multirank.ranks import RankPool
+from tests.multirank.ranks import RankError, RankPool
+from tests.multirank.test_backoff import CALL, ENOUGH, PROPAGATE, SUM, Fault, injected
 from tests.multirank.training import Layout, Outcome
-from tests.unit.graph.dropped_layers import Skipping, same_draws
+from tests.unit.graph.dropped_layers import Skipping, Stack, same_draws
 
 NUM_STEPS, BATCH, SEED = 4, 4, 3
 
@@ -28,7 +29,9 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.3)
 
 
-def run_parallel(layout: Layout, num_microbatches: int, options: dict[str, Any]) -> Outcome:
+def run_parallel(
+    layout: Layout, num_microbatches: int, options: dict[str, Any], fault: Fault | None = None
+) -> Outcome:
     import merak
 
     dp, tp, pp = layout
@@ -47,8 +50,9 @@ def run_parallel(layout: Layout, num_microbatches: int, options: dict[str, Any])
         **options,
     )
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
-    for step in range(NUM_STEPS):
-        outcome.losses.append(parallel.step(share(step)).item())
+    with injected(fault or Fault(CALL, ()), mesh.rank, parallel.engine):
+        for step in range(NUM_STEPS):
+            outcome.losses.append(parallel.step(share(step)).item())
     outcome.final = {n: p.detach().clone() for n, p in parallel.engine.parameters.items()}
     outcome.shards = dict(parallel.engine.shards)
     return outcome
@@ -82,16 +86,85 @@ def run_alone(num_microbatches: int) -> tuple[Outcome, int]:
         ((1, 2, 1), {"schedule": "1f1b"}),
         ((2, 1, 1), {}),
         ((2, 1, 1), {"zero": 1}),
+        ((2, 1, 1), {"zero": 2}),
+        ((1, 2, 1), {"sub_pipelining": "on"}),
+        ((1, 2, 2), {"schedule": "1f1b", "sub_pipelining": "on", "recompute": True}),
         ((1, 2, 2), {"schedule": "zero_bubble_h1"}),
     ],
-    ids=["pp-recompute", "tp", "dp", "zero", "tp-pp-split-backward"],
+    ids=[
+        "pp-recompute",
+        "tp",
+        "dp",
+        "zero",
+        "zero2",
+        "halves",
+        "halves-pp",
+        "tp-pp-split-backward",
+    ],
 )
 def test_as_one_process(pool: RankPool, layout: Layout, options: dict[str, Any]) -> None:
+    compare(pool, layout, options)
+
+
+@pytest.mark.parametrize(
+    "layout,fault",
+    [((1, 1, 2), Fault(PROPAGATE, (1,), 2)), ((1, 2, 1), Fault(SUM, (1,), 1))],
+    ids=["pp", "tp"],
+)
+def test_a_step_that_runs_again_draws_the_same(
+    pool: RankPool, layout: Layout, fault: Fault
+) -> None:
+    options = {"schedule": "1f1b", "recompute": "auto", "memory_budget_bytes": ENOUGH}
+    compare(pool, layout, options, fault)
+
+
+def compare(
+    pool: RankPool, layout: Layout, options: dict[str, Any], fault: Fault | None = None
+) -> None:
     num_microbatches = 2
     expected, num_without = run_alone(num_microbatches)
     assert num_without, "no layer was dropped for a whole step"
     dp, tp, pp = layout
-    ranks = pool.run(run_parallel, dp * tp * pp, layout, num_microbatches, options)
+    ranks = pool.run(run_parallel, dp * tp * pp, layout, num_microbatches, options, fault)
     for rank in ranks:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
     assert_gradients_close(whole(ranks, "final"), expected.final)
+
+
+class OneForAll(Stack):
+    """The same block again and again, or not."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in self.blocks:
+            if torch.rand(()) < 0.5:
+                x = self.blocks[0](x)
+        return x
+
+
+def build(kind: type[Stack], layout: Layout, options: dict[str, Any]) -> None:
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    merak.parallelize(kind(), batch_of(0, 0), optimizer=adamw, num_microbatches=2, **options)
+
+
+@pytest.mark.parametrize(
+    "kind,layout,options,words",
+    [
+        (Skipping, (2, 1, 1), {"zero": 3}, "the model drops layers by chance"),
+        (
+            OneForAll,
+            (1, 1, 2),
+            {"segments_per_stage": (3, 3)},
+            r"shared by layers at pipeline positions 0, 1, all of which chance may leave out",
+        ),
+    ],
+    ids=["zero3", "shared"],
+)
+def test_refused(
+    pool: RankPool, kind: type[Stack], layout: Layout, options: dict[str, Any], words: str
+) -> None:
+    dp, tp, pp = layout
+    with pytest.raises(RankError, match=words):
+        pool.run(build, dp * tp * pp, kind, layout, options)

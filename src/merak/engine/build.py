@@ -24,6 +24,7 @@ from merak.engine.programs import Programs, check_max_shapes, num_readers, rewri
 from merak.engine.progress import Progress
 from merak.engine.recompute import may_change, settle_recompute
 from merak.engine.records import clock_of
+from merak.engine.refusals import refuse_dropping, refuse_sharing, refuse_tied
 from merak.engine.relief import Relief
 from merak.engine.replicas import reduced_of
 from merak.engine.sharded import Sharded, replace_parameters
@@ -36,7 +37,6 @@ from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.tp_plan import given_plan
 from merak.plan.balance import Timed
-from merak.schedule.ir import Kind, Schedule
 
 
 def build_engine(
@@ -76,7 +76,8 @@ def build_engine(
     )
     programs = Programs(source, mesh, layout, forecast.rewrite, in_halves, options.max_shapes)
     if not layout.schedule.is_synchronous:
-        _refuse_tied(layout, programs.owners)
+        refuse_tied(layout, programs.owners)
+    refuse_dropping(layout, options.zero)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,
@@ -116,7 +117,7 @@ def forecast_of(
     """
     graph = build_graph(source, dict(sample), training=True)
     plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
-    _refuse_sharing(plans.base.schedule, options.zero)
+    refuse_sharing(plans.base.schedule, options.zero)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
@@ -132,36 +133,6 @@ def forecast_of(
         lambda: segment_times(graph, options, mesh, source.cache_dir),
         lambda: speeds(mesh, source.cache_dir),
     )
-
-
-def _refuse_sharing(schedule: Schedule, zero: int) -> None:
-    """An optimizer can be shared where all replicas of a stage have the same weights."""
-    if zero not in (0, 1, 2, 3):
-        raise ScheduleError(f"zero={zero} is not a choice; use 0, 1, 2 or 3.")
-    if zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
-        raise ScheduleError(
-            f"zero={zero} shares the optimizer among the replicas of a stage, but "
-            f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
-            "zero=0, or a schedule such as '1f1b'."
-        )
-    splits = any(a.kind is Kind.WEIGHT_GRADIENT for own in schedule.actions for a in own)
-    if zero == 3 and splits:
-        raise ScheduleError(
-            f"zero=3 frees a segment's parameters when its backward ends, but schedule="
-            f"{schedule.name!r} computes gradients of weights later; use zero=2, or a schedule "
-            "such as '1f1b'."
-        )
-
-
-def _refuse_tied(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
-    """Stages that are updated at different times cannot hold one parameter between them."""
-    for name, stages in owners.items():
-        if len(stages) > 1:
-            raise ScheduleError(
-                f"schedule={layout.schedule.name!r} updates stages at different times, but stages "
-                f"{', '.join(map(str, sorted(stages)))} share the parameter {name!r}; use a "
-                "synchronous schedule such as '1f1b', or a model without tied weights."
-            )
 
 
 def _assemble(

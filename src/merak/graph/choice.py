@@ -23,18 +23,16 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
     graph = segment.graph
     if not any(is_choice(node) for node in graph.find_nodes(op="placeholder")):
         return ()
-    always: set[fx.Node] = set()
+    always: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
+            always[node] = frozenset((node.meta["name"],))
+        elif is_taken(node):
+            always[node] = always[node.args[1]] & always[node.args[2]]
+        else:
+            always[node] = frozenset().union(*(always[n] for n in node.all_input_nodes))
     (output,) = graph.find_nodes(op="output")
-    todo = [output]
-    while todo:
-        node = todo.pop()
-        if node in always:
-            continue
-        always.add(node)
-        ways = [node.args[0]] if is_taken(node) else node.all_input_nodes
-        todo += [way for way in ways if isinstance(way, fx.Node)]
-    left = [n for n in graph.find_nodes(op="placeholder") if n not in always]
-    return tuple(n.meta["name"] for n in left if n.meta["kind"] is Kind.PARAMETER)
+    return tuple(name for name in segment.parameters if name not in always[output])
 
 
 def is_taken(node: fx.Node) -> bool:
