@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import groupby, islice
 
 import torch
@@ -24,10 +25,12 @@ from merak.engine.program import (
     compile_segment,
     has_draws,
 )
+from merak.graph.choice import is_choice
 from merak.graph.halves import Samples, halve, shares
 from merak.graph.ir import Segment
 from merak.graph.leading import cuts
 from merak.graph.pieces import cut_at_sums, returned_names
+from merak.graph.runnable import Answers, with_answers
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +132,20 @@ def halve_segment(
 def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> HalfProgram:
     for rewrite in rewrites:
         segment, _ = rewrite(segment)
+    program = _in_pieces(segment)
+    placeholders = segment.graph.find_nodes(op="placeholder")
+    choices = tuple(n.meta["name"] for n in placeholders if is_choice(n))
+    if not choices:
+        return program
+
+    @cache
+    def chosen(answers: Answers) -> HalfProgram:
+        return _in_pieces(replace(segment, graph=with_answers(segment.graph, answers)))
+
+    return replace(program, choices=choices, chosen=chosen)
+
+
+def _in_pieces(segment: Segment) -> HalfProgram:
     pieces = tuple(
         PieceProgram(piece.segment, _function(piece.segment.graph), piece.crossings)
         for piece in cut_at_sums(segment)

@@ -181,7 +181,7 @@ class _Half:
     """
 
     def __init__(self, segment: HalvedSegment, half: int, around: Surroundings, keep: bool) -> None:
-        self._program = segment.halves[half]
+        self._program = segment.halves[half].given(around.derived)
         self._whole = segment.whole
         self._dims = segment.dims
         self._share = segment.shares[half]

@@ -16,7 +16,7 @@ from merak.graph.drawn import is_drawn
 from merak.graph.halves import Share
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.pieces import Crossing
-from merak.graph.runnable import runnable
+from merak.graph.runnable import Answers, answered, runnable
 from merak.graph.shard import slice_outputs
 from merak.graph.writes import depending_on, find_writes
 
@@ -71,10 +71,21 @@ class HalfProgram:
     Args:
         pieces: in the order they run.
         returned: per output of the segment, its name and what the pieces call it.
+        choices: derived values that leave layers in or out.
+        chosen: gives the half without what answers to them leave out.
     """
 
     pieces: tuple[PieceProgram, ...]
     returned: tuple[tuple[str, str], ...]
+    choices: tuple[str, ...] = ()
+    chosen: Callable[[Answers], HalfProgram] | None = None
+
+    def given(self, derived: Mapping[str, torch.Tensor]) -> HalfProgram:
+        """What runs of it, where derived values choose."""
+        if self.chosen is None:
+            return self
+        answers = answered([derived[name] for name in self.choices])
+        return self if answers is None else self.chosen(answers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from merak.core.random import random_state, restore_random_state
+from merak.graph.choice import is_taken
 from merak.graph.ir import Segment
 from merak.graph.shard import copy_graph
+from merak.graph.writes import is_mutating
 
 
 @dataclass(slots=True)
@@ -170,7 +172,9 @@ def keep_operators(segment: Segment, names: Container[str]) -> tuple[Segment, Ke
     graph, _ = copy_graph(segment.graph)
     kept = Kept()
     for node in graph.nodes:
-        if node.op == "call_function" and node.name in names:
+        # What writes could not be left out, and what takes one of two ways computes nothing.
+        fits = not (is_mutating(node) or is_taken(node))
+        if node.op == "call_function" and node.name in names and fits:
             node.target = _through(kept, node.name, node.target)
     return replace(segment, graph=graph), kept
 

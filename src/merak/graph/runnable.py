@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +15,8 @@ from merak.core.regather import keeping_shares
 from merak.graph.choice import is_choice, is_taken
 from merak.graph.writes import eliminate_dead_code
 
-aten = torch.ops.aten
+Answers = tuple[bool, ...]
+"""To the choices of a graph, in the order of its placeholders."""
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -32,25 +32,49 @@ def runnable(graph: fx.Graph) -> Function:
         sequence is kept for the backward as shares. Where a choice leaves a layer out, nothing of
         the layer runs.
     """
-    placeholders = list(graph.find_nodes(op="placeholder"))
-    choices = [i for i, node in enumerate(placeholders) if is_choice(node)]
+    places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_choice(n)]
     whole = _function(graph)
-    if not choices:
+    if not places:
         return whole
 
     @cache
-    def chosen(answers: tuple[bool, ...]) -> Function:
-        return _function(_with_answers(graph, dict(zip(choices, answers, strict=True))))
+    def chosen(answers: Answers) -> Function:
+        return _function(with_answers(graph, answers))
 
     def run(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        truths: Sequence[Any] = [args[i] for i in choices]
-        if any(isinstance(truth, FakeTensor) or truth.is_meta for truth in truths):
-            return whole(*args)  # of what would run at the most
-        with _disable_current_modes():  # such as one that makes all tensors fake
-            answers = tuple(map(bool, truths))
-        return chosen(answers)(*args)
+        answers = answered([args[i] for i in places])
+        return (whole if answers is None else chosen(answers))(*args)
 
     return run
+
+
+def answered(truths: Sequence[torch.Tensor]) -> Answers | None:
+    """How choices are answered; None for tensors without numbers, with which everything runs."""
+    if any(isinstance(truth, FakeTensor) or truth.is_meta for truth in truths):
+        return None
+    with _disable_current_modes():  # such as one that makes all tensors fake
+        return tuple(map(bool, truths))
+
+
+def with_answers(graph: fx.Graph, answers: Answers) -> fx.Graph:
+    """A graph in which choices are made: without what they leave out.
+
+    Args:
+        graph: left as it is.
+        answers: to its choices, in the order of its placeholders, all of which it still has.
+    """
+    env: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    made.output(made.graph_copy(graph, env))
+    placeholders = list(made.find_nodes(op="placeholder"))
+    truths = dict(zip(filter(is_choice, placeholders), answers, strict=True))
+    for node in list(made.nodes):
+        if is_taken(node):
+            condition, if_true, if_false = node.args
+            node.replace_all_uses_with(if_true if truths[condition] else if_false)
+            made.erase_node(node)
+    eliminate_dead_code(made, placeholders)
+    return made
 
 
 def _function(graph: fx.Graph) -> Function:
@@ -58,19 +82,3 @@ def _function(graph: fx.Graph) -> Function:
     if any(node.target is gather_copied for node in graph.nodes):
         return keeping_shares(forward)
     return forward
-
-
-def _with_answers(graph: fx.Graph, answers: dict[int, bool]) -> fx.Graph:
-    """A graph in which choices are made: without what they leave out."""
-    env: dict[fx.Node, fx.Node] = {}
-    made = fx.Graph()
-    made.output(made.graph_copy(graph, env))
-    placeholders = list(made.find_nodes(op="placeholder"))
-    truths = {placeholders[i]: answer for i, answer in answers.items()}
-    for node in list(made.nodes):
-        if is_taken(node) and node.args[0] in truths:
-            condition, if_true, if_false = node.args
-            node.replace_all_uses_with(if_true if truths[condition] else if_false)
-            made.erase_node(node)
-    eliminate_dead_code(made, placeholders)
-    return made
