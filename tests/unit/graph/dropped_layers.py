@@ -143,6 +143,7 @@ def same_draws() -> Iterator[None]:
             torch, "bernoulli", lambda p: drawn(next(numbers), "aten.bernoulli.default", p)
         ),
         mock.patch.object(random, "random", unit),
+        mock.patch.object(random, "uniform", lambda a, b: unit() * (b - a) + a),
         mock.patch.object(np.random, "uniform", lambda a, b: unit() * (b - a) + a),
     ):
         yield
