@@ -16,6 +16,7 @@ import torch
 from merak.check.case import Case
 from merak.check.compare import EXACT, TOLERANCE, Disagreement
 from merak.check.judge import judge
+from merak.check.parting import alike, find_parting
 from merak.check.precision import computing_in
 from merak.check.reference import reference
 from merak.check.training import (
@@ -23,6 +24,7 @@ from merak.check.training import (
     Job,
     Layout,
     Outcome,
+    observe_on_ranks,
     train_alone,
     train_on_ranks,
 )
@@ -130,9 +132,11 @@ def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckRepor
         ranks = _train(job, workshop)
         report = replace(report, tp_sharded_fraction=_sharded_fraction(graph, ranks))
         verdict = judge(job, graph, ranks, expected)
-        is_rounding = verdict.reason is not None and _vanishes(job, workshop)
+        wrong = None if verdict.reason is None else _wrong(job, workshop)
     except (TraceError, Disagreement, _RankFailed) as error:
         return replace(report, reason=str(error), seconds=time.perf_counter() - started)
+    is_rounding = verdict.reason is not None and wrong is None
+    where = "" if wrong is None else _where(wrong, workshop)
     return replace(
         report,
         ok=verdict.reason is None or is_rounding,
@@ -141,13 +145,13 @@ def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckRepor
         parameter_max_rel_diff=verdict.parameter,
         evaluation_max_rel_diff=verdict.evaluation,
         tolerance=verdict.most if is_rounding else TOLERANCE,
-        reason=None if is_rounding else verdict.reason,
+        reason=f"{verdict.reason}{where}" if wrong is not None else None,
         seconds=time.perf_counter() - started,
     )
 
 
-def _vanishes(job: Job, workshop: Workshop) -> bool:
-    """Whether a difference in float32 is its rounding: then there is none in float64.
+def _wrong(job: Job, workshop: Workshop) -> Job | None:
+    """The job whose difference is no rounding; None if there is none in float64.
 
     A model may enlarge rounding without bounds, as a batch norm over very few numbers does.
     """
@@ -157,8 +161,20 @@ def _vanishes(job: Job, workshop: Workshop) -> bool:
         verdict = judge(exact, graph, _train(exact, workshop), train_alone(exact), EXACT)
     except Exception as error:  # a model that knows no float64: then there is no excuse
         logger.info("%s cannot be checked in float64: %s", job.case.name, error)
-        return False
-    return verdict.reason is None
+        return job
+    return None if verdict.reason is None else exact
+
+
+def _where(job: Job, workshop: Workshop) -> str:
+    """Where a run on ranks parts from one process, as a further sentence; "" if unknown."""
+    again = alike(job)
+    try:
+        graph = trace_job(again, workshop.folder)
+        ranks = _on_ranks(observe_on_ranks, again, workshop)
+        return f" Run again with equal microbatches, {find_parting(again, graph, ranks)}."
+    except Exception as error:  # what was found stands without it
+        logger.info("Where %s parts was not found: %s", job.case.name, error)
+        return ""
 
 
 def trace_job(job: Job, folder: Path) -> ModelGraph:
@@ -197,12 +213,26 @@ class _RankFailed(Exception):
     """A rank did not come to the end of its steps; the message says why."""
 
 
+Work = Callable[[Job, Path], Any]
+"""What a rank does for a job, with the folder in which traces are."""
+
+
 def _train(job: Job, workshop: Workshop) -> list[Outcome]:
+    found: list[Outcome] = _on_ranks(train_on_ranks, job, workshop)
+    return found
+
+
+def _on_ranks(work: Work, job: Job, workshop: Workshop) -> list[Any]:
+    """What each rank's work gave, by rank.
+
+    Raises:
+        _RankFailed: a rank did not come to its end.
+    """
     files = [workshop.folder / f"outcome-{rank}.pt" for rank in range(job.layout.num_ranks)]
     for file in files:
         file.unlink(missing_ok=True)
     try:
-        workshop.launch(run_rank, (job, workshop.folder), job.layout.num_ranks)
+        workshop.launch(run_rank, (work, job, workshop.folder), job.layout.num_ranks)
     except MerakError:
         raise
     except Exception as error:
@@ -215,11 +245,11 @@ def _train(job: Job, workshop: Workshop) -> list[Outcome]:
     return found
 
 
-def run_rank(job: Job, folder: Path) -> None:
+def run_rank(work: Work, job: Job, folder: Path) -> None:
     """One rank's part: it leaves its outcome, or the sentence of a model that does not fit."""
-    outcome: Outcome | str
+    outcome: Any
     try:
-        outcome = train_on_ranks(job, folder)
+        outcome = work(job, folder)
     except TraceError as error:
         outcome = str(error)
     rank = os.environ.get("RANK", "0")

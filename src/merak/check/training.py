@@ -20,10 +20,14 @@ from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.graph.build import GraphSource
 from merak.graph.ir import TensorMeta
+from merak.graph.observe import Observed, Observer
 from merak.graph.trace import Call, call_model
 from merak.parallel import ParallelModel, split_batch
 
 Tensors = dict[str, torch.Tensor]
+
+Place = tuple[int, int, int]
+"""A rank's dp, tp and pp coordinates."""
 
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
@@ -159,7 +163,7 @@ class Outcome:
     buffers: Tensors = field(default_factory=dict)
     evaluations: Tensors = field(default_factory=dict)
     shards: Mapping[str, ParameterShard] = field(default_factory=dict)
-    place: tuple[int, int, int] = (0, 0, 0)
+    place: Place = (0, 0, 0)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -265,10 +269,7 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
     _evaluate_on_ranks(job, parallel.engine, 0, outcome)
     for step in range(options.steps):
-        first = mesh.dp_rank * options.num_samples
-        batch = job.batch(step, job.num_samples)
-        own = {n: t[first:][: options.num_samples] if t.ndim else t for n, t in batch.items()}
-        outcome.losses.append(float(parallel.step(own)))
+        outcome.losses.append(float(parallel.step(_own_share(job, mesh, step))))
         if step == 0:
             outcome.gradients = _gradients(parallel.engine.parameters)
         _evaluate_on_ranks(job, parallel.engine, step + 1, outcome)
@@ -280,7 +281,27 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     return outcome
 
 
-def _parallelize(job: Job, mesh: Mesh, cache: Path) -> ParallelModel:
+def observe_on_ranks(job: Job, cache: Path) -> tuple[Place, Observed]:
+    """What this rank's operators yield, and the gradients of that, in one step through Merak."""
+    layout, options = job.layout, job.options
+    mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
+    observer = Observer()
+    parallel = _parallelize(job, mesh, cache, observer)
+    parallel.step(_own_share(job, mesh, 0))
+    return (mesh.dp_rank, mesh.tp_rank, mesh.pp_rank), observer.observed
+
+
+def _own_share(job: Job, mesh: Mesh, step: int) -> Tensors:
+    """The batch of this rank's replica."""
+    num_samples = job.options.num_samples
+    first = mesh.dp_rank * num_samples
+    batch = job.batch(step, job.num_samples)
+    return {n: t[first:][:num_samples] if t.ndim else t for n, t in batch.items()}
+
+
+def _parallelize(
+    job: Job, mesh: Mesh, cache: Path, observer: Observer | None = None
+) -> ParallelModel:
     """As `merak.parallelize`, with a trace that all ranks share."""
     source = job.source(mesh.device, cache)
     sample = tuple(job.sample().items())
@@ -289,6 +310,8 @@ def _parallelize(job: Job, mesh: Mesh, cache: Path) -> ParallelModel:
         num_microbatches=job.options.num_microbatches,
         seed=job.options.seed,
         sequence_parallel=job.options.sequence_parallel,
+        sub_pipelining="auto" if observer is None else "off",
+        observer=observer,
     )
     engine = build_engine(source, sample, mesh, chosen)
     return ParallelModel(

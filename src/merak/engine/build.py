@@ -74,7 +74,7 @@ def build_engine(
         mesh,
         lambda: segment_times(layout.graph, options, mesh, source.cache_dir),
     )
-    programs = Programs(source, mesh, layout, forecast.rewrite, in_halves, options.max_shapes)
+    programs = Programs(source, mesh, layout, forecast.rewrite, in_halves, options)
     if not layout.schedule.is_synchronous:
         refuse_tied(layout, programs.owners)
     refuse_dropping(layout, options.zero)

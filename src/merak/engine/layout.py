@@ -11,6 +11,7 @@ import torch.distributed as dist
 from merak.core.errors import PlanError, TraceError
 from merak.core.mesh import Mesh
 from merak.engine.plans import Plans
+from merak.engine.program import Rewrite
 from merak.engine.tied import Reader
 from merak.graph.features import Features
 from merak.graph.ir import ModelGraph
@@ -57,6 +58,8 @@ class EngineOptions:
         zero: 1 shards the optimizer over dp, 2 also the gradients, 3 also the parameters, 0
             nothing.
         optimizer: makes the optimizer, whose state counts in the memory; None counts none.
+        observer: looks into segments as they run, such as `merak.graph.observe.Observer`; None
+            does not.
     """
 
     schedule: str = "1f1b"
@@ -78,6 +81,7 @@ class EngineOptions:
     float32_gradients: bool = True
     zero: int = 0
     optimizer: OptimizerFactory | None = None
+    observer: Rewrite | None = None
 
 
 @dataclass(frozen=True, slots=True)

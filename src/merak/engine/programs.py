@@ -17,7 +17,7 @@ from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
 from merak.engine.deferred import WeightGradients, defer_weights
 from merak.engine.halved import arrange_in_halves
-from merak.engine.layout import Layout, stage_bounds, stages_of_parameters
+from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
 from merak.engine.parts import Signature
 from merak.engine.program import Arrange, Program, Rewrite, arrange_whole, compile_program
 from merak.graph.build import GraphSource
@@ -43,7 +43,8 @@ class Programs:
         layout: which segments form which stage.
         parallel: what tensor parallelism does to segments; None for nothing.
         in_halves: whether microbatches run in halves, where they can.
-        max_shapes: how many shapes are kept beside the planned one; of more, those met last.
+        options: how many shapes are kept beside the planned one (of more, those met last), and
+            what looks into segments.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Programs:
         layout: Layout,
         parallel: TensorParallel | None,
         in_halves: bool,
-        max_shapes: int,
+        options: EngineOptions,
     ) -> None:
         self.source = source
         graph = layout.graph
@@ -67,6 +68,7 @@ class Programs:
         self._in_halves = in_halves
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
+        self._observer = options.observer
         self._splits_backwards = layout.plans.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self._graph = graph
@@ -76,8 +78,8 @@ class Programs:
             True: Graphs(source, training=True, first=graph),
             False: Graphs(source, training=False),
         }
-        self._others = lru_cache(maxsize=max_shapes)(self._make)
-        self._max_shapes = max_shapes
+        self._others = lru_cache(maxsize=options.max_shapes)(self._make)
+        self._max_shapes = options.max_shapes
         self._num_made = 0
         self._seconds = 0.0
 
@@ -87,6 +89,8 @@ class Programs:
             rewrites[stage] = [parallel] if parallel else []
             if self._splits_backwards:
                 rewrites[stage].append(partial(_defer, self._shared, self.waiting[stage]))
+            if self._observer is not None:
+                rewrites[stage].append(self._observer)
         return rewrites
 
     def __call__(self, signature: Signature, training: bool) -> Program:

@@ -5,6 +5,7 @@ Graphs are `torch.fx.Graph`s of ATen operators. Every node carries, in `node.met
     "tensor"   TensorMeta, a tuple of them, or None: what the node yields
     "source"   "path/to/model.py:123", the user's line that made it ("" if unknown)
     "module"   the path of the module in the user's model that it ran in
+    "origin"   in a segment rewritten for a rank, the name of the traced node it stands for
 
 Placeholders also carry `"kind"` (a `Kind`) and `"name"`: a parameter's or buffer's name in the
 user's model, the batch's column, or the name of a value from an earlier segment.

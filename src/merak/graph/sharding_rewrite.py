@@ -106,7 +106,8 @@ class _Rewriter:
 
     def local(self, node: fx.Node) -> dict[str, Any]:
         placed = self.propagation.placements[node]
-        return {**node.meta, "tensor": local_meta(node.meta["tensor"], placed, self.degree)}
+        local = local_meta(node.meta["tensor"], placed, self.degree)
+        return {**node.meta, "tensor": local, "origin": node.name}
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
         def operand(n: fx.Node) -> fx.Node:
@@ -138,7 +139,7 @@ class _Rewriter:
         origin: fx.Node,
     ) -> fx.Node:
         new = self.graph.call_function(target, args, kwargs)
-        new.meta = dict(origin.meta)
+        new.meta = {**origin.meta, "origin": origin.name}
         return new
 
     def convert(self, node: fx.Node, need: Placement | None) -> fx.Node:
@@ -202,7 +203,7 @@ class _Rewriter:
         self, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, placed: Placement
     ) -> fx.Node:
         new = self.call(target, args, {}, node)
-        kept = {k: v for k, v in node.meta.items() if k in ("source", "module")}
+        kept = {k: v for k, v in new.meta.items() if k in ("source", "module", "origin")}
         new.meta = {**kept, "tensor": local_meta(node.meta["tensor"], placed, self.degree)}
         return new
 
