@@ -170,7 +170,7 @@ def observe_graph(job: Job, graph: ModelGraph, model: nn.Module) -> Observed:
         given += [values[n] for n in (*segment.inputs, *segment.derived)]
         results = runnable(watched.graph)(*given)
         values.update(zip(segment.outputs, results, strict=True))
-    values[str(graph.loss)].backward()  # type: ignore[no-untyped-call]
+    values[str(graph.loss)].backward()
     return observer.observed
 
 
@@ -178,7 +178,7 @@ class _Recorded(TorchDispatchMode):
     """Keeps every tensor of floating point numbers that is made inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -202,8 +202,9 @@ def _eager_values(job: Job, model: nn.Module) -> Mapping[int, list[torch.Tensor]
     columns = job.batch(0, job.options.microbatch)
     with computing_in(job.dtype), _Recorded() as recorded:
         loss = loss_of(job.case, model, columns)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return recorded.found
+    loss.backward()
+    found: Mapping[int, list[torch.Tensor]] = recorded.found
+    return found
 
 
 def _gradients(model: nn.Module) -> Tensors:
@@ -290,7 +291,7 @@ def _scaled(gradients: Mapping[str, Tensors], factor: float) -> dict[str, Tensor
     return {n: {k: t * factor for k, t in own.items()} for n, own in gradients.items()}
 
 
-def _first(nodes: Mapping[str, _Node], is_right: Mapping[str, bool], loss: str) -> _Node | None:
+def _first(nodes: dict[str, _Node], is_right: Mapping[str, bool], loss: str) -> _Node | None:
     """The first wrong operator whose mistake goes on to the loss.
 
     Some operators have no counterpart, or another form; but what comes of them is right again.
@@ -302,7 +303,7 @@ def _first(nodes: Mapping[str, _Node], is_right: Mapping[str, bool], loss: str) 
     return next((nodes[n] for n in nodes if n in spoilt and n in is_right), None)
 
 
-def _last(nodes: Mapping[str, _Node], is_right: Mapping[str, bool]) -> _Node | None:
+def _last(nodes: dict[str, _Node], is_right: Mapping[str, bool]) -> _Node | None:
     """The operator with a wrong backward: it reads the last value whose gradient is wrong.
 
     A wrong gradient that is not passed on is one that ranks hold in another form.
