@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
+from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.graph.build import GraphSource
 from merak.plan.ledger import Part
@@ -112,6 +114,21 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+def leave_out_host(engine: Engine, storages: Storages) -> None:
+    """What waits in host memory is not on the device; on the CPU nothing else tells them apart."""
+    for offload in {id(s.offload): s.offload for s in engine._parts.stages.values()}.values():
+        if offload is not None:
+            make = type(offload)._in_host
+
+            def in_host(num_bytes: int, own: Any = offload, make: Any = make) -> torch.Tensor:
+                with _disable_current_modes():
+                    buffer: torch.Tensor = make(own, num_bytes)
+                storages.leave_out(buffer)
+                return buffer
+
+            offload._in_host = in_host
+
+
 def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -> list[Measured]:
     """Estimate and run some jobs on this rank."""
     dp, tp, pp = degrees
@@ -147,6 +164,7 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
             state = [t for s in optimizer.state.values() for t in s.values()]
             # The engine moves a batch to its device; here it is there already.
             with Storages([*engine.parameters.values(), *known, *state]) as storages:
+                leave_out_host(engine, storages)
                 batches = [{n: c.clone() for n, c in batch.items()} for _ in range(count)]
                 engine.train_step(step, [sample] * len(batches), batches, 1.0)
                 optimizer.step()

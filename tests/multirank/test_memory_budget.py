@@ -23,6 +23,7 @@ def test_a_job_that_does_not_fit_is_refused_on_every_rank(pool, tmp_path):
 
 def test_a_job_that_fills_its_budget_trains_as_one_process(pool, tmp_path):
     setups = [job(recompute="auto", memory_budget=900_000), job(recompute="0.5")]
+    setups += [job(offload_activations="full")]
     (expected,) = train_reference([job()])
     by_rank = pool.run(train_merak, 2, (1, 1, 2), setups, str(tmp_path))
     for place, _ in enumerate(setups):

@@ -36,6 +36,7 @@ class StageReport:
         ranks: the pipeline positions that hold it.
         segments: its segments.
         recomputed: how many of them compute their activations again.
+        offloaded: how many of them keep their activations in host memory.
         parameters: of its parameters.
         gradients: of their gradients, as they are between microbatches.
         optimizer: of the optimizer's state, masters included.
@@ -47,6 +48,7 @@ class StageReport:
     ranks: list[int]
     segments: int
     recomputed: int
+    offloaded: int
     parameters: int
     gradients: int
     optimizer: int
@@ -64,6 +66,7 @@ class RankReport:
         at: the action that runs then; "update" for the optimizer's step.
         at_seconds: when it begins in the simulated iteration.
         parts: bytes at that moment, by what they are for.
+        host: the most bytes of activations in host memory.
     """
 
     rank: int
@@ -71,6 +74,7 @@ class RankReport:
     at: str
     at_seconds: float
     parts: dict[str, int]
+    host: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class MemoryReport:
         microbatches: of a step.
         seconds: of one simulated iteration, by the speeds of this machine.
         recomputed: numbers of the segments that recompute.
+        offloaded: numbers of those that keep their activations in host memory.
         stages: what every stage takes.
         ranks: what every pipeline position holds at the most.
     """
@@ -92,6 +97,7 @@ class MemoryReport:
     microbatches: int
     seconds: float
     recomputed: list[int]
+    offloaded: list[int]
     stages: list[StageReport]
     ranks: list[RankReport]
 
@@ -109,6 +115,7 @@ class Request:
         schedule: name of the pipeline schedule.
         microbatches: of a step.
         recompute: as `MerakArguments.recompute`.
+        offload: as `MerakArguments.offload_activations`.
         budget: bytes that a rank may hold; None for no limit.
         optimizer: class in `torch.optim`.
         device: "cpu" or "cuda"; None for what this machine has.
@@ -127,6 +134,7 @@ class Request:
     schedule: str = "1f1b"
     microbatches: int = 1
     recompute: str | None = None
+    offload: str | None = None
     budget: int | None = None
     optimizer: str = "AdamW"
     device: str | None = None
@@ -157,6 +165,14 @@ def memory(  # one argument for each option
             "--recompute",
             metavar="WHAT",
             help="off, full, selective, auto, a share of the segments (0 to 1), or such as 3,4,7.",
+        ),
+    ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload",
+            metavar="WHAT",
+            help="Kept activations in host memory: off, full, a share, or such as 3,4,7.",
         ),
     ] = None,
     budget: Annotated[
@@ -193,8 +209,8 @@ def memory(  # one argument for each option
 ) -> None:
     """Show what every stage of a job will take, without running or creating anything."""
     request = Request(
-        model, config, batch, seq, (dp, tp, pp), schedule, microbatches, recompute, budget,
-        optimizer, device, zero, master_weights, dtype, autocast,
+        model, config, batch, seq, (dp, tp, pp), schedule, microbatches, recompute, offload,
+        budget, optimizer, device, zero, master_weights, dtype, autocast,
         sequence_parallel,
     )  # fmt: skip
     with stdout_to_stderr():
@@ -248,6 +264,7 @@ def memory_report(request: Request) -> MemoryReport:
             schedule=request.schedule,
             num_microbatches=request.microbatches,
             recompute=request.recompute,
+            offload_activations=request.offload,
             memory_budget_bytes=limit if request.budget is None else request.budget,
             optimizer=_optimizer(request.optimizer),
             zero=request.zero,
@@ -317,6 +334,7 @@ def _report(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport:
         microbatches=layout.schedule.num_microbatches,
         seconds=simulation.makespan,
         recomputed=sorted(set(range(layout.partition.num_segments)) - kept),
+        offloaded=sorted(layout.offloaded),
         stages=_stages(forecast, ranks),
         ranks=[_rank(rank, simulation) for rank in ranks],
     )
@@ -333,6 +351,7 @@ def _stages(forecast: Forecast, ranks: tuple[RankMemory, ...]) -> list[StageRepo
                 ranks=list(forecast.layout.schedule.ranks_of(stage.stage)),
                 segments=len(own),
                 recomputed=sum(index not in forecast.kept for index in own),
+                offloaded=sum(index in forecast.layout.offloaded for index in own),
                 parameters=stage.parameters,
                 gradients=stage.gradients,
                 optimizer=stage.optimizer,
@@ -353,14 +372,17 @@ def _rank(rank: RankMemory, simulation: Simulation) -> RankReport:
     else:
         at_seconds = simulation.makespan
     parts = {part.value: held for part, held in rank.peak.parts.items() if held}
-    return RankReport(rank.rank, rank.peak.total_bytes, rank.peak.at, at_seconds, parts)
+    return RankReport(
+        rank.rank, rank.peak.total_bytes, rank.peak.at, at_seconds, parts, rank.host_bytes
+    )
 
 
 def _page(report: MemoryReport) -> str:
     columns = ("parameters", "gradients", "optimizer", "activations", "total")
     lines = [
         f"{report.model}: {report.schedule} with {report.microbatches} microbatches, "
-        f"{len(report.recomputed)} segments recompute",
+        f"{len(report.recomputed)} segments recompute"
+        + (f", {len(report.offloaded)} keep theirs in host memory" if report.offloaded else ""),
         "",
         f"  stage  segments  {''.join(f'{c:>14}' for c in columns)}",
     ]
@@ -373,5 +395,6 @@ def _page(report: MemoryReport) -> str:
         lines.append(
             f"  pipeline position {rank.rank}: at most {size(rank.peak)}, at {rank.at} "
             f"({share:.0%} into the iteration)"
+            + (f", and {size(rank.host)} in host memory" if rank.host else "")
         )
     return "\n".join(lines)

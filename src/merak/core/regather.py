@@ -10,8 +10,10 @@ Source: Korthikanti et al. (arXiv 2205.05198, section 4.2.2).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -19,7 +21,38 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Pack = Callable[[torch.Tensor], Any]
+"""Gives what autograd keeps in the place of a tensor."""
+
+Unpack = Callable[[Any], torch.Tensor]
+"""Gives the tensor back."""
+
 _keeper: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+_around: ContextVar[tuple[Pack, Unpack]] = ContextVar("around", default=(_itself, _itself))
+
+
+@contextmanager
+def saved_by(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """Inside, autograd keeps what `pack` gives, also of the shares that are kept of gathered ones.
+
+    torch asks the innermost hooks alone.
+
+    Args:
+        pack: of a tensor that is to be kept.
+        unpack: of what it gave.
+    """
+    token = _around.set((pack, unpack))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        _around.reset(token)
 
 
 class Gathered:
@@ -28,21 +61,30 @@ class Gathered:
     Args:
         share: the rank's share.
         gather: gives the whole of a share.
+        hooks: what keeps the share, once somebody will read it.
     """
 
-    def __init__(self, share: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._share = share.detach()
+    def __init__(
+        self,
+        share: torch.Tensor,
+        gather: Callable[[torch.Tensor], torch.Tensor],
+        hooks: tuple[Pack, Unpack],
+    ) -> None:
+        self._share: Any = share.detach()
         self._gather = gather
+        self._pack, self._unpack = hooks
         self._num_readers = 0
         self._whole: torch.Tensor | None = None
 
     def expect_reader(self) -> None:
         """One more operator's backward will read it."""
+        if self._num_readers == 0:
+            self._share = self._pack(self._share)
         self._num_readers += 1
 
     def whole(self) -> torch.Tensor:
         """Gather it again; held from the first reader to the last."""
-        whole = self._gather(self._share) if self._whole is None else self._whole
+        whole = self._gather(self._unpack(self._share)) if self._whole is None else self._whole
         self._num_readers -= 1
         self._whole = whole if self._num_readers > 0 else None
         return whole
@@ -52,6 +94,7 @@ class Keeper:
     """What has been gathered while a function runs, by the memory it lies in."""
 
     def __init__(self) -> None:
+        self.hooks = _around.get()
         self._known: dict[int, tuple[Gathered, weakref.ref[Any]]] = {}
 
     def add(self, whole: torch.Tensor, gathered: Gathered) -> None:
@@ -64,19 +107,22 @@ class Keeper:
         """What autograd keeps in the place of a tensor."""
         gathered, storage = self._known.get(tensor.untyped_storage()._cdata, (None, None))
         if gathered is None or storage is None or storage() is None:
-            return tensor
+            return None, self.hooks[0](tensor)
         gathered.expect_reader()
         return gathered, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    @staticmethod
-    def unpack(kept: Any) -> torch.Tensor:
-        """The tensor that autograd asks for."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        gathered, *view = kept
-        with torch.no_grad():
-            tensor: torch.Tensor = gathered.whole().as_strided(*view)
-        return tensor
+    def unpacker(self) -> Unpack:
+        """Gives the tensors that autograd asks for; holds nothing of what was gathered."""
+        return partial(_unpack, self.hooks[1])
+
+
+def _unpack(unpack: Unpack, kept: Any) -> torch.Tensor:
+    gathered, *view = kept
+    if gathered is None:
+        return unpack(*view)
+    with torch.no_grad():
+        tensor: torch.Tensor = gathered.whole().as_strided(*view)
+    return tensor
 
 
 def keeping_shares(function: Callable[P, R]) -> Callable[P, R]:
@@ -86,7 +132,7 @@ def keeping_shares(function: Callable[P, R]) -> Callable[P, R]:
         keeper = Keeper()
         token = _keeper.set(keeper)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpacker()):
                 return function(*args, **kwargs)
         finally:
             _keeper.reset(token)
@@ -100,4 +146,4 @@ def note_gathered(
     """Tell a function that keeps shares, if one is running, what has been gathered from which."""
     keeper = _keeper.get()
     if keeper is not None and torch.is_grad_enabled():
-        keeper.add(whole, Gathered(share, gather))
+        keeper.add(whole, Gathered(share, gather, keeper.hooks))

@@ -19,7 +19,8 @@ from merak.engine.layout import Layout
 from merak.engine.plans import Plans
 from merak.engine.program import Program
 from merak.engine.programs import Programs
-from merak.engine.recompute import Profile, Times, dear_operators, gigabytes, pp_that_fits
+from merak.engine.recompute import Profile, dear_operators, gigabytes, pp_that_fits
+from merak.engine.waiting import Times
 from merak.plan.dear import Dear
 from merak.plan.recompute import recomputing_stages
 
@@ -84,11 +85,17 @@ class Backoff:
         if less.problem is not None:
             raise PlanError(less.problem)
         plans = layout.plans.recomputing(recomputing_stages(layout.partition, less.kept))
-        layout = replace(layout, plans=plans, kept=less.kept, partly=less.partly)
+        layout = replace(
+            layout,
+            plans=plans,
+            kept=less.kept,
+            partly=less.partly,
+            offloaded=layout.offloaded & less.kept,
+        )
         if mesh.rank == 0:
             self._say(step, reasons, layout)
         self._forecast = replace(self._forecast, layout=layout)
-        self._programs.keep(less.kept, less.partly)
+        self._programs.choose(layout)
         return plans, self._programs.base
 
     def _less(self, step: int, reasons: Mapping[int, str]) -> _Less:
@@ -114,12 +121,18 @@ class Backoff:
         most = forecast.ranks(schedule, forecast.kept)[rank].peak.total_bytes
         budget = int(_SHARE_LEFT * most)
         while True:
-            whole, some = forecast.fill_one(rank, schedule, self._times(), budget, dear)
+            whole, some = forecast.fill_one(
+                rank, schedule, self._times(), budget, dear, self._offloaded
+            )
             partly = {index: dear[index] for index in some}
             needed = forecast.ranks(schedule, whole | forecast.untrained, partly)[rank].peak
             if needed.total_bytes < most or not whole | some:
                 return whole, some
             budget = int(_SHARE_LEFT * budget)
+
+    def _offloaded(self, kept: frozenset[int]) -> frozenset[int]:
+        """Of segments that keep their activations, those that do so in host memory."""
+        return kept & self._forecast.layout.offloaded
 
     def _hopeless(self, step: int, rank: int, reason: str) -> str:
         forecast = self._forecast

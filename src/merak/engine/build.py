@@ -17,6 +17,7 @@ from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer, fill_buckets, is_low_precision
 from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times, speeds
+from merak.engine.offload import Offload
 from merak.engine.overlap import choose_halves, wish_for_halves
 from merak.engine.parts import KeepLess, Parts, Signature
 from merak.engine.plans import Plans
@@ -68,8 +69,13 @@ def build_engine(
             "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
             "the halves of several in turns; use zero=2, or sub_pipelining='off'."
         )
+    if layout.offloaded and wish == "on":
+        raise ScheduleError(
+            f"offload_activations={options.offload_activations!r} moves the activations of whole "
+            "segments, but sub_pipelining='on' runs them in halves; leave one of the two."
+        )
     in_halves = choose_halves(
-        "off" if options.zero == 3 else wish,
+        "off" if options.zero == 3 or layout.offloaded else wish,
         layout,
         mesh,
         lambda: segment_times(layout.graph, options, mesh, source.cache_dir),
@@ -153,6 +159,7 @@ def _assemble(
     if sharded is not None:
         parameters |= sharded.hollow
     trained, arrivals = _trained(programs, (parameters, sharded), mesh, options, progress)
+    offload = Offload(mesh.device) if layout.offloaded else None
     stages = {
         stage: Stage(
             stage,
@@ -161,6 +168,7 @@ def _assemble(
             waiting,
             mesh.device,
             sharded,
+            offload,
         )
         for stage, waiting in programs.waiting.items()
     }

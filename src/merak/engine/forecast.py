@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,13 +15,20 @@ from merak.engine.tied import Holder, find_holders
 from merak.graph.tensor_parallel import TensorParallel
 from merak.plan.balance import Timed
 from merak.plan.dear import Dear
-from merak.plan.memory import Job, MemoryModel, RankMemory
+from merak.plan.memory import Job, Keeping, MemoryModel, RankMemory
 from merak.plan.recompute import Parts, Position, fill_partly, recomputing_stages
 from merak.plan.sharing import Sharing
 from merak.plan.surroundings import SharedHere
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.lower import lower
 from merak.schedule.recompute import recomputing
+
+Offloaded = Callable[[frozenset[int]], frozenset[int]]
+"""Of segments that keep their activations, those that do so in host memory."""
+
+
+def _none_of(kept: frozenset[int]) -> frozenset[int]:
+    return frozenset()
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class Forecast:
         schedule: Schedule,
         kept: frozenset[int],
         partly: Mapping[int, Dear] | None = None,
+        offloaded: frozenset[int] | None = None,
     ) -> tuple[RankMemory, ...]:
         """The memory of every pipeline position.
 
@@ -69,10 +77,14 @@ class Forecast:
             kept: segments that keep their activations.
             partly: by segment that recomputes, the operators whose results it keeps; None for
                 those of the layout.
+            offloaded: of the kept segments, those that keep them in host memory; None for those
+                of the layout.
         """
         chosen = self.recomputing(schedule, kept)
         partly = self.layout.partly if partly is None else partly
-        return self.memory.ranks(chosen, lower(chosen), kept, partly)
+        offloaded = self.layout.offloaded if offloaded is None else offloaded
+        keeping = Keeping(kept, partly, offloaded)
+        return self.memory.ranks(chosen, lower(chosen), keeping)
 
     def recomputing(self, schedule: Schedule, kept: frozenset[int]) -> Schedule:
         """A schedule in which exactly the stages recompute that have a segment not kept."""
@@ -113,6 +125,7 @@ class Forecast:
         times: Sequence[Timed],
         budget_bytes: int,
         dear: Mapping[int, Dear],
+        offloaded: Offloaded = _none_of,
     ) -> tuple[frozenset[int], frozenset[int]]:
         """What one pipeline position keeps, of whole segments and of operators.
 
@@ -122,6 +135,7 @@ class Forecast:
             times: of the segments.
             budget_bytes: what the position may hold.
             dear: by segment, the operators worth keeping where it recomputes.
+            offloaded: of some that keep their activations, those that do so in host memory.
 
         Returns:
             The segments that keep their activations, and those of the others that keep the results
@@ -132,7 +146,8 @@ class Forecast:
             # Segments of other positions are not looked at; all of theirs may as well recompute.
             chosen = self.recomputing(schedule, kept)
             some = {index: dear[index] for index in partly}
-            return self.memory.rank(rank, chosen, lower(chosen), kept, some).peak.total_bytes
+            keeping = Keeping(kept, some, offloaded(kept))
+            return self.memory.rank(rank, chosen, lower(chosen), keeping).peak.total_bytes
 
         stages = schedule.stages_of(rank)
         position = self._position(stages, schedule, times)
@@ -154,6 +169,17 @@ class Forecast:
         """What each segment holds for a microbatch when it keeps its activations."""
         return {
             index: memory.saved_bytes + sum(output.num_bytes for output in memory.outputs.values())
+            for index, memory in self.memory.segments.items()
+        }
+
+    def moved_bytes(self) -> dict[int, int]:
+        """What each segment moves to host memory for a microbatch if its activations wait there.
+
+        Of values that several segments save, each counts those that it makes.
+        """
+        return {
+            index: memory.moved_bytes
+            + sum(memory.outputs[n].num_bytes for n in memory.moved_values if n in memory.outputs)
             for index, memory in self.memory.segments.items()
         }
 

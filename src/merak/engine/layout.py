@@ -51,6 +51,8 @@ class EngineOptions:
         max_shapes: so many shapes of microbatches are kept ready beside the planned one.
         recompute: what is computed again for the backward instead of kept, as
             `merak.plan.recompute.parse_recompute` reads it; None leaves it to the schedule.
+        offload_activations: which of the kept activations wait in host memory, as
+            `merak.plan.offload.parse_offload` reads it; None for none.
         memory_budget_bytes: what a rank may hold; None takes a GPU's memory, and on the CPU none.
         master_weights: keep float32 masters of parameters of a lower precision for the optimizer.
         float32_gradients: sum gradients of parameters of a lower precision in float32; else in
@@ -76,6 +78,7 @@ class EngineOptions:
     recorded_steps: int = 4
     max_shapes: int = 64
     recompute: Recompute = None
+    offload_activations: Recompute = None
     memory_budget_bytes: int | None = None
     master_weights: bool = False
     float32_gradients: bool = True
@@ -94,6 +97,7 @@ class Layout:
         plans: the schedule.
         kept: segments that keep their activations in stages that recompute others.
         partly: by segment that recomputes, the operators whose results it keeps.
+        offloaded: of the segments that keep their activations, those that do so in host memory.
     """
 
     graph: ModelGraph
@@ -101,6 +105,7 @@ class Layout:
     plans: Plans
     kept: frozenset[int] = frozenset()
     partly: Mapping[int, Dear] = field(default_factory=dict)
+    offloaded: frozenset[int] = frozenset()
 
     @property
     def schedule(self) -> Schedule:

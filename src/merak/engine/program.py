@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -37,6 +36,8 @@ class SegmentProgram:
         written: names of the buffers it writes into.
         kept: whether its activations are kept where its stage recomputes others.
         selective: its operators whose results are kept where it recomputes; None for none.
+        offload: where its activations wait in host memory, the values that it reads or makes and
+            that stay on the device for other segments; else None.
     """
 
     segment: Segment
@@ -47,6 +48,22 @@ class SegmentProgram:
     written: tuple[str, ...]
     kept: bool = False
     selective: Kept | None = None
+    offload: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What segments do with their activations in training, by their numbers.
+
+    Args:
+        kept: those that keep them where their stage recomputes others.
+        partly: by segment that recomputes, the operators whose results it keeps.
+        offloaded: of those that keep them, those that do so in host memory.
+    """
+
+    kept: Container[int] = ()
+    partly: Mapping[int, Container[str]] = field(default_factory=dict)
+    offloaded: Container[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +220,14 @@ class Program:
         return tuple(name for name in names if self.values[name].requires_grad)
 
 
+NOTHING_CHOSEN = Choices()
+
+
 def compile_program(
     graph: ModelGraph,
     bounds: Sequence[int],
     rewrites: Mapping[int, Sequence[Rewrite]],
-    kept: Container[int] = (),
-    partly: Mapping[int, Container[str]] = MappingProxyType({}),
+    choices: Choices = NOTHING_CHOSEN,
     arrange: Arrange = arrange_whole,
 ) -> Program:
     """Turn a rank's segments into functions.
@@ -217,8 +236,7 @@ def compile_program(
         graph: the whole model, cut into segments.
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
         rewrites: the stages this rank holds, and what is done in turn to the segments of each.
-        kept: segments that keep their activations where their stage recomputes others.
-        partly: by segment that recomputes, the operators whose results it keeps.
+        choices: what segments do with their activations.
         arrange: gives the order of work of a stage.
     """
     crossing = ((), *graph.boundaries(), ())
@@ -237,11 +255,12 @@ def compile_program(
                 local, split = rewrite(local)
                 shards |= split
             derived.update(local.derived)
-            selective = None
-            if segment.index in partly and segment.index not in kept:
-                local, selective = keep_operators(local, partly[segment.index])
+            selective, is_kept = None, segment.index in choices.kept
+            if segment.index in choices.partly and not is_kept:
+                local, selective = keep_operators(local, choices.partly[segment.index])
             program = compile_segment(local, graph.values, draws)
-            programs.append(replace(program, kept=segment.index in kept, selective=selective))
+            programs.append(replace(program, kept=is_kept, selective=selective))
+        programs = offloading(programs, choices.offloaded)
         made = {name for p in programs for name in p.segment.outputs}
         results = {name: value for name, value in graph.outputs.items() if value in made}
         leaving = frozenset((*crossing[stop], *results.values()))
@@ -274,6 +293,27 @@ def compile_segment(
         draws=draws,
         written=_written_buffers(segment.graph),
     )
+
+
+def offloading(
+    programs: Sequence[SegmentProgram], offloaded: Container[int]
+) -> list[SegmentProgram]:
+    """Let some segments of a stage keep their activations in host memory.
+
+    Args:
+        programs: of the stage, in order, with what keeps its activations.
+        offloaded: numbers of segments.
+    """
+    away = [p.trains and p.kept and p.segment.index in offloaded for p in programs]
+    held: set[str] = set()
+    for program, goes in zip(programs, away, strict=True):
+        if program.trains and not goes:
+            # What recomputes holds its inputs alone.
+            held.update(program.segment.inputs, program.segment.outputs if program.kept else ())
+    return [
+        replace(p, offload=frozenset(held & {*p.segment.inputs, *p.segment.outputs})) if goes else p
+        for p, goes in zip(programs, away, strict=True)
+    ]
 
 
 def _written_buffers(graph: fx.Graph) -> tuple[str, ...]:

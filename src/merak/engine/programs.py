@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -19,7 +18,15 @@ from merak.engine.deferred import WeightGradients, defer_weights
 from merak.engine.halved import arrange_in_halves
 from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
 from merak.engine.parts import Signature
-from merak.engine.program import Arrange, Program, Rewrite, arrange_whole, compile_program
+from merak.engine.program import (
+    NOTHING_CHOSEN,
+    Arrange,
+    Choices,
+    Program,
+    Rewrite,
+    arrange_whole,
+    compile_program,
+)
 from merak.graph.build import GraphSource
 from merak.graph.features import Features
 from merak.graph.halves import samples_of
@@ -27,7 +34,6 @@ from merak.graph.ir import ModelGraph, Segment
 from merak.graph.shapes import Graphs
 from merak.graph.split_report import left_whole
 from merak.graph.tensor_parallel import TensorParallel, tensor_parallel
-from merak.plan.dear import Dear
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +69,7 @@ class Programs:
         self.buffers: dict[str, torch.Tensor] = {}
         self.mesh = mesh
         self._partition = layout.partition
-        self._kept = layout.kept
-        self._partly = layout.partly
+        self._choices = _choices(layout)
         self._in_halves = in_halves
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
@@ -121,9 +126,9 @@ class Programs:
             self._max_shapes,
         )
 
-    def keep(self, kept: frozenset[int], partly: Mapping[int, Dear]) -> None:
+    def choose(self, layout: Layout) -> None:
         """From now on other segments, and operators of others, keep what they compute."""
-        self._kept, self._partly = kept, partly
+        self._choices = _choices(layout)
         self.base = self._compile(self._graph, True)
         self._others.cache_clear()
 
@@ -131,8 +136,7 @@ class Programs:
         bounds = stage_bounds(graph, self.owners, self._partition)
         # A graph that was cut otherwise has other segments: there nothing is kept by number.
         is_same = len(graph.segments) == self._partition.num_segments
-        kept = self._kept if is_same else ()
-        partly = {i: dear.names for i, dear in self._partly.items()} if is_same and training else {}
+        choices = self._choices if is_same and training else NOTHING_CHOSEN
         arrange: Arrange = arrange_whole
         if self._in_halves and graph.loss is not None:
             samples = samples_of(graph.segments, batch_size(graph))
@@ -140,11 +144,14 @@ class Programs:
         parallel = self._parallel
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
-        program = compile_program(
-            graph, bounds, self._make_rewrites(parallel), kept, partly, arrange
-        )
+        program = compile_program(graph, bounds, self._make_rewrites(parallel), choices, arrange)
         device = self.mesh.device
         return replace(program, constants={n: t.to(device) for n, t in graph.constants.items()})
+
+
+def _choices(layout: Layout) -> Choices:
+    partly = {index: dear.names for index, dear in layout.partly.items()}
+    return Choices(layout.kept, partly, layout.offloaded)
 
 
 def check_max_shapes(max_shapes: int) -> None:

@@ -1,4 +1,4 @@
-"""What a job recomputes: said by the user, or chosen to fit the memory; and whether it fits.
+"""What a job recomputes or offloads: said, or chosen to fit the memory; and whether it fits.
 
 Rank 0 decides for all ranks, since estimates rest on speeds that differ from rank to rank.
 """
@@ -17,10 +17,12 @@ from merak.core.mesh import Mesh
 from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
 from merak.engine.plans import Plans
-from merak.plan.balance import Timed, balance
+from merak.engine.waiting import Times, said
+from merak.plan.balance import balance
 from merak.plan.dear import Dear
 from merak.plan.device import DeviceProfile
-from merak.plan.memory import RankMemory
+from merak.plan.memory import Keeping, RankMemory
+from merak.plan.offload import NOTHING, parse_offload
 from merak.plan.recompute import (
     Mode,
     Recompute,
@@ -35,10 +37,6 @@ _SHARE_TO_FILL = 0.92
 
 logger = logging.getLogger(__name__)
 
-Times = Callable[[], Sequence[Timed]]
-"""Gives the times of the segments, which may have to be measured."""
-
-
 Profile = Callable[[], DeviceProfile]
 """Gives the speeds of the devices, likewise."""
 
@@ -50,19 +48,21 @@ class _Decided:
     Args:
         kept: segments that keep their activations.
         partly: by segment of the others, the operators whose results it keeps.
+        offloaded: of those that keep their activations, those that do so in host memory.
         problem: why the job cannot be run.
     """
 
     kept: frozenset[int] = frozenset()
     partly: Mapping[int, Dear] = field(default_factory=dict)
+    offloaded: frozenset[int] = frozenset()
     problem: str | None = None
 
 
 def settle_recompute(forecast: Forecast, times: Times, profile: Profile) -> Forecast:
-    """Decide what recomputes, and refuse what does not fit; called alike on every rank.
+    """Decide what recomputes or offloads, and refuse what does not fit; alike on every rank.
 
     Args:
-        forecast: the job as it is laid out, and what the user said about recomputation and memory.
+        forecast: the job as it is laid out, and what the user said about activations and memory.
         times: of the segments.
         profile: of the devices.
 
@@ -73,10 +73,11 @@ def settle_recompute(forecast: Forecast, times: Times, profile: Profile) -> Fore
         PlanError: a choice that makes no sense, or a memory that the job does not fit.
     """
     layout, mesh, options = forecast.layout, forecast.mesh, forecast.options
-    wish = parse_recompute(options.recompute)
+    wish, away = parse_recompute(options.recompute), parse_offload(options.offload_activations)
     budgets = _on_all_ranks(_budget(options, mesh), mesh)
     known = [budget for budget in budgets if budget is not None]
-    if wish.mode is Mode.SCHEDULE and not known:
+    leaves_all = wish.mode is Mode.SCHEDULE and away == NOTHING
+    if leaves_all and not known:
         return forecast
     decided = [_Decided()]
     if mesh.rank == 0:
@@ -84,33 +85,34 @@ def settle_recompute(forecast: Forecast, times: Times, profile: Profile) -> Fore
         try:
             kept, partly = _choose(forecast, wish, times, profile, budget)
             kept |= forecast.untrained
-            decided = [_Decided(kept, partly, _misfit(forecast, kept, partly, budget, times))]
+            strict = wish.mode is not Mode.AUTO
+            offloaded = said(forecast, away, kept, times, strict)
+            chosen = Keeping(kept, partly, offloaded)
+            problem = _misfit(forecast, chosen, budget, times)
+            decided = [_Decided(kept, partly, offloaded, problem)]
         except PlanError as error:
             decided = [_Decided(problem=str(error))]
         except Exception as error:
             # Code of the model's own may look at numbers, which tensors without them do not have.
-            problem = _unforeseen(error, _was_asked_for(wish, options))
+            problem = _unforeseen(error, not leaves_all or options.memory_budget_bytes is not None)
             decided = [_Decided(problem=problem)]
     if mesh.device_mesh is not None:
         dist.broadcast_object_list(decided, src=0)
     found = decided[0]
     if found.problem is not None:
         raise PlanError(found.problem)
-    if wish.mode is Mode.SCHEDULE:
+    if leaves_all:
         return forecast
     plans = layout.plans.recomputing(recomputing_stages(layout.partition, found.kept))
-    layout = replace(layout, plans=plans, kept=found.kept, partly=found.partly)
+    layout = replace(
+        layout, plans=plans, kept=found.kept, partly=found.partly, offloaded=found.offloaded
+    )
     return replace(forecast, layout=layout)
 
 
 def may_change(recompute: Recompute) -> bool:
     """Whether what recomputes may change while the job runs, since it was chosen for the user."""
     return parse_recompute(recompute).mode is Mode.AUTO
-
-
-def _was_asked_for(wish: Wish, options: EngineOptions) -> bool:
-    """Whether the user said anything for which the memory must be known."""
-    return wish.mode is not Mode.SCHEDULE or options.memory_budget_bytes is not None
 
 
 def _unforeseen(error: Exception, was_asked_for: bool) -> str | None:
@@ -154,9 +156,17 @@ def _choose(
     if forecast.options.memory_budget_bytes is None:
         budget = int(_SHARE_TO_FILL * budget)
     dear = dear_operators(forecast, profile)
+    away = parse_offload(forecast.options.offload_activations)
     kept, partly = frozenset[int](), frozenset[int]()
     for rank in range(forecast.mesh.pp):
-        whole, some = forecast.fill_one(rank, forecast.layout.schedule, times(), budget, dear)
+        whole, some = forecast.fill_one(
+            rank,
+            forecast.layout.schedule,
+            times(),
+            budget,
+            dear,
+            lambda chosen: said(forecast, away, chosen, times, strict=False),
+        )
         kept, partly = kept | whole, partly | some
     return kept, {index: dear[index] for index in partly - kept}
 
@@ -184,18 +194,12 @@ def _said(forecast: Forecast, wish: Wish, times: Times) -> frozenset[int]:
     raise AssertionError(f"{wish.mode} is chosen elsewhere")
 
 
-def _misfit(
-    forecast: Forecast,
-    kept: frozenset[int],
-    partly: Mapping[int, Dear],
-    budget: int | None,
-    times: Times,
-) -> str | None:
+def _misfit(forecast: Forecast, keeping: Keeping, budget: int | None, times: Times) -> str | None:
     """A sentence, if some rank does not fit: the numbers, and what would fit."""
     if budget is None:
         return None
     schedule = forecast.layout.schedule
-    worst = _largest(forecast.ranks(schedule, kept, partly))
+    worst = _largest(forecast.ranks(schedule, keeping.kept, keeping.partly, keeping.offloaded))
     if worst.peak.total_bytes <= budget:
         return None
     parts = ", ".join(f"{p.value} {gigabytes(b)}" for p, b in worst.peak.parts.items() if b)

@@ -6,7 +6,7 @@ So the order of forwards, recomputations and backwards is the schedule's alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 
 from merak.engine import interleave, whole
 from merak.engine.deferred import WeightGradients
+from merak.engine.offload import Offload
 from merak.engine.program import HalvedRun, Program, SegmentProgram, StageProgram
 from merak.engine.sharded import Sharded
 from merak.engine.surroundings import Surroundings, Values
@@ -74,6 +75,7 @@ class Stage:
         waiting: where the segments leave weight gradients, if the schedule splits backwards.
         device: where it computes.
         sharded: parameters that are gathered for a segment alone; None for none.
+        offload: what moves activations to host memory; None for nothing.
     """
 
     def __init__(  # one argument for each thing that the build puts in
@@ -84,8 +86,10 @@ class Stage:
         waiting: WeightGradients,
         device: torch.device,
         sharded: Sharded | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.sharded = sharded
+        self.offload = offload
         self.index = index
         self.weights = weights
         self.waiting = waiting
@@ -110,9 +114,10 @@ class Stage:
         program = microbatch.program.stages[self.index]
         around = self._around(self.weights.of(number), microbatch)
         values = dict(received)
-        self._saved[number] = [
-            RUNNERS[type(run)].forward(run, values, around, keep) for run in program.runs
-        ]
+        saved = self._saved[number] = []
+        for run in program.runs:
+            saved.append(RUNNERS[type(run)].forward(run, values, around, keep))
+            self._turn()
         return _detached(values, program)
 
     def evaluate(self, microbatch: Microbatch, received: Values) -> Values:
@@ -155,10 +160,25 @@ class Stage:
         saved = self._saved.pop(number)
         around = self._around(self.weights.of(number), microbatch)
         self.waiting.start(number)
+        self._begin_fetch(saved)
         for run in reversed(program.runs):
+            self._begin_fetch(saved[:-1])
             RUNNERS[type(run)].backward(run, saved.pop(), gradients, around, segment_done)
+            self._turn()
         wanted = microbatch.program.gradients_of(program.received)
         return {name: _gradient(name, gradients, microbatch, self.device) for name in wanted}
+
+    def prefetch(self, number: int) -> None:
+        """The backward of a microbatch is next: have its first activations back on the device."""
+        self._begin_fetch(self._saved.get(number, []))
+
+    def _begin_fetch(self, saved: Sequence[Any]) -> None:
+        if self.offload is not None and saved and saved[-1].away is not None:
+            self.offload.begin_fetch(saved[-1].away.stash)
+
+    def _turn(self) -> None:
+        if self.offload is not None:
+            self.offload.turn()
 
     @property
     def num_in_flight(self) -> int:
@@ -168,6 +188,8 @@ class Stage:
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         self._saved.clear()
+        if self.offload is not None:
+            self.offload.forget()
         self.waiting.forget()
         self.weights.forget()
 
@@ -180,6 +202,7 @@ class Stage:
             random_key=microbatch.random_key,
             device=self.device,
             sharded=self.sharded,
+            offload=self.offload,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from merak.engine.offload import Offload
 from merak.engine.sharded import Sharded
 from merak.engine.weights import Leaves
 
@@ -25,6 +26,7 @@ class Surroundings:
         random_key: names the microbatch, for its draws.
         device: where it computes.
         sharded: parameters that are gathered for a segment alone; None for none.
+        offload: what moves activations to host memory; None for nothing.
     """
 
     weights: Leaves
@@ -34,6 +36,7 @@ class Surroundings:
     random_key: tuple[int | str, ...]
     device: torch.device
     sharded: Sharded | None = None
+    offload: Offload | None = None
 
 
 def add_to(gradients: Values, name: str, gradient: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class TrainingStep:
         # of this rank's stages have not yet completed its gradients.
         self._last = {(a.stage, self._schedule.update_of(a.microbatch)): a for a in finals}
         self._stages_left = Counter(action.microbatch for action in finals)
+        self._following = dict(pairwise(own))
 
     def run(self, update: Update | None) -> None:
         """Perform the plan; the gradients of a synchronous one are final when it has ended.
@@ -158,6 +160,7 @@ class TrainingStep:
             return
         begun = num_begun(self._parts.mesh) if relief.is_armed else 0
         try:
+            self._prefetch(action)
             _ACTIONS[action.kind](self, action)
             return
         except Exception as error:
@@ -166,6 +169,12 @@ class TrainingStep:
             reason = str(error)
         relief.give_up(reason)
         self._perform_hollow(action, num_begun(self._parts.mesh) - begun)
+
+    def _prefetch(self, action: Action) -> None:
+        """While an action computes, what the next one reads first comes back from host memory."""
+        following = self._following.get(action)
+        if following is not None and following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            self._parts.stages[following.stage].prefetch(following.microbatch)
 
     def _perform_hollow(self, action: Action, num_done: int) -> None:
         parts = self._parts

@@ -7,11 +7,14 @@ is called explicitly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from merak.core.random import set_random_state
+from merak.engine import offloaded
+from merak.engine.offloaded import Away, Saving
 from merak.engine.program import SegmentProgram
 from merak.engine.selective import Recording
 from merak.engine.surroundings import Surroundings, Values, add_to
@@ -28,12 +31,14 @@ class Saved:
         buffers: what the segment writes into, as its forward found it; for the recomputation alone,
             which must neither see the forward's writes nor repeat them.
         recording: of the operators that the recomputation leaves out.
+        away: what is kept instead of inputs and outputs, where activations wait in host memory.
     """
 
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
     buffers: Values
     recording: Recording | None = None
+    away: Away | None = None
 
 
 def forward(run: SegmentProgram, values: Values, around: Surroundings, keep: bool) -> Saved:
@@ -46,6 +51,12 @@ def forward(run: SegmentProgram, values: Values, around: Surroundings, keep: boo
         keep: keep its activations for the backward; else only if its program says so.
     """
     stays = (keep or run.kept) and run.trains
+    if stays and run.offload is not None and around.offload is not None:
+
+        def record(inputs: Sequence[torch.Tensor], saving: Saving) -> tuple[torch.Tensor, ...]:
+            return call(run, inputs, around, True, saving)
+
+        return Saved([], (), {}, away=offloaded.forward(run, values, around.offload, record))
     leaves = [
         values[name].detach().requires_grad_(carries)
         for name, carries in zip(run.segment.inputs, run.gradient_inputs, strict=True)
@@ -96,7 +107,10 @@ def backward(
     """
     recompute(run, saved, around)
     assert saved.outputs is not None
-    if run.trains:
+    if saved.away is not None:
+        assert around.offload is not None
+        offloaded.backward(run, saved.away, gradients, around.offload)
+    elif run.trains:
         propagate(run.segment.outputs, saved.outputs, run.segment.inputs, saved.inputs, gradients)
     segment_done(run)
 
@@ -132,7 +146,11 @@ def propagate(
 
 
 def call(
-    program: SegmentProgram, inputs: Sequence[torch.Tensor], around: Surroundings, keep: bool
+    program: SegmentProgram,
+    inputs: Sequence[torch.Tensor],
+    around: Surroundings,
+    keep: bool,
+    saving: Saving | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Call a segment's function.
 
@@ -141,19 +159,21 @@ def call(
         inputs: what it reads of other segments, in its order.
         around: what else it reads.
         keep: whether autograd records.
+        saving: where what autograd saves goes; None leaves it on the device.
     """
     segment = program.segment
     if program.draws:
         set_random_state(around.device, *around.random_key, segment.index)
 
     def compute(weights: Leaves) -> tuple[torch.Tensor, ...]:
-        return program.function(
+        first = (
             *(weights[name] for name in segment.parameters),
             *(around.buffers[name] for name in segment.buffers),
             *(around.columns[name] for name in segment.columns),
-            *inputs,
-            *(around.derived[name] for name in segment.derived),
         )
+        last = tuple(around.derived[name] for name in segment.derived)
+        with nullcontext() if saving is None else saving((*first, *last)):
+            return program.function(*first, *inputs, *last)
 
     with torch.set_grad_enabled(keep):
         if around.sharded is None:

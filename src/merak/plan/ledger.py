@@ -89,6 +89,10 @@ class Ledger:
         """Whether somebody holds a storage."""
         return key in self._held
 
+    def bytes_of(self, key: Hashable) -> int:
+        """The size of a storage that somebody holds."""
+        return self._held[key].num_bytes
+
     def release_all(self, keys: Iterable[Hashable]) -> None:
         """One holder less of each."""
         for key in keys:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import torch
 
 from merak.core.mesh import Mesh, pretended
 from merak.engine.arrivals import MOST_OPEN_GATHERS
-from merak.engine.program import Program
+from merak.engine.program import Program, offloading
 from merak.graph.ir import TensorMeta
 from merak.plan.dear import Dear, find_dear
 from merak.plan.device import DeviceProfile
@@ -64,11 +63,28 @@ class RankMemory:
         rank: the pipeline position.
         stages: its stages.
         peak: the moment at which it holds most.
+        host_bytes: the most that it keeps in host memory at a time.
     """
 
     rank: int
     stages: tuple[StageMemory, ...]
     peak: Moment
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What is done with activations.
+
+    Args:
+        kept: segments that keep them, in stages that recompute others.
+        partly: by segment that recomputes, the operators whose results it keeps.
+        offloaded: of the kept segments, those that keep them in host memory.
+    """
+
+    kept: frozenset[int]
+    partly: Mapping[int, Dear] = field(default_factory=dict)
+    offloaded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +154,17 @@ class MemoryModel:
         self,
         schedule: Schedule,
         steps: Sequence[Sequence[Step]],
-        kept: frozenset[int],
-        partly: Mapping[int, Dear] = MappingProxyType({}),
+        keeping: Keeping,
     ) -> tuple[RankMemory, ...]:
         """The memory of every pipeline position.
 
         Args:
             schedule: with the stages that recompute anything.
             steps: its steps, lowered.
-            kept: of those stages, the segments that keep their activations.
-            partly: by segment that recomputes, the operators whose results it keeps.
+            keeping: what is done with activations.
         """
         return tuple(
-            self.rank(rank, schedule, steps, kept, partly) for rank in range(len(self.job.programs))
+            self.rank(rank, schedule, steps, keeping) for rank in range(len(self.job.programs))
         )
 
     def rank(
@@ -158,12 +172,11 @@ class MemoryModel:
         rank: int,
         schedule: Schedule,
         steps: Sequence[Sequence[Step]],
-        kept: frozenset[int],
-        partly: Mapping[int, Dear] = MappingProxyType({}),
+        keeping: Keeping,
     ) -> RankMemory:
         """The memory of one pipeline position; arguments as of `ranks`."""
         job = self.job
-        program = _keeping(job.programs[rank], kept)
+        program = _keeping(job.programs[rank], keeping)
         state, taken = self._optimizers[rank]
         fixed_bytes, varying_bytes = self._derived[rank]
         ledger = Ledger()
@@ -178,7 +191,7 @@ class MemoryModel:
             schedule=schedule,
             program=program,
             memory=self.segments,
-            partly=partly,
+            partly=keeping.partly,
             derived_bytes=varying_bytes,
             shared=job.shared[rank],
             sharing=job.sharing,
@@ -187,7 +200,8 @@ class MemoryModel:
             open_sends=SENDS_PER_RANK * job.mesh.pp,
         )
         _hold_parameters(around, ledger)
-        Walk(around, ledger).run(steps[rank])
+        walk = Walk(around, ledger)
+        walk.run(steps[rank])
         # Buckets have become the gradients when the optimizer steps.
         ledger.settle(Part.COMMUNICATION, 0)
         stepped_bytes = total_bytes(job.sharing.stepped(_trained(parameters)).values())
@@ -200,7 +214,7 @@ class MemoryModel:
             _stage(stage, program, state, job.sharing, ledger.stage_peaks[stage])
             for stage in program.stages
         )
-        return RankMemory(rank, stages, ledger.peak)
+        return RankMemory(rank, stages, ledger.peak, walk.host.peak_bytes)
 
 
 def _hold_parameters(around: Surroundings, ledger: Ledger) -> None:
@@ -243,14 +257,11 @@ def _fake_device(device: torch.device) -> torch.device:
     return device
 
 
-def _keeping(program: Program, kept: frozenset[int]) -> Program:
-    stages = {
-        number: replace(
-            stage,
-            segments=tuple(replace(s, kept=s.segment.index in kept) for s in stage.segments),
-        )
-        for number, stage in program.stages.items()
-    }
+def _keeping(program: Program, keeping: Keeping) -> Program:
+    stages = {}
+    for number, stage in program.stages.items():
+        own = [replace(s, kept=s.segment.index in keeping.kept) for s in stage.segments]
+        stages[number] = replace(stage, segments=tuple(offloading(own, keeping.offloaded)))
     return replace(program, stages=stages)
 
 

@@ -58,11 +58,12 @@ class Wish:
     share: float = 0.0
     segments: tuple[int | str, ...] = ()
 
-    def numbers(self, names: Sequence[str]) -> frozenset[int]:
-        """The numbers of the segments that recompute.
+    def numbers(self, names: Sequence[str], argument: str = "recompute") -> frozenset[int]:
+        """The numbers of the segments that are said.
 
         Args:
             names: of the model's segments, in order.
+            argument: what users call the choice.
 
         Raises:
             PlanError: there is no segment of that number or name.
@@ -72,7 +73,7 @@ class Wish:
             found = [i for i, name in enumerate(names) if segment in (i, name)]
             if not found:
                 raise PlanError(
-                    f"recompute names the segment {segment!r}, but the model's are 0 to "
+                    f"{argument} names the segment {segment!r}, but the model's are 0 to "
                     f"{len(names) - 1}, from {names[0]!r} to {names[-1]!r}; `merak trace` lists "
                     "them."
                 )

@@ -8,14 +8,16 @@ matter which operators and functions the model uses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from merak.core.regather import saved_by
 from merak.engine.gradients import gradient_dtype, sum_in_float32
+from merak.engine.offload import can_move, storages_of
 from merak.graph.ir import Kind, Segment, TensorMeta
 from merak.graph.runnable import runnable
 from merak.plan.storages import Storages
@@ -48,6 +50,9 @@ class SegmentMemory:
             gradients of parameters are new; gradients of inputs included.
         backward_bytes: likewise when they are added to those of earlier microbatches.
         deferred_bytes: what is left for the weights' gradients, where backwards are split.
+        moved_bytes: of `saved_bytes`, what goes to host memory if the segment's activations do.
+        left_bytes: of `saved_bytes`, what stays on the device all the same.
+        moved_values: inputs and outputs that autograd saves, and that could go likewise.
     """
 
     outputs: Mapping[str, Output]
@@ -57,6 +62,9 @@ class SegmentMemory:
     first_backward_bytes: int
     backward_bytes: int
     deferred_bytes: int
+    moved_bytes: int
+    left_bytes: int
+    moved_values: frozenset[str]
 
     @property
     def own_bytes(self) -> int:
@@ -88,15 +96,8 @@ class SegmentMemories:
             names[name]: Output(output.num_bytes, names.get(output.root, output.root))
             for name, output in found.outputs.items()
         }
-        return SegmentMemory(
-            outputs,
-            found.saved_bytes,
-            found.forward_bytes,
-            found.kept_forward_bytes,
-            found.first_backward_bytes,
-            found.backward_bytes,
-            found.deferred_bytes,
-        )
+        moved = frozenset(names[name] for name in found.moved_values)
+        return replace(found, outputs=outputs, moved_values=moved)
 
     def _measure(self, segment: Segment) -> SegmentMemory:
         run = FakeRun(segment, self._device)
@@ -171,6 +172,7 @@ def _measure(run: FakeRun) -> SegmentMemory:
             parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     _, later, _ = _backward(run)
     own = sum(o.num_bytes for name, o in places.items() if o.root == name)
+    moved_bytes, left_bytes, moved_values = _moved(run)
     return SegmentMemory(
         outputs=places,
         saved_bytes=kept[0] - own,
@@ -179,6 +181,9 @@ def _measure(run: FakeRun) -> SegmentMemory:
         first_backward_bytes=first,
         backward_bytes=later,
         deferred_bytes=_deferred_bytes(run.segment.graph),
+        moved_bytes=moved_bytes,
+        left_bytes=left_bytes - own,
+        moved_values=moved_values,
     )
 
 
@@ -197,6 +202,35 @@ def _backward(run: FakeRun) -> tuple[tuple[int, int], int, dict[str, Output]]:
         run.backward(outputs, gradients)
         taken = storages.peak_bytes - start_bytes
     return forward, taken, places
+
+
+def _moved(run: FakeRun) -> tuple[int, int, frozenset[str]]:
+    """What can go to host memory, what stays with the outputs, and the values that can go, too."""
+    stays = storages_of(a for a in run.arguments if all(a is not i for i in run.inputs.values()))
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+        if not can_move(tensor, tensor.device, stays):
+            return tensor.detach()
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage
+        return None
+
+    with torch.enable_grad(), Storages(run.arguments) as storages:
+        with saved_by(pack, _never):
+            outputs = run.call()
+        values = {**run.inputs, **dict(zip(run.segment.outputs, outputs, strict=True))}
+        places = {name: value.untyped_storage()._cdata for name, value in values.items()}
+        moved = frozenset(name for name, place in places.items() if place in saved)
+        for place in places.values():
+            saved.pop(place, None)
+        moved_bytes = sum(storage.nbytes() for storage in saved.values())
+        saved.clear()
+        return moved_bytes, storages.live_bytes, moved
+
+
+def _never(saved: object) -> torch.Tensor:
+    raise AssertionError("nothing goes backward here")
 
 
 def _places(run: FakeRun, outputs: Sequence[torch.Tensor], storages: Storages) -> dict[str, Output]:

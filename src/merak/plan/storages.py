@@ -49,6 +49,11 @@ class Storages(TorchDispatchMode):
         """Whether a tensor's storage was made inside and is counted."""
         return self._alive.get(tensor.untyped_storage()._cdata, (0, None))[1] is not None
 
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count a tensor that was made inside, but lies elsewhere than the others."""
+        self._known.append(tensor.untyped_storage())
+        self._alive[self._known[-1]._cdata] = (0, None)
+
     def restart(self) -> None:
         """Look for a new peak from now on."""
         self.peak_bytes = self.live_bytes

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from merak.engine.program import SegmentProgram
+from merak.plan.away import AwayRecord, HostMemory
 from merak.plan.dear import Dear
 from merak.plan.gradients import Gradients
 from merak.plan.ledger import Ledger, Part, Window
@@ -26,6 +28,7 @@ class _Record:
     inputs: list[Hashable]
     activations: list[Hashable] | None = None
     dear: Hashable = None
+    away: AwayRecord | None = None
 
 
 @dataclass(slots=True)
@@ -39,26 +42,31 @@ class Walk:
 
     around: Surroundings
     ledger: Ledger
+    host: HostMemory = field(init=False)
     _sends: Window = field(init=False)
     _made: dict[tuple[Payload, int, int], Keys] = field(default_factory=dict)
     _arrived: dict[tuple[Payload, int, int], Keys] = field(default_factory=dict)
     _records: dict[tuple[int, int], list[_Record]] = field(default_factory=dict)
     _stages_left: Counter[int] = field(default_factory=Counter)
     _gradients: Gradients = field(init=False)
+    _following: dict[Action, Action] = field(init=False)
 
     def __post_init__(self) -> None:
         """Nothing has been sent."""
         around = self.around
         self._sends = Window(self.ledger, around.open_sends)
+        self.host = HostMemory(self.ledger)
         self._gradients = Gradients(around, self.ledger)
-        for action in around.schedule.actions[around.rank]:
+        own = around.schedule.actions[around.rank]
+        self._following = dict(pairwise(own))
+        for action in own:
             if action.kind in FINAL_KINDS:
                 self._stages_left[action.microbatch] += 1
 
     def run(self, steps: Sequence[Step]) -> None:
         """Take all of a rank's steps."""
         handlers: dict[type[Any], Callable[[Any], None]] = {
-            Compute: lambda step: _ACTIONS[step.action.kind](self, step.action),
+            Compute: self._compute,
             Send: self._send,
             Receive: self._receive,
             ReduceGradients: lambda step: self._gradients.flush("end"),
@@ -99,18 +107,31 @@ class Walk:
 
     # ---- actions ----
 
+    def _compute(self, step: Compute) -> None:
+        following = self._following.get(step.action)
+        if following is not None and following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            self._fetch(self._records.get((following.stage, following.microbatch), []))
+        _ACTIONS[step.action.kind](self, step.action)
+
+    def _fetch(self, records: Sequence[_Record]) -> None:
+        """What the last of some segments keeps in host memory comes back."""
+        if records:
+            self.host.fetch(records[-1].away)
+
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
         program = self.around.program.stages[stage]
         if not self.ledger.has(("derived", number)):
             self.ledger.hold(("derived", number), self.around.derived_bytes)
         values = self._take(Payload.ACTIVATION, stage - 1, number)
-        records = self._records[stage, number] = []
+        place = (stage, number)
+        records = self._records[place] = []
         keeps_all = not self.around.schedule.recompute[stage]
         for segment in program.segments:
             # One without a backward keeps nothing.
             inputs = {n: values[n] for n in segment.segment.inputs} if segment.trains else {}
-            record = _Record(_storages(inputs))
+            goes = segment.offload is not None
+            record = _Record([] if goes else _storages(inputs))
             for key in record.inputs:
                 self.ledger.again(key)
             memory = self.around.memory[segment.segment.index]
@@ -119,15 +140,19 @@ class Walk:
             taken = memory.kept_forward_bytes if stays else memory.forward_bytes
             taken = taken if dear is None else dear.forward_bytes
             self.ledger.look(self.around.schedule.label(action), taken, stage)
-            outputs = self._outputs(segment, "F", (stage, number), values)
-            if stays:
+            outputs = self._outputs(segment, "F", place, values)
+            if goes:
+                record.away = self.host.forward(segment, memory, place, {**inputs, **outputs})
+                record.activations = []
+            elif stays:
                 saved_bytes = memory.saved_bytes
-                record.activations = self._keep(segment, (stage, number), outputs, saved_bytes)
+                record.activations = self._keep(segment, place, outputs, saved_bytes)
             elif dear is not None:
                 record.dear = ("dear", stage, number, segment.segment.index)
                 self.ledger.hold(record.dear, dear.held_bytes, stage=stage)
             values |= outputs
             records.append(record)
+            self.host.turn()
         self._hand_on(Payload.ACTIVATION, action, {n: values[n] for n in program.sent})
         self.ledger.release_all(_storages(values))
 
@@ -200,12 +225,16 @@ class Walk:
         gradients = self._take(Payload.GRADIENT, stage + 1, number)
         records = self._records.pop((stage, number))
         for segment in reversed(program.segments):
+            self._fetch(records)
             record = records.pop()
-            if not segment.trains:
-                continue
-            self._bring_back(segment, record, action)
-            self._segment_backward(segment, action, gradients)
-            self.ledger.release_all([*record.inputs, *(record.activations or ())])
+            self._fetch(records)
+            if segment.trains:
+                self._bring_back(segment, record, action)
+                self._segment_backward(segment, action, gradients)
+                self.ledger.release_all([*record.inputs, *(record.activations or ())])
+            if record.away is not None:
+                self.host.release([record.away])
+            self.host.turn()
         wanted = around.program.gradients_of(program.received)
         for name in wanted:
             if name not in gradients:

@@ -169,6 +169,7 @@ class MerakTrainer(Saving, Trainer):
             hang_limit_s=args.hang_limit_s,
             max_shapes=args.max_shapes,
             recompute=args.recompute,
+            offload_activations=args.offload_activations,
             memory_budget_bytes=args.memory_budget,
             optimizer=partial(similar_optimizer, self),
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from merak.engine.program import compile_program
+from merak.engine.program import Choices, compile_program
 from merak.engine.selective import Recording
 from merak.graph.ir import ModelGraph
 from tests.unit.engine.models import (
@@ -57,7 +57,9 @@ def run(model: torch.nn.Module, batch: Any, part: str | None) -> tuple[list[Any]
     """Gradients of a microbatch whose segments recompute, and the kernels of the second forward."""
     graph = graph_of(model, batch)
     partly = {} if part is None else operators(graph, part)
-    program = compile_program(graph, [0, len(graph.segments)], {0: ()}, partly=partly)
+    program = compile_program(
+        graph, [0, len(graph.segments)], {0: ()}, choices=Choices(partly=partly)
+    )
     (stage,) = stages_of(model, graph, 1, set())
     microbatch = microbatch_of(program, batch, buffers_of(model, graph))
     stage.forward(0, microbatch, {}, keep=False)

@@ -1,0 +1,107 @@
+"""What is wrong with training arguments beyond what a rule for one field of transformers says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from merak.arguments.optimizers import OPTIMIZERS
+from merak.arguments.rules import UNKNOWN, Layout, Policy, problems, refusal
+from merak.arguments.table import ACCELERATOR
+from merak.core.errors import PlanError
+from merak.core.mesh import Mesh
+from merak.plan.offload import parse_offload
+from merak.plan.recompute import Mode, parse_recompute
+
+if TYPE_CHECKING:
+    from merak.arguments.training import MerakArguments
+
+
+def own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+    """One sentence for everything that this job cannot honour.
+
+    Args:
+        arguments: to look at.
+        mesh: the ranks of the job.
+    """
+    yield from _optimizer_problems(arguments, mesh)
+    yield from _accelerator_problems(arguments, mesh)
+    yield from _field_problems(arguments, mesh)
+
+
+def _optimizer_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+    name = str(getattr(arguments.optim, "value", arguments.optim))
+    rule = OPTIMIZERS.get(name, UNKNOWN)
+    if rule.policy is Policy.REFUSED and rule.layout.holds(mesh):
+        yield refusal("optim", name, rule)
+    elif arguments.zero and mesh.dp > 1 and rule.layout is Layout.TENSOR_PARALLEL:
+        yield (
+            f"optim={name!r} cannot be honoured with zero={arguments.zero}: its update looks at "
+            "whole parameters, of which each replica steps some rows; use 'adamw_torch', or zero=0."
+        )
+    elif (arguments.zero or arguments.master_weights) and name.startswith("schedule_free"):
+        yield (
+            f"optim={name!r} cannot be honoured with zero={arguments.zero} and master_weights="
+            f"{arguments.master_weights}: it also changes the parameters between steps, which then "
+            "are not its own; use 'adamw_torch'."
+        )
+
+
+def _accelerator_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+    config: object = arguments.accelerator_config
+    if isinstance(config, AcceleratorConfig):
+        for sentence in problems(config, ACCELERATOR, frozenset(), mesh):
+            yield f"accelerator_config.{sentence}"
+
+
+def _field_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+    for name in ("nan_policy", "tied_gradients", "gradient_sums", "zero"):
+        choices = arguments.__dataclass_fields__[name].metadata["choices"]
+        if getattr(arguments, name) not in choices:
+            named = " or ".join(repr(choice) for choice in choices)
+            yield f"{name}={getattr(arguments, name)!r} is not a choice; use {named}."
+    for name in ("bucket_bytes", "ddp_bucket_cap_mb"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            yield f"{name}={value} is not a size of a bucket; use a whole number of 1 or more."
+    cap_mb, bucket_bytes = arguments.ddp_bucket_cap_mb, arguments.bucket_bytes
+    if cap_mb is not None and bucket_bytes is not None and bucket_bytes != cap_mb * 2**20:
+        yield (
+            f"bucket_bytes={bucket_bytes} and ddp_bucket_cap_mb={cap_mb} contradict each other; "
+            "set one of them."
+        )
+    if arguments.max_shapes < 1:
+        yield f"max_shapes={arguments.max_shapes} is no number of shapes to keep; use 1 or more."
+    if not arguments.hang_limit_s > 0:
+        yield (
+            f"hang_limit_s={arguments.hang_limit_s} is not a time to wait; use a number of seconds "
+            "above 0."
+        )
+    yield from _memory_problems(arguments, mesh)
+    partition = arguments.partition
+    if partition is not None and (not partition or min(partition) < 1):
+        yield f"partition={partition} has an empty stage; give every stage a segment or more."
+    if partition is not None and len(partition) % mesh.pp:
+        yield (
+            f"partition={partition} names {len(partition)} stages, which cannot be laid out over "
+            f"pp={mesh.pp} positions; name {mesh.pp} stages, or a multiple."
+        )
+    if arguments.segment_times is not None and not os.path.isfile(arguments.segment_times):
+        yield f"segment_times={arguments.segment_times!r} is not a file; name a JSON file of times."
+
+
+def _memory_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+    budget = arguments.memory_budget
+    if budget is not None and budget < 1:
+        yield f"memory_budget={budget} is not a size; use a number of bytes above 0."
+    try:
+        wish = parse_recompute(arguments.recompute)
+        parse_offload(arguments.offload_activations)
+    except PlanError as error:
+        yield str(error)
+        return
+    if wish.mode is Mode.AUTO and budget is None and mesh.device.type == "cpu":
+        yield "recompute='auto' needs to know the memory of a rank; set memory_budget in bytes."

@@ -1,0 +1,81 @@
+"""Runs one segment whose activations wait in host memory; see `merak.engine.offload`.
+
+Its autograd graph holds neither its inputs nor its outputs: gradients enter at the edges of the
+graph, and those of the inputs are left by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from merak.engine.offload import Offload, Stash, enter
+from merak.engine.program import SegmentProgram
+from merak.engine.surroundings import Values, add_to
+
+Saving = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
+"""Inside, autograd saves for the host; not tensors that are given here."""
+
+Run = Callable[[Sequence[torch.Tensor], Saving], tuple[torch.Tensor, ...]]
+"""Runs a segment on its inputs."""
+
+
+@dataclass(slots=True)
+class Away:
+    """A segment's forward, kept for its backward without its activations.
+
+    Args:
+        stash: the activations, wherever they are.
+        edges: by name of an output that carries a gradient, where that enters.
+        gradients: of the inputs, once the backward has been run.
+    """
+
+    stash: Stash = field(default_factory=Stash)
+    edges: dict[str, GradientEdge] = field(default_factory=dict)
+    gradients: Values = field(default_factory=dict)
+
+
+def forward(program: SegmentProgram, values: Values, offload: Offload, run: Run) -> Away:
+    """Run a segment forward.
+
+    Args:
+        program: the segment.
+        values: what it reads of others; gains its outputs.
+        offload: what moves its activations.
+        run: runs it.
+    """
+    assert program.offload is not None
+    segment, away = program.segment, Away()
+    carries, inputs = program.gradient_inputs, [values[name] for name in segment.inputs]
+    entered = enter(segment.inputs, inputs, carries, away.gradients)
+    outputs = run(entered, lambda held: offload.saving(away.stash, held))
+    values.update(zip(segment.outputs, (output.detach() for output in outputs), strict=True))
+    for name, output in zip(segment.outputs, outputs, strict=True):
+        if output.requires_grad:
+            away.edges[name] = get_gradient_edge(output)
+    offload.give(away.stash, [values[name] for name in program.offload])
+    return away
+
+
+def backward(program: SegmentProgram, away: Away, gradients: Values, offload: Offload) -> None:
+    """Run a segment's backward.
+
+    Args:
+        program: the segment.
+        away: from the forward.
+        gradients: by name; loses those of the outputs and gains those of the inputs.
+        offload: what moves its activations.
+    """
+    offload.fetch(away.stash)
+    found = [(n, gradients.pop(n)) for n in program.segment.outputs if n in gradients]
+    found = [(name, gradient) for name, gradient in found if name in away.edges]
+    if not found:
+        return
+    torch.autograd.backward([away.edges[n] for n, _ in found], [g for _, g in found])
+    for name in program.segment.inputs:
+        if name in away.gradients:
+            add_to(gradients, name, away.gradients.pop(name))
