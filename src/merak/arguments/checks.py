@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -99,9 +100,13 @@ def _memory_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
         yield f"memory_budget={budget} is not a size; use a number of bytes above 0."
     try:
         wish = parse_recompute(arguments.recompute)
-        parse_offload(arguments.offload_activations)
+        away = parse_offload(arguments.offload_activations)
     except PlanError as error:
         yield str(error)
         return
-    if wish.mode is Mode.AUTO and budget is None and mesh.device.type == "cpu":
-        yield "recompute='auto' needs to know the memory of a rank; set memory_budget in bytes."
+    for name, said in (("recompute", wish), ("offload_activations", away)):
+        if said.mode is Mode.AUTO and budget is None and mesh.device.type == "cpu":
+            yield f"{name}='auto' needs to know the memory of a rank; set memory_budget in bytes."
+    speed = arguments.host_bytes_per_s
+    if speed is not None and not 0 < speed < math.inf:
+        yield f"host_bytes_per_s={speed} is no rate; use a number of bytes per second above 0."

@@ -68,6 +68,7 @@ class MerakArguments(TrainingArguments):
             products that they split.
         recompute: what is computed again for the backward instead of kept.
         offload_activations: which of the kept activations wait in host memory.
+        host_bytes_per_s: rate of copies there and back, for 'auto'.
         memory_budget: bytes that a rank may hold.
 
     Raises:
@@ -207,8 +208,17 @@ class MerakArguments(TrainingArguments):
         metadata={
             "help": "Of the activations that are kept, those that wait for the backward pass in "
             "host memory, to and from which they are copied while other segments compute: 'off', "
-            "'full', the share of every stage's segments (0 to 1), or segments by number or name "
-            "such as '3,4,7'. If unset, none. Not together with sub_pipelining='on'."
+            "'full', the share of every stage's segments (0 to 1), segments by number or name such "
+            "as '3,4,7', or 'auto' for those that the memory makes needed; with recompute='auto' "
+            "the other way is to recompute, and the shorter iteration decides. If unset, none. Not "
+            "together with sub_pipelining='on'."
+        },
+    )
+    host_bytes_per_s: float | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes per second that a rank copies to host memory while it copies as many "
+            "back, for offload_activations='auto'. If unset, it is measured."
         },
     )
     memory_budget: int | None = field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,95 +12,18 @@ import typer
 
 from merak.cli import options
 from merak.cli.errors import CommandError
-from merak.cli.output import show, size, stdout_to_stderr
+from merak.cli.memory_report import MemoryReport, page, report_on
+from merak.cli.output import show, stdout_to_stderr
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from merak.core.mesh import Mesh
-    from merak.engine.forecast import Forecast
-    from merak.plan.memory import RankMemory
     from merak.plan.optimizer import OptimizerFactory
-    from merak.schedule.simulate import Simulation
 
 _NO_LIMIT = sys.maxsize
 """A budget that everything fits: the command shows what would not fit here as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageReport:
-    """Bytes of one stage.
-
-    Args:
-        stage: its number.
-        ranks: the pipeline positions that hold it.
-        segments: its segments.
-        recomputed: how many of them compute their activations again.
-        offloaded: how many of them keep their activations in host memory.
-        parameters: of its parameters.
-        gradients: of their gradients, as they are between microbatches.
-        optimizer: of the optimizer's state, masters included.
-        activations: the most that its microbatches take at a time.
-        total: all of it.
-    """
-
-    stage: int
-    ranks: list[int]
-    segments: int
-    recomputed: int
-    offloaded: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankReport:
-    """What the ranks of a pipeline position hold at the most.
-
-    Args:
-        rank: the pipeline position.
-        peak: bytes, at the highest moment.
-        at: the action that runs then; "update" for the optimizer's step.
-        at_seconds: when it begins in the simulated iteration.
-        parts: bytes at that moment, by what they are for.
-        host: the most bytes of activations in host memory.
-    """
-
-    rank: int
-    peak: int
-    at: str
-    at_seconds: float
-    parts: dict[str, int]
-    host: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """The memory of a job.
-
-    Args:
-        model: the architecture's class name.
-        schedule: the pipeline schedule.
-        microbatches: of a step.
-        seconds: of one simulated iteration, by the speeds of this machine.
-        recomputed: numbers of the segments that recompute.
-        offloaded: numbers of those that keep their activations in host memory.
-        stages: what every stage takes.
-        ranks: what every pipeline position holds at the most.
-    """
-
-    model: str
-    schedule: str
-    microbatches: int
-    seconds: float
-    recomputed: list[int]
-    offloaded: list[int]
-    stages: list[StageReport]
-    ranks: list[RankReport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +40,7 @@ class Request:
         microbatches: of a step.
         recompute: as `MerakArguments.recompute`.
         offload: as `MerakArguments.offload_activations`.
+        host_bytes_per_s: as of `MerakArguments`.
         budget: bytes that a rank may hold; None for no limit.
         optimizer: class in `torch.optim`.
         device: "cpu" or "cuda"; None for what this machine has.
@@ -135,6 +60,7 @@ class Request:
     microbatches: int = 1
     recompute: str | None = None
     offload: str | None = None
+    host_bytes_per_s: float | None = None
     budget: int | None = None
     optimizer: str = "AdamW"
     device: str | None = None
@@ -172,7 +98,15 @@ def memory(  # one argument for each option
         typer.Option(
             "--offload",
             metavar="WHAT",
-            help="Kept activations in host memory: off, full, a share, or such as 3,4,7.",
+            help="Kept activations in host memory: off, full, auto, a share, or such as 3,4,7.",
+        ),
+    ] = None,
+    host_bytes_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--host-bytes-per-s",
+            metavar="RATE",
+            help="Of copies to host memory, each way at once; measured here by default.",
         ),
     ] = None,
     budget: Annotated[
@@ -210,12 +144,12 @@ def memory(  # one argument for each option
     """Show what every stage of a job will take, without running or creating anything."""
     request = Request(
         model, config, batch, seq, (dp, tp, pp), schedule, microbatches, recompute, offload,
-        budget, optimizer, device, zero, master_weights, dtype, autocast,
+        host_bytes_per_s, budget, optimizer, device, zero, master_weights, dtype, autocast,
         sequence_parallel,
     )  # fmt: skip
     with stdout_to_stderr():
         report = memory_report(request)
-    show(report, _page, as_json)
+    show(report, page, as_json)
 
 
 def memory_report(request: Request) -> MemoryReport:
@@ -249,7 +183,7 @@ def memory_report(request: Request) -> MemoryReport:
         built: nn.Module = source.build()
         module = built.to(dtype)
     folder = default_trace_cache()
-    limit = None if request.recompute == "auto" else _NO_LIMIT
+    limit = None if "auto" in (request.recompute, request.offload) else _NO_LIMIT
     forecast = forecast_of(
         GraphSource(
             module,
@@ -265,6 +199,7 @@ def memory_report(request: Request) -> MemoryReport:
             num_microbatches=request.microbatches,
             recompute=request.recompute,
             offload_activations=request.offload,
+            host_bytes_per_s=request.host_bytes_per_s,
             memory_budget_bytes=limit if request.budget is None else request.budget,
             optimizer=_optimizer(request.optimizer),
             zero=request.zero,
@@ -272,7 +207,7 @@ def memory_report(request: Request) -> MemoryReport:
             sequence_parallel=request.sequence_parallel,
         ),
     )
-    return _report(source.name, forecast, Path(folder) if folder else None)
+    return report_on(source.name, forecast, Path(folder) if folder else None)
 
 
 def _mesh(request: Request) -> Mesh:
@@ -285,6 +220,9 @@ def _mesh(request: Request) -> Mesh:
             raise CommandError(f"--{axis} {degree} is not a degree; use 1 or more.")
     if request.budget is not None and request.budget < 1:
         raise CommandError(f"--budget {request.budget} is not a size; use bytes above 0.")
+    speed = request.host_bytes_per_s
+    if speed is not None and not 0 < speed < math.inf:
+        raise CommandError(f"--host-bytes-per-s {speed} is no rate; use a number above 0.")
     kind = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda was asked for, but torch sees no GPU; use cpu.")
@@ -316,85 +254,3 @@ def _optimizer(name: str) -> OptimizerFactory:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise CommandError(f"--optimizer {name} is no class of torch.optim; use such as AdamW.")
     return lambda parameters: cls(parameters, lr=1e-3)  # type: ignore[call-arg]
-
-
-def _report(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport:
-    from merak.engine.layout import segment_times
-    from merak.plan.recompute import pipeline_costs
-    from merak.schedule.simulate import simulate
-
-    layout, kept = forecast.layout, forecast.kept
-    times = segment_times(layout.graph, forecast.options, forecast.mesh, cache)
-    costs = pipeline_costs(layout.partition, times, kept)
-    simulation = simulate(layout.schedule, costs)
-    ranks = forecast.ranks(layout.schedule, kept)
-    return MemoryReport(
-        model=name,
-        schedule=layout.schedule.name,
-        microbatches=layout.schedule.num_microbatches,
-        seconds=simulation.makespan,
-        recomputed=sorted(set(range(layout.partition.num_segments)) - kept),
-        offloaded=sorted(layout.offloaded),
-        stages=_stages(forecast, ranks),
-        ranks=[_rank(rank, simulation) for rank in ranks],
-    )
-
-
-def _stages(forecast: Forecast, ranks: tuple[RankMemory, ...]) -> list[StageReport]:
-    """A row for each stage; where several ranks hold one, that of the rank which needs most."""
-    found: dict[int, StageReport] = {}
-    for rank in ranks:
-        for stage in rank.stages:
-            own = forecast.layout.partition.stages[stage.stage]
-            row = StageReport(
-                stage=stage.stage,
-                ranks=list(forecast.layout.schedule.ranks_of(stage.stage)),
-                segments=len(own),
-                recomputed=sum(index not in forecast.kept for index in own),
-                offloaded=sum(index in forecast.layout.offloaded for index in own),
-                parameters=stage.parameters,
-                gradients=stage.gradients,
-                optimizer=stage.optimizer,
-                activations=stage.activations,
-                total=stage.total,
-            )
-            known = found.get(stage.stage)
-            if known is None or row.total > known.total:
-                found[stage.stage] = row
-    return [found[stage] for stage in sorted(found)]
-
-
-def _rank(rank: RankMemory, simulation: Simulation) -> RankReport:
-    labels = simulation.schedule.labels(rank.rank)
-    if rank.peak.at in labels:
-        index = simulation.table.starts[rank.rank] + labels.index(rank.peak.at)
-        at_seconds = float(simulation.start[index])
-    else:
-        at_seconds = simulation.makespan
-    parts = {part.value: held for part, held in rank.peak.parts.items() if held}
-    return RankReport(
-        rank.rank, rank.peak.total_bytes, rank.peak.at, at_seconds, parts, rank.host_bytes
-    )
-
-
-def _page(report: MemoryReport) -> str:
-    columns = ("parameters", "gradients", "optimizer", "activations", "total")
-    lines = [
-        f"{report.model}: {report.schedule} with {report.microbatches} microbatches, "
-        f"{len(report.recomputed)} segments recompute"
-        + (f", {len(report.offloaded)} keep theirs in host memory" if report.offloaded else ""),
-        "",
-        f"  stage  segments  {''.join(f'{c:>14}' for c in columns)}",
-    ]
-    for row in report.stages:
-        sizes = "".join(f"{size(getattr(row, column)):>14}" for column in columns)
-        lines.append(f"  {row.stage:>5}  {row.segments:>8}  {sizes}")
-    lines.append("")
-    for rank in report.ranks:
-        share = rank.at_seconds / report.seconds if report.seconds else 0.0
-        lines.append(
-            f"  pipeline position {rank.rank}: at most {size(rank.peak)}, at {rank.at} "
-            f"({share:.0%} into the iteration)"
-            + (f", and {size(rank.host)} in host memory" if rank.host else "")
-        )
-    return "\n".join(lines)

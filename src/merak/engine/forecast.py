@@ -143,14 +143,36 @@ class Forecast:
         """
 
         def peak_of(kept: frozenset[int], partly: frozenset[int]) -> int:
-            # Segments of other positions are not looked at; all of theirs may as well recompute.
-            chosen = self.recomputing(schedule, kept)
             some = {index: dear[index] for index in partly}
-            keeping = Keeping(kept, some, offloaded(kept))
-            return self.memory.rank(rank, chosen, lower(chosen), keeping).peak.total_bytes
+            return self.peak(rank, schedule, Keeping(kept, some, offloaded(kept)))
 
+        position, parts = self.choices(rank, schedule, times, dear)
+        return fill_partly(position, parts, peak_of, budget_bytes)
+
+    def peak(self, rank: int, schedule: Schedule, keeping: Keeping) -> int:
+        """The most bytes of one position; what segments of others do is not looked at."""
+        chosen = self.recomputing(schedule, keeping.kept)
+        return self.memory.rank(rank, chosen, lower(chosen), keeping).peak.total_bytes
+
+    def choices(
+        self,
+        rank: int,
+        schedule: Schedule,
+        times: Sequence[Timed],
+        dear: Mapping[int, Dear],
+        among: frozenset[int] | None = None,
+    ) -> tuple[Position, Parts]:
+        """What there is to keep on one pipeline position, whole segments and parts of them.
+
+        Args:
+            rank: the pipeline position.
+            schedule: any that has the layout's stages.
+            times: of the segments.
+            dear: by segment, the operators worth keeping where it recomputes.
+            among: the segments to choose from; None for all of the position.
+        """
         stages = schedule.stages_of(rank)
-        position = self._position(stages, schedule, times)
+        position = self._position(stages, schedule, times, among)
         flights = {stage: most_in_flight(schedule, stage) for stage in stages}
         stage_of = self.layout.partition.stage_of
         own = [index for index in position.segments if index in dear]
@@ -158,7 +180,7 @@ class Forecast:
             {index: dear[index].held_bytes * flights[stage_of(index)] for index in own},
             {index: dear[index].saved_share for index in own},
         )
-        return fill_partly(position, parts, peak_of, budget_bytes)
+        return position, parts
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
         """The segments of a pipeline position."""
@@ -184,9 +206,14 @@ class Forecast:
         }
 
     def _position(
-        self, stages: Sequence[int], schedule: Schedule, times: Sequence[Timed]
+        self,
+        stages: Sequence[int],
+        schedule: Schedule,
+        times: Sequence[Timed],
+        among: frozenset[int] | None = None,
     ) -> Position:
-        segments = [i for stage in stages for i in self.layout.partition.stages[stage]]
+        every = [i for stage in stages for i in self.layout.partition.stages[stage]]
+        segments = [i for i in every if among is None or i in among]
         flights = {stage: most_in_flight(schedule, stage) for stage in stages}
         held = self.held_bytes()
         return Position(

@@ -53,6 +53,8 @@ class EngineOptions:
             `merak.plan.recompute.parse_recompute` reads it; None leaves it to the schedule.
         offload_activations: which of the kept activations wait in host memory, as
             `merak.plan.offload.parse_offload` reads it; None for none.
+        host_bytes_per_s: of a rank's way to host memory, each way while both are used; None
+            measures it where it matters.
         memory_budget_bytes: what a rank may hold; None takes a GPU's memory, and on the CPU none.
         master_weights: keep float32 masters of parameters of a lower precision for the optimizer.
         float32_gradients: sum gradients of parameters of a lower precision in float32; else in
@@ -79,6 +81,7 @@ class EngineOptions:
     max_shapes: int = 64
     recompute: Recompute = None
     offload_activations: Recompute = None
+    host_bytes_per_s: float | None = None
     memory_budget_bytes: int | None = None
     master_weights: bool = False
     float32_gradients: bool = True

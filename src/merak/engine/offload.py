@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 
 from merak.core.errors import TrainingError
 from merak.core.regather import saved_by
+from merak.engine.ways import AtOnce, OnStream, Way
 
 LEAST_BYTES = 1024
 """Smaller storages stay: a copy would take longer than it is worth."""
@@ -36,14 +37,14 @@ class _Moved:
         source: the storage as the forward made it.
         here: its bytes on the device; None while they are in host memory alone.
         host: its bytes in host memory.
-        left: when the copy to the host is complete.
+        left: the mark of the copy to the host.
         is_wanted: whether its backward is near, so that it stays on the device.
     """
 
     source: weakref.ref[torch.UntypedStorage]
     here: torch.Tensor | None
     host: torch.Tensor | None = None
-    left: torch.cuda.Event | None = None
+    left: Any = None
     is_wanted: bool = False
 
 
@@ -83,12 +84,14 @@ class Stash:
     Args:
         storages: those that are still needed.
         seen: what was saved, until it has been given.
-        came: when the copies back are complete.
+        came: the mark of the copies back, once they have begun.
+        is_coming: whether they have.
     """
 
     storages: list[weakref.ref[_Moved]] = field(default_factory=list)
     seen: list[_Seen] = field(default_factory=list)
-    came: torch.cuda.Event | None = None
+    came: Any = None
+    is_coming: bool = False
 
     def alive(self) -> list[_Moved]:
         """What autograd still holds of it."""
@@ -105,8 +108,8 @@ class Offload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         on_gpu = device.type == "cuda"
-        self._out = torch.cuda.Stream(device) if on_gpu else None
-        self._back = torch.cuda.Stream(device) if on_gpu else None
+        self._out: Way = OnStream(device) if on_gpu else AtOnce()
+        self._back: Way = OnStream(device) if on_gpu else AtOnce()
         self._next: list[_Moved] = []
         self._leaving: list[_Moved] = []
         # By address of the storage, for segments that save the same one.
@@ -166,18 +169,19 @@ class Offload:
 
     def turn(self) -> None:
         """A segment's forward or backward has ended: give up what has left meanwhile."""
+        if self._leaving:
+            self._out.wait(self._leaving[-1].left)
         for moved in self._leaving:
-            if moved.left is not None:
-                torch.cuda.current_stream(self._device).wait_event(moved.left)
             if not moved.is_wanted:
                 moved.here = None
-        self._leaving, self._next = self._next, []
-        with self._beside(self._out):
-            for moved in self._leaving:
-                assert moved.here is not None
-                moved.host = self._in_host(moved.here.numel())
-                moved.host.copy_(moved.here, non_blocking=True)
-        left = self._mark(self._out) if self._leaving else None
+        self._leaving = [moved for moved in self._next if not moved.is_wanted]
+        self._next.clear()
+        pairs = []
+        for moved in self._leaving:
+            assert moved.here is not None
+            moved.host = self._in_host(moved.here.numel())
+            pairs.append((moved.host, moved.here))
+        left = self._out.copy(pairs) if pairs else None
         for moved in self._leaving:
             moved.left = left
 
@@ -187,49 +191,34 @@ class Offload:
         for moved in wanted:
             moved.is_wanted = True  # what has not left yet stays
         away = [moved for moved in wanted if moved.here is None]
-        # Memory of the stream that will read it and free it.
-        places = [self._place(moved) for moved in away]
-        with self._beside(self._back):
-            for moved, place in zip(away, places, strict=True):
-                if self._back is not None and moved.left is not None:
-                    self._back.wait_event(moved.left)
-                assert moved.host is not None
-                place.copy_(moved.host, non_blocking=True)
-                moved.here, moved.host = place, None
+        pairs = []
+        for moved in away:
+            assert moved.host is not None
+            # Memory of the stream that will read it and free it.
+            moved.here = torch.empty(moved.host.numel(), dtype=torch.uint8, device=self._device)
+            pairs.append((moved.here, moved.host))
         if away:
-            stash.came = self._mark(self._back)
+            stash.came = self._back.copy(pairs, [moved.left for moved in away])
+            stash.is_coming = True
+        for moved in away:
+            moved.host = None
 
     def fetch(self, stash: Stash) -> None:
         """Have a stash back on the device."""
         self.begin_fetch(stash)
-        if stash.came is not None:
-            torch.cuda.current_stream(self._device).wait_event(stash.came)
+        if stash.is_coming:
+            self._back.wait(stash.came)
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
-        for stream in (self._out, self._back):
-            if stream is not None:
-                # Memory that is given up now must not be written or read any more.
-                torch.cuda.current_stream(self._device).wait_stream(stream)
+        for way in (self._out, self._back):
+            way.drain()  # memory that is given up now must not be written or read any more
         self._next.clear()
         self._leaving.clear()
 
-    def _place(self, moved: _Moved) -> torch.Tensor:
-        assert moved.host is not None
-        return torch.empty(moved.host.numel(), dtype=torch.uint8, device=self._device)
-
     def _in_host(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._out is not None)
-
-    def _beside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        """Inside, work goes to a stream, after all that has been computed so far."""
-        if stream is None:
-            return nullcontext()
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(stream)
-
-    def _mark(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        return None if stream is None else stream.record_event()
+        is_pinned = self._device.type == "cuda"
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:

@@ -14,15 +14,16 @@ import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
+from merak.engine.fitting import Means, fit
 from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
 from merak.engine.plans import Plans
-from merak.engine.waiting import Times, said
+from merak.engine.waiting import Times, refuse_nothing, said
 from merak.plan.balance import balance
 from merak.plan.dear import Dear
 from merak.plan.device import DeviceProfile
 from merak.plan.memory import Keeping, RankMemory
-from merak.plan.offload import NOTHING, parse_offload
+from merak.plan.offload import ARGUMENT, NOTHING, parse_offload
 from merak.plan.recompute import (
     Mode,
     Recompute,
@@ -83,13 +84,9 @@ def settle_recompute(forecast: Forecast, times: Times, profile: Profile) -> Fore
     if mesh.rank == 0:
         budget = min(known, default=None)
         try:
-            kept, partly = _choose(forecast, wish, times, profile, budget)
-            kept |= forecast.untrained
-            strict = wish.mode is not Mode.AUTO
-            offloaded = said(forecast, away, kept, times, strict)
-            chosen = Keeping(kept, partly, offloaded)
+            chosen = _choose(forecast, wish, times, profile, budget)
             problem = _misfit(forecast, chosen, budget, times)
-            decided = [_Decided(kept, partly, offloaded, problem)]
+            decided = [_Decided(chosen.kept, chosen.partly, chosen.offloaded, problem)]
         except PlanError as error:
             decided = [_Decided(problem=str(error))]
         except Exception as error:
@@ -142,21 +139,59 @@ def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
 
 def _choose(
     forecast: Forecast, wish: Wish, times: Times, profile: Profile, budget: int | None
-) -> tuple[frozenset[int], Mapping[int, Dear]]:
-    """The segments that keep their activations, and the operators that others keep."""
+) -> Keeping:
+    """What is done with activations."""
+    away = parse_offload(forecast.options.offload_activations)
+    if away.mode is Mode.AUTO:
+        return _fitted(forecast, wish, times, profile, _to_fill(forecast, ARGUMENT, budget))
+    kept, partly = frozenset[int](), dict[int, Dear]()
     if wish.mode is Mode.SELECTIVE:
-        return frozenset(), forecast.memory.find_dear(profile())
-    if wish.mode is not Mode.AUTO:
-        return _said(forecast, wish, times), {}
+        partly = forecast.memory.find_dear(profile())
+    elif wish.mode is Mode.AUTO:
+        fill = _to_fill(forecast, "recompute", budget)
+        kept, partly = _filled(forecast, away, times, dear_operators(forecast, profile), fill)
+    else:
+        kept = _said(forecast, wish, times)
+    kept |= forecast.untrained
+    strict = wish.mode is not Mode.AUTO
+    return Keeping(kept, partly, said(forecast, away, kept, times, strict))
+
+
+def _to_fill(forecast: Forecast, argument: str, budget: int | None) -> int:
+    """The bytes that a choice for the user may fill."""
     if budget is None:
         raise PlanError(
-            "recompute='auto' fills a memory whose size is not known on the CPU; give "
+            f"{argument}='auto' fills a memory whose size is not known on the CPU; give "
             "memory_budget in bytes."
         )
-    if forecast.options.memory_budget_bytes is None:
-        budget = int(_SHARE_TO_FILL * budget)
-    dear = dear_operators(forecast, profile)
-    away = parse_offload(forecast.options.offload_activations)
+    given = forecast.options.memory_budget_bytes is not None
+    return budget if given else int(_SHARE_TO_FILL * budget)
+
+
+def _fitted(forecast: Forecast, wish: Wish, times: Times, profile: Profile, budget: int) -> Keeping:
+    """What fits with the shortest iteration, of recomputing and of waiting in host memory."""
+    is_free = wish.mode is Mode.AUTO
+    kept = frozenset(range(forecast.layout.partition.num_segments))
+    if wish.mode is Mode.SELECTIVE:
+        kept = frozenset()
+    elif not is_free:
+        kept = _said(forecast, wish, times)
+    refuse_nothing(forecast, kept)
+    given = forecast.options.host_bytes_per_s
+    means = Means(
+        budget,
+        times(),
+        profile().host_bytes_per_s if given is None else given,
+        dear_operators(forecast, profile) if is_free else {},
+        is_free,
+    )
+    return fit(forecast, kept, means)
+
+
+def _filled(
+    forecast: Forecast, away: Wish, times: Times, dear: Mapping[int, Dear], budget: int
+) -> tuple[frozenset[int], dict[int, Dear]]:
+    """As many kept segments, and operators of others, as the memory allows."""
     kept, partly = frozenset[int](), frozenset[int]()
     for rank in range(forecast.mesh.pp):
         whole, some = forecast.fill_one(
@@ -208,8 +243,11 @@ def _misfit(forecast: Forecast, keeping: Keeping, budget: int | None, times: Tim
         f"{worst.peak.at} ({parts}), but may hold {gigabytes(budget)}"
     )
     least = _largest(forecast.ranks(schedule, frozenset(), {})).peak.total_bytes
-    if least <= budget:
-        return f"{sentence}; recompute='full' needs {gigabytes(least)}, so use that or 'auto'."
+    fixes = [f"recompute='full' needs {gigabytes(least)}"] if least <= budget else []
+    fixes += _offload_that_fits(forecast, keeping, budget)
+    if fixes:
+        which = "that" if len(fixes) == 1 else "one of them"
+        return f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'."
     fits = pp_that_fits(forecast, budget, times)
     most = forecast.layout.partition.num_segments
     fix = f"use pp={fits} with recompute='full'," if fits else f"no pp up to {most} fits; use"
@@ -217,6 +255,19 @@ def _misfit(forecast: Forecast, keeping: Keeping, budget: int | None, times: Tim
         f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix} "
         f"{'or ' if fits else ''}a larger tp or a smaller microbatch."
     )
+
+
+def _offload_that_fits(forecast: Forecast, keeping: Keeping, budget: int) -> list[str]:
+    """What it takes if all kept activations wait in host memory, where that fits."""
+    kept = keeping.kept - forecast.untrained
+    if not kept or kept == keeping.offloaded or forecast.options.sub_pipelining == "on":
+        return []
+    ranks = forecast.ranks(forecast.layout.schedule, keeping.kept, keeping.partly, kept)
+    needed, host = _largest(ranks).peak.total_bytes, max(rank.host_bytes for rank in ranks)
+    if needed > budget:
+        return []
+    beside = f"{gigabytes(needed)} with {gigabytes(host)} of host memory"
+    return [f"{ARGUMENT}='full' needs {beside}"]
 
 
 def _largest(ranks: Sequence[RankMemory]) -> RankMemory:

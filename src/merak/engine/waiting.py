@@ -32,13 +32,8 @@ def said(
     trained = kept - forecast.untrained
     if wish == NOTHING:
         return frozenset()
-    if strict and not trained:
-        said_as = forecast.options.offload_activations
-        raise PlanError(
-            f"{ARGUMENT}={said_as!r} moves activations that are kept, but every segment recomputes "
-            f"(recompute={forecast.options.recompute!r}, schedule={forecast.options.schedule!r}); "
-            "set recompute='off' or a share of it, or leave offload_activations out."
-        )
+    if strict:
+        refuse_nothing(forecast, kept)
     if wish.mode is Mode.SEGMENTS:
         names = [segment.name for segment in forecast.layout.graph.segments]
         every = frozenset(range(len(names)))
@@ -47,3 +42,23 @@ def said(
         return trained
     partition = forecast.layout.partition
     return offload_share(partition, trained, times(), forecast.moved_bytes(), wish.share)
+
+
+def refuse_nothing(forecast: Forecast, kept: frozenset[int]) -> None:
+    """Refuse to move activations where none are kept.
+
+    Args:
+        forecast: the job as it is laid out.
+        kept: segments that keep their activations.
+
+    Raises:
+        PlanError: none of them has any.
+    """
+    if kept - forecast.untrained:
+        return
+    options = forecast.options
+    raise PlanError(
+        f"{ARGUMENT}={options.offload_activations!r} moves activations that are kept, but every "
+        f"segment recomputes (recompute={options.recompute!r}, schedule={options.schedule!r}); set "
+        f"recompute='off' or a share of it, or leave {ARGUMENT} out."
+    )

@@ -22,8 +22,8 @@ def parse_offload(value: Recompute) -> Wish:
 
     Args:
         value: None or "off" for none; "full" for all that are kept; the share of every stage's
-            segments that keep their activations, 0 to 1; or segments by number or name, as a list
-            or as a text with commas.
+            segments that keep their activations, 0 to 1; segments by number or name, as a list or
+            as a text with commas; or "auto" for as few as the memory needs.
 
     Raises:
         PlanError: it is none of these.
@@ -34,10 +34,10 @@ def parse_offload(value: Recompute) -> Wish:
         wish = parse_recompute(value)
     except PlanError:
         wish = Wish(Mode.SELECTIVE)
-    if wish.mode in (Mode.SELECTIVE, Mode.AUTO):
+    if wish.mode is Mode.SELECTIVE:
         raise PlanError(
             f"{ARGUMENT}={value!r} is no choice of activations to keep in host memory; use 'off', "
-            "'full', a share of every stage's segments (0 to 1), or segments such as "
+            "'full', 'auto', a share of every stage's segments (0 to 1), or segments such as "
             "'3,4,7'."
         )
     return wish

@@ -55,7 +55,11 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
 
 def _machine_key(device: torch.device) -> str:
     """What a measurement depends on."""
-    parts = (device.type, device_name(device), torch.__version__, str(torch.get_num_threads()))
+    machine = (device.type, device_name(device), torch.__version__, str(torch.get_num_threads()))
+    parts = [
+        *machine,
+        *DeviceProfile.__slots__,
+    ]  # which another version of Merak may have others of
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -107,7 +111,25 @@ def _measure(device: torch.device) -> DeviceProfile:
         functions_per_s=small.numel() / max(function_s - overhead_s, overhead_s),
         randoms_per_s=small.numel() / max(random_s - overhead_s, overhead_s),
         overhead_s=overhead_s,
+        host_bytes_per_s=large.nbytes / _seconds(device, _both_ways(large, copy)),
     )
+
+
+def _both_ways(large: torch.Tensor, copy: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Copies a tensor to pinned host memory, and meanwhile as much back into another."""
+    on_gpu = large.device.type == "cuda"
+    out, back = (torch.empty(large.shape, pin_memory=on_gpu) for _ in range(2))
+    if not on_gpu:
+        return lambda: back.copy_(large)
+    ways = [torch.cuda.Stream(large.device) for _ in range(2)]
+
+    def both() -> torch.Tensor:
+        for way, target, source in zip(ways, (out, copy), (large, back), strict=True):
+            with torch.cuda.stream(way):
+                target.copy_(source, non_blocking=True)
+        return out
+
+    return both
 
 
 def _seconds(

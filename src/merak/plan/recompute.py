@@ -262,11 +262,11 @@ def fill_partly(position: Position, parts: Parts, peak_of: PeakOf, budget: int) 
         What is kept; nothing where not even that fits.
     """
     every = frozenset(parts.held_bytes)
-    kept = _fill_one(position, lambda chosen: peak_of(chosen, frozenset()), budget)
-    choices = [(kept, _add_parts(position, parts, partial(peak_of, kept), budget, every - kept))]
+    kept = fill_whole(position, lambda chosen: peak_of(chosen, frozenset()), budget)
+    choices = [(kept, add_parts(position, parts, partial(peak_of, kept), budget, every - kept))]
     if every and peak_of(frozenset(), every) <= budget:
         rest = _without(position, parts)
-        kept = _fill_one(rest, lambda chosen: peak_of(chosen, every - chosen), budget)
+        kept = fill_whole(rest, lambda chosen: peak_of(chosen, every - chosen), budget)
         choices.append((kept, every - kept))
     return max(choices, key=partial(_saved_by, position, parts))
 
@@ -289,14 +289,22 @@ def _without(position: Position, parts: Parts) -> Position:
     )
 
 
-def _add_parts(
+def add_parts(
     position: Position,
     parts: Parts,
     peak_of: Callable[[frozenset[int]], int],
     budget: int,
     candidates: frozenset[int],
 ) -> frozenset[int]:
-    """As many parts as fit, those first that save most time for their bytes."""
+    """As many parts as fit, those first that save most time for their bytes.
+
+    Args:
+        position: what there is to choose from.
+        parts: of which segments there are parts to keep, and what they hold and save.
+        peak_of: the most bytes held with some parts.
+        budget: what the position may hold.
+        candidates: segments that recompute.
+    """
     seconds = dict(zip(position.segments, position.saved_s, strict=True))
 
     def worth(index: int) -> float:
@@ -309,10 +317,16 @@ def _add_parts(
     return chosen
 
 
-def _fill_one(
+def fill_whole(
     position: Position, peak_of: Callable[[frozenset[int]], int], budget: int
 ) -> frozenset[int]:
-    """The best choice whose estimated weights fit so much that the true peak fits the budget."""
+    """The best choice whose estimated weights fit so much that the true peak fits the budget.
+
+    Args:
+        position: what there is to choose from.
+        peak_of: the most bytes held when some segments keep their activations.
+        budget: what the position may hold.
+    """
     everything, nothing = frozenset(position.segments), frozenset[int]()
     if peak_of(everything) <= budget:
         return everything

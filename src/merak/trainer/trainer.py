@@ -170,6 +170,7 @@ class MerakTrainer(Saving, Trainer):
             max_shapes=args.max_shapes,
             recompute=args.recompute,
             offload_activations=args.offload_activations,
+            host_bytes_per_s=args.host_bytes_per_s,
             memory_budget_bytes=args.memory_budget,
             optimizer=partial(similar_optimizer, self),
         )

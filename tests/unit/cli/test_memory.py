@@ -104,6 +104,29 @@ def test_a_budget_is_filled(capsys):
     assert least < filled["ranks"][0]["peak"] <= budget
 
 
+def test_host_memory_takes_what_the_device_does_not(capsys):
+    words = ("--microbatches", "4", "--batch", "2", "--schedule", "gpipe", "--pp", "2")
+    rate = ("--host-bytes-per-s", "1e4")
+    kept, away = (
+        report_of(capsys, *words, *rate, "--offload", choice) for choice in ("off", "full")
+    )
+    assert kept["offloaded"] == [] and [r["host"] for r in kept["ranks"]] == [0, 0]
+    assert away["offloaded"] == list(range(8))
+    assert sum(row["offloaded"] for row in away["stages"]) == 8
+    for before, after in zip(kept["ranks"], away["ranks"], strict=True):
+        assert after["peak"] < before["peak"] and after["host"] > 0
+    assert away["seconds"] > kept["seconds"]  # a slow way
+    budget = (kept["ranks"][0]["peak"] + away["ranks"][0]["peak"]) // 2
+    fitted = ("--budget", str(budget), "--recompute", "auto", "--offload", "auto")
+    report = report_of(capsys, *words, "--host-bytes-per-s", "1e12", *fitted)
+    assert report["offloaded"] and report["recomputed"] == []
+    assert max(rank["peak"] for rank in report["ranks"]) <= budget
+    assert main([*MODEL, *words, "--offload", "full"]) == 0
+    page = capsys.readouterr().out
+    assert "0 segments recompute, 8 keep theirs in host memory" in page
+    assert " in host memory\n" in page
+
+
 def test_the_page_shows_stages_and_moments(capsys):
     assert main([*MODEL, "--pp", "2", "--microbatches", "2"]) == 0
     page = capsys.readouterr().out
@@ -120,6 +143,9 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--pp", "20"), "8 segments cannot fill 20 stages"),
         (("--recompute", "auto"), "memory_budget in bytes"),
         (("--recompute", "much"), "recompute='much' is no choice"),
+        (("--offload", "auto"), "offload_activations='auto' fills a memory whose size is not"),
+        (("--offload", "much"), "offload_activations='much' is no choice"),
+        (("--host-bytes-per-s", "0"), "--host-bytes-per-s 0.0 is no rate; use a number above 0."),
         (("--optimizer", "Optimise"), "--optimizer Optimise is no class of torch.optim"),
         (("--device", "abacus"), "--device abacus is not supported"),
         (("--schedule", "2f2b"), "no schedule '2f2b'"),

@@ -19,6 +19,7 @@ from merak.engine.offload import LEAST_BYTES, Offload, Stash, enter
 from merak.graph.build import GraphSource
 from merak.plan.device import preset
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
+from tests.unit.graph.dropped_layers import Skipping
 
 CPU = torch.device("cpu")
 LARGE = LEAST_BYTES // 4
@@ -50,15 +51,19 @@ class Normed(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x.mean((2, 3))), y)}
 
 
+def draws(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def images(seed: int) -> dict[str, torch.Tensor]:
-    draws = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(4, 3, 6, 6, generator=draws), "y": torch.arange(4) % 3}
+    return {"x": torch.randn(4, 3, 6, 6, generator=draws(seed)), "y": torch.arange(4) % 3}
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]]]] = {
     "gpt2": (lambda: gpt2(dropout=0.2), lambda seed: text_batch(8, mask=True, seed=seed)),
     "skips": (Skips, lambda seed: number_batch(64, seed=seed)),
     "normed": (Normed, images),
+    "dropping": (Skipping, lambda seed: {"x": torch.randn(64, 4, generator=draws(seed))}),
 }
 
 
@@ -107,6 +112,7 @@ def moved_bytes(engine: Engine) -> list[int]:
         ("skips", {"schedule": "zero_bubble_h1"}),
         ("normed", {}),
         ("normed", {"recompute": "1,3"}),
+        ("dropping", {}),
     ],
 )
 def test_gradients_are_the_same_to_the_last_bit(family: str, options: dict[str, Any]) -> None:
@@ -118,6 +124,42 @@ def test_gradients_are_the_same_to_the_last_bit(family: str, options: dict[str, 
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
     assert len(sizes) >= 3 and min(sizes) >= LEAST_BYTES
+
+
+class Late:
+    """Copies that are made as late as anybody may wait for them; until then there is nothing."""
+
+    def __init__(self) -> None:
+        self._marks: list[list[Any]] = []
+
+    def copy(self, pairs: Any, after: Any = ()) -> list[Any]:
+        for target, _ in pairs:
+            target.fill_(255)  # NaN
+        self._marks.append([*after, *pairs])
+        return self._marks[-1]
+
+    def wait(self, mark: list[Any]) -> None:
+        for item in mark:
+            if isinstance(item, list):
+                self.wait(item)
+            else:
+                item[0].copy_(item[1])
+        mark.clear()
+
+    def drain(self) -> None:
+        for mark in self._marks:
+            self.wait(mark)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble_h1"])
+def test_nothing_is_read_before_its_copy_is_complete(schedule: str) -> None:
+    expected = train(engine_of("gpt2", schedule=schedule), "gpt2")
+    engine = engine_of("gpt2", schedule=schedule, offload_activations="full")
+    offload = engine._parts.stages[0].offload
+    assert offload is not None
+    offload._out, offload._back = Late(), Late()
+    assert all(map(torch.equal, train(engine, "gpt2"), expected))
+    assert offload._back._marks and not any(offload._back._marks), "all of them were waited for"
 
 
 def test_a_step_that_failed_leaves_nothing_behind() -> None:

@@ -129,7 +129,7 @@ def test_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
     least, most = peak(forecast(), frozenset()), peak(forecast(recompute="off"))
     with pytest.raises(PlanError, match=r"needs .* at B\d \(parameters .*optimizer .*activations"):
         forecast(memory_budget_bytes=most - 1)
-    with pytest.raises(PlanError, match=r"recompute='full' needs .*, so use that or 'auto'"):
+    with pytest.raises(PlanError, match=r"'full' needs .* and offload.*, so use one of them"):
         forecast(memory_budget_bytes=most - 1)
     with pytest.raises(PlanError, match=r"if everything recomputes; use pp=\d with recompute"):
         forecast(memory_budget_bytes=least - 1)

@@ -18,6 +18,7 @@ def test_presets_keep_below_their_data_sheets():
         for dtype, teraflops in sheet.teraflops.items():
             assert 0.5 < device.flops_per_s[dtype] / (teraflops * 1e12) < 1
         assert 0.5 < device.memory_bytes_per_s / (sheet.memory_gigabytes_per_s * 1e9) < 1
+        assert 0.5 < device.host_bytes_per_s / (sheet.host_gigabytes_per_s * 1e9) < 1
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():
@@ -51,6 +52,7 @@ def changed(**fields):
         (changed(memory_bytes_per_s=-1), "memory_bytes_per_s=-1 is no rate"),
         (changed(randoms_per_s=None), "randoms_per_s=None is no rate"),
         (changed(functions_per_s=math.inf), "functions_per_s=inf is no rate"),
+        (changed(host_bytes_per_s=0), "host_bytes_per_s=0 is no rate"),
         (changed(overhead_s=-1e-6), "overhead_s=-1e-06 is no overhead"),
     ],
 )
@@ -63,7 +65,8 @@ def test_the_machine_is_measured_once_and_read_afterwards(tmp_path):
     first = measure("cpu", tmp_path)
     assert first.device_type == "cpu"
     assert {"float32", "bfloat16"} <= set(first.flops_per_s)
-    assert min(*first.flops_per_s.values(), first.memory_bytes_per_s) > 1e8
+    rates = (first.memory_bytes_per_s, first.host_bytes_per_s)
+    assert min(*first.flops_per_s.values(), *rates) > 1e8
     assert min(first.functions_per_s, first.randoms_per_s) > 1e6
     assert 0 < first.overhead_s < 1e-2
     (path,) = tmp_path.iterdir()
@@ -122,3 +125,4 @@ def test_a_gpu_is_measured():
     device = measure("cuda")
     assert device.flops_per_s["bfloat16"] > device.flops_per_s["float32"] > 1e11
     assert device.memory_bytes_per_s > 5e10
+    assert device.memory_bytes_per_s > device.host_bytes_per_s > 1e9

@@ -24,6 +24,7 @@ class Time:
         (None, NOTHING),
         ("off", NOTHING),
         ("full", Wish(Mode.SHARE, share=1.0)),
+        ("auto", Wish(Mode.AUTO)),
         (0.25, Wish(Mode.SHARE, share=0.25)),
         ("3,head", Wish(Mode.SEGMENTS, segments=(3, "head"))),
         ([3, "head"], Wish(Mode.SEGMENTS, segments=(3, "head"))),

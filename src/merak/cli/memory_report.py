@@ -1,0 +1,183 @@
+"""What `merak memory` shows: every stage's bytes, and every pipeline position's highest moment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from merak.cli.output import size
+
+if TYPE_CHECKING:
+    from merak.engine.forecast import Forecast
+    from merak.plan.copies import Estimate
+    from merak.plan.memory import RankMemory
+    from merak.schedule.ir import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """Bytes of one stage.
+
+    Args:
+        stage: its number.
+        ranks: the pipeline positions that hold it.
+        segments: its segments.
+        recomputed: how many of them compute their activations again.
+        offloaded: how many of them keep their activations in host memory.
+        parameters: of its parameters.
+        gradients: of their gradients, as they are between microbatches.
+        optimizer: of the optimizer's state, masters included.
+        activations: the most that its microbatches take at a time.
+        total: all of it.
+    """
+
+    stage: int
+    ranks: list[int]
+    segments: int
+    recomputed: int
+    offloaded: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What the ranks of a pipeline position hold at the most.
+
+    Args:
+        rank: the pipeline position.
+        peak: bytes, at the highest moment.
+        at: the action that runs then; "update" for the optimizer's step.
+        at_seconds: when it begins in the simulated iteration.
+        parts: bytes at that moment, by what they are for.
+        host: the most bytes of activations in host memory.
+    """
+
+    rank: int
+    peak: int
+    at: str
+    at_seconds: float
+    parts: dict[str, int]
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """The memory of a job.
+
+    Args:
+        model: the architecture's class name.
+        schedule: the pipeline schedule.
+        microbatches: of a step.
+        seconds: of one simulated iteration, by the speeds of this machine.
+        recomputed: numbers of the segments that recompute.
+        offloaded: numbers of those that keep their activations in host memory.
+        stages: what every stage takes.
+        ranks: what every pipeline position holds at the most.
+    """
+
+    model: str
+    schedule: str
+    microbatches: int
+    seconds: float
+    recomputed: list[int]
+    offloaded: list[int]
+    stages: list[StageReport]
+    ranks: list[RankReport]
+
+
+def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport:
+    """Say what a forecast has found.
+
+    Args:
+        name: of the model.
+        forecast: of the job.
+        cache: where measured speeds of this machine are kept.
+    """
+    from merak.engine.fitting import simulated
+    from merak.engine.layout import segment_times, speeds
+    from merak.plan.memory import Keeping
+
+    layout, kept = forecast.layout, forecast.kept
+    times = segment_times(layout.graph, forecast.options, forecast.mesh, cache)
+    speed = forecast.options.host_bytes_per_s
+    if speed is None:
+        speed = speeds(forecast.mesh, cache).host_bytes_per_s if layout.offloaded else math.inf
+    keeping = Keeping(kept, layout.partly, layout.offloaded)
+    found = simulated(forecast, keeping, times, speed)
+    schedule = forecast.recomputing(layout.schedule, kept)
+    ranks = forecast.ranks(schedule, kept)
+    return MemoryReport(
+        model=name,
+        schedule=layout.schedule.name,
+        microbatches=layout.schedule.num_microbatches,
+        seconds=found.iteration_s,
+        recomputed=sorted(set(range(layout.partition.num_segments)) - kept),
+        offloaded=sorted(layout.offloaded),
+        stages=_stages(forecast, ranks),
+        ranks=[_rank(rank, schedule, found) for rank in ranks],
+    )
+
+
+def _stages(forecast: Forecast, ranks: tuple[RankMemory, ...]) -> list[StageReport]:
+    """A row for each stage; where several ranks hold one, that of the rank which needs most."""
+    found: dict[int, StageReport] = {}
+    for rank in ranks:
+        for stage in rank.stages:
+            own = forecast.layout.partition.stages[stage.stage]
+            row = StageReport(
+                stage=stage.stage,
+                ranks=list(forecast.layout.schedule.ranks_of(stage.stage)),
+                segments=len(own),
+                recomputed=sum(index not in forecast.kept for index in own),
+                offloaded=sum(index in forecast.layout.offloaded for index in own),
+                parameters=stage.parameters,
+                gradients=stage.gradients,
+                optimizer=stage.optimizer,
+                activations=stage.activations,
+                total=stage.total,
+            )
+            known = found.get(stage.stage)
+            if known is None or row.total > known.total:
+                found[stage.stage] = row
+    return [found[stage] for stage in sorted(found)]
+
+
+def _rank(rank: RankMemory, schedule: Schedule, found: Estimate) -> RankReport:
+    labels = schedule.labels(rank.rank)
+    at_seconds = found.iteration_s
+    if rank.peak.at in labels:
+        at_seconds = found.starts_s[rank.rank][labels.index(rank.peak.at)]
+    parts = {part.value: held for part, held in rank.peak.parts.items() if held}
+    return RankReport(
+        rank.rank, rank.peak.total_bytes, rank.peak.at, at_seconds, parts, rank.host_bytes
+    )
+
+
+def page(report: MemoryReport) -> str:
+    """A report for people to read."""
+    columns = ("parameters", "gradients", "optimizer", "activations", "total")
+    lines = [
+        f"{report.model}: {report.schedule} with {report.microbatches} microbatches, "
+        f"{len(report.recomputed)} segments recompute"
+        + (f", {len(report.offloaded)} keep theirs in host memory" if report.offloaded else ""),
+        "",
+        f"  stage  segments  {''.join(f'{c:>14}' for c in columns)}",
+    ]
+    for row in report.stages:
+        sizes = "".join(f"{size(getattr(row, column)):>14}" for column in columns)
+        lines.append(f"  {row.stage:>5}  {row.segments:>8}  {sizes}")
+    lines.append("")
+    for rank in report.ranks:
+        share = rank.at_seconds / report.seconds if report.seconds else 0.0
+        lines.append(
+            f"  pipeline position {rank.rank}: at most {size(rank.peak)}, at {rank.at} "
+            f"({share:.0%} into the iteration)"
+            + (f", and {size(rank.host)} in host memory" if rank.host else "")
+        )
+    return "\n".join(lines)

@@ -1,0 +1,191 @@
+"""How long an iteration takes where activations are copied to host memory and back, on paper.
+
+The simulator of schedules knows stages; copies begin and end between segments. So every rank's
+actions are run segment by segment here, with the rules of `merak.engine.offload`: what a segment
+saved leaves while the next one computes, computation waits for it before the one after that, and it
+comes back while the segment behind it goes backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from merak.plan.balance import Timed
+from merak.plan.partition import Partition
+from merak.schedule.ir import Action, Kind, Schedule
+from merak.schedule.table import NONE, tabulate
+
+_Key = tuple[int, int]
+"""A segment and a microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What segments do for every microbatch.
+
+    Args:
+        partition: segments by stage.
+        times: of the segments.
+        again: by segment that recomputes, the share of its forward that runs again.
+        moved_bytes: by segment whose activations wait in host memory, what is copied each way.
+        bytes_per_s: of a rank's way to host memory, in each direction while both are used.
+    """
+
+    partition: Partition
+    times: Sequence[Timed]
+    again: Mapping[int, float]
+    moved_bytes: Mapping[int, int]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an iteration takes.
+
+    Args:
+        iteration_s: from its start to the end of its last action.
+        busy_s: of every rank, the time of its actions, with what they wait for copies.
+        starts_s: of every rank, when each of its actions begins.
+    """
+
+    iteration_s: float
+    busy_s: tuple[float, ...]
+    starts_s: tuple[tuple[float, ...], ...]
+
+
+def estimate(schedule: Schedule, work: Work) -> Estimate:
+    """Run every rank's list as early as its order, its data and its copies allow.
+
+    Args:
+        schedule: a valid schedule.
+        work: what its stages do.
+    """
+    table = tabulate(schedule)
+    sources: list[int] = table.source.tolist()
+    ends: list[float | None] = [None] * len(sources)
+    stages = work.partition.stages
+    ranks = [_Rank(work, stages, own) for own in schedule.actions]
+    places = list(table.starts[:-1])
+    waiting: dict[int, int] = {}
+    runnable = list(range(len(ranks)))
+    while runnable:
+        rank = runnable.pop()
+        first, stop = table.starts[rank], table.starts[rank + 1]
+        while places[rank] < stop:
+            place = places[rank]
+            ready = 0.0 if sources[place] == NONE else ends[sources[place]]
+            if ready is None:
+                waiting[sources[place]] = rank
+                break
+            ends[place] = ranks[rank].run(place - first, ready)
+            places[rank] += 1
+            if place in waiting:
+                runnable.append(waiting.pop(place))
+    assert all(end is not None for end in ends), "a valid schedule ends"
+    return Estimate(
+        max(rank.now for rank in ranks),
+        tuple(rank.busy_s for rank in ranks),
+        tuple(tuple(rank.starts_s) for rank in ranks),
+    )
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's clock and its ways to host memory and back."""
+
+    work: Work
+    stages: Sequence[range]
+    actions: Sequence[Action]
+    now: float = 0.0
+    busy_s: float = 0.0
+    starts_s: list[float] = field(default_factory=list)
+    _out_free: float = 0.0
+    _back_free: float = 0.0
+    _next: _Key | None = None
+    _leaving: _Key | None = None
+    # When copies to the host, and those back, are complete.
+    _left: dict[_Key, float] = field(default_factory=dict)
+    _came: dict[_Key, float] = field(default_factory=dict)
+    _recomputed: set[_Key] = field(default_factory=set)
+
+    def run(self, place: int, ready: float) -> float:
+        """Run an action whose data are there at some time; returns when it ends."""
+        action = self.actions[place]
+        if place + 1 < len(self.actions):
+            following = self.actions[place + 1]
+            if following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+                self._begin_fetch(self.stages[following.stage][-1], following)
+        start = self.now = max(self.now, ready)
+        self.starts_s.append(start)
+        _ACTIONS[action.kind](self, action)
+        self.busy_s += self.now - start
+        return self.now
+
+    def _forward(self, action: Action) -> None:
+        for segment in self.stages[action.stage]:
+            self.now += self.work.times[segment].forward_s
+            if segment in self.work.moved_bytes:
+                self._next = (segment, action.microbatch)
+            self._turn()
+
+    def _recompute(self, action: Action) -> None:
+        for segment in self.stages[action.stage]:
+            self._again(segment, action)
+
+    def _backward(self, action: Action, share: float = 1.0) -> None:
+        segments = self.stages[action.stage]
+        self._begin_fetch(segments[-1], action)
+        for segment, before in zip(reversed(segments), [*segments[-2::-1], None], strict=True):
+            if before is not None:
+                self._begin_fetch(before, action)
+            self.now = max(self.now, self._came.pop((segment, action.microbatch), 0.0))
+            self._again(segment, action)
+            self.now += share * self.work.times[segment].backward_s
+            self._turn()
+
+    def _input_gradient(self, action: Action) -> None:
+        self._backward(action, 0.5)
+
+    def _weight_gradient(self, action: Action) -> None:
+        segments = self.stages[action.stage]
+        self.now += 0.5 * sum(self.work.times[segment].backward_s for segment in segments)
+
+    def _again(self, segment: int, action: Action) -> None:
+        share = self.work.again.get(segment, 0.0)
+        if share and (segment, action.microbatch) not in self._recomputed:
+            self.now += share * self.work.times[segment].forward_s
+            self._recomputed.add((segment, action.microbatch))
+
+    def _turn(self) -> None:
+        """A segment has ended: what left meanwhile has to be away, what it saved begins to go."""
+        if self._leaving is not None:
+            self.now = max(self.now, self._left[self._leaving])
+        self._leaving, self._next = self._next, None
+        if self._leaving is not None:
+            self._out_free = max(self.now, self._out_free) + self._copy_s(self._leaving)
+            self._left[self._leaving] = self._out_free
+
+    def _begin_fetch(self, segment: int, action: Action) -> None:
+        key = (segment, action.microbatch)
+        if segment not in self.work.moved_bytes or key in self._came:
+            return
+        if key in (self._next, self._leaving):  # it is here still, and stays
+            self._next = None if key == self._next else self._next
+            self._leaving = None if key == self._leaving else self._leaving
+            self._came[key] = self.now
+        elif key in self._left:
+            start = max(self.now, self._back_free, self._left[key])
+            self._came[key] = self._back_free = start + self._copy_s(key)
+
+    def _copy_s(self, key: _Key) -> float:
+        return self.work.moved_bytes[key[0]] / self.work.bytes_per_s
+
+
+_ACTIONS: dict[Kind, Callable[[_Rank, Action], None]] = {
+    Kind.FORWARD: _Rank._forward,
+    Kind.RECOMPUTE: _Rank._recompute,
+    Kind.BACKWARD: _Rank._backward,
+    Kind.INPUT_GRADIENT: _Rank._input_gradient,
+    Kind.WEIGHT_GRADIENT: _Rank._weight_gradient,
+}
