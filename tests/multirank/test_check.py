@@ -17,6 +17,7 @@ from merak.check import Case, CheckOptions, CheckReport, Layout, check_model
 from merak.cli.main import main
 from merak.core.errors import PlanError, ScheduleError
 from tests.multirank.ranks import RankPool
+from tests.remote_code import write_remote_model
 
 
 class Net(nn.Module):
@@ -124,44 +125,11 @@ def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[st
     assert any(part in captured.err.splitlines()[-1] for part in said.split("|"))
 
 
-REMOTE = {
-    "model_type": "odd",
-    "architectures": ["OddModel"],
-    "auto_map": {"AutoConfig": "odd.OddConfig", "AutoModel": "odd.OddModel"},
-}
-CODE = """
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-
-
-class OddConfig(PreTrainedConfig):
-    model_type = "odd"
-    vocab_size: int = 50000
-    hidden_size: int = 512
-
-
-class OddModel(PreTrainedModel):
-    config_class = OddConfig
-    main_input_name = "input_ids"
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
-        self.head = torch.nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    def forward(self, input_ids, labels=None):
-        logits = self.head(torch.tanh(self.embed(input_ids)))
-        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-"""
-
-
 def test_code_of_a_folder_runs_only_if_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    (tmp_path / "config.json").write_text(json.dumps(REMOTE), encoding="utf-8")
-    (tmp_path / "odd.py").write_text(CODE, encoding="utf-8")
+    write_remote_model(tmp_path)
     words = ["check", "--model", str(tmp_path), "--steps", "1", "--json"]
     assert main(words) == 2
     assert "add --trust-remote-code" in capsys.readouterr().err

@@ -59,7 +59,11 @@ def run_job(job: Job) -> TrainReport | None:
         MerakError: something in the recipe does not fit.
     """
     recipe = job.recipe
-    source = resolve_model(recipe.model.name, recipe.model.config)
+    source = resolve_model(
+        recipe.model.name,
+        recipe.model.config,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
     degrees = dataclasses.asdict(recipe.parallel)
     merak.init(**degrees, backend=job.backend, device=job.device)
     # Throughput is measured in input tokens, so they are counted unless the recipe says no.

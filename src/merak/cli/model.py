@@ -172,7 +172,8 @@ def _stored_classes(
     if not trust_remote_code:
         raise CommandError(
             f"{file} says that the model is made of code in its own folder (auto_map), which is "
-            "not run without your word; read that code, then add --trust-remote-code."
+            "not run without your word; read that code, then add --trust-remote-code "
+            "(in a recipe, trust_remote_code: true under model)."
         )
     name = _architecture(file, stored)
     places = [str(p) for p in own_code.values() if str(p).rpartition(".")[2] == name]

@@ -32,10 +32,12 @@ class ModelRecipe:
     Args:
         name: a transformers class name, or a folder (weights are used) or file with a config.
         config: fields of the config to change.
+        trust_remote_code: whether code in the model's folder may run.
     """
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,14 +89,14 @@ def trace(
     seq: options.Sequence = None,
     tp: Degree = 2,
     sequence_parallel: options.SequenceParallel = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     no_cache: options.NoCache = False,
     as_json: options.Json = False,
 ) -> None:
     """Trace a model without its weights and show the segments it is cut into."""
     with stdout_to_stderr():
-        report = trace_report(
-            Request(model, config, batch, seq, tp, sequence_parallel), use_cache=not no_cache
-        )
+        request = Request(model, config, batch, seq, tp, sequence_parallel, trust_remote_code)
+        report = trace_report(request, use_cache=not no_cache)
     show(report, _page, as_json)
 
 
@@ -111,6 +111,7 @@ class Request:
         sequence: tokens of a sequence; None for the model's longest, up to 512.
         tp: tensor parallel degree to derive splits for.
         sequence_parallel: whether its ranks hold shares of the sequence between split products.
+        trust_remote_code: whether code in the model's folder may run.
     """
 
     model: str
@@ -119,6 +120,7 @@ class Request:
     sequence: int | None = None
     tp: int = 2
     sequence_parallel: bool = False
+    trust_remote_code: bool = False
 
 
 def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
@@ -141,7 +143,11 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     from merak.graph.split_report import report_splits
     from merak.graph.tensor_parallel import derived
 
-    source = resolve_model(request.model, parse_overrides(request.config))
+    source = resolve_model(
+        request.model,
+        parse_overrides(request.config),
+        trust_remote_code=request.trust_remote_code,
+    )
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )
