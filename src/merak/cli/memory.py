@@ -49,6 +49,7 @@ class Request:
         dtype: of the parameters.
         autocast: what the model runs under `torch.autocast` with; None for not.
         sequence_parallel: whether tensor parallel ranks hold shares of the sequence.
+        trust_remote_code: whether code in the model's folder may run.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Request:
     dtype: str = "float32"
     autocast: str | None = None
     sequence_parallel: bool = False
+    trust_remote_code: bool = False
 
 
 def memory(  # one argument for each option
@@ -138,6 +140,7 @@ def memory(  # one argument for each option
         ),
     ] = None,
     sequence_parallel: options.SequenceParallel = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
@@ -145,7 +148,7 @@ def memory(  # one argument for each option
     request = Request(
         model, config, batch, seq, (dp, tp, pp), schedule, microbatches, recompute, offload,
         host_bytes_per_s, budget, optimizer, device, zero, master_weights, dtype, autocast,
-        sequence_parallel,
+        sequence_parallel, trust_remote_code,
     )  # fmt: skip
     with stdout_to_stderr():
         report = memory_report(request)
@@ -175,7 +178,11 @@ def memory_report(request: Request) -> MemoryReport:
     dtype, autocast = _types(request)
     if request.microbatches < 1:
         raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")
-    source = resolve_model(request.model, parse_overrides(request.config))
+    source = resolve_model(
+        request.model,
+        parse_overrides(request.config),
+        trust_remote_code=request.trust_remote_code,
+    )
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )
