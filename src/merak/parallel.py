@@ -18,7 +18,7 @@ from merak.engine.layout import EngineOptions
 from merak.engine.precision import check_autocast
 from merak.engine.scaling import LossScale
 from merak.graph.build import GraphSource
-from merak.graph.trace import LossFunction
+from merak.graph.call import LossFunction
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

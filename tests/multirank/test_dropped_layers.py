@@ -15,8 +15,9 @@ from tests.multirank.ranks import RankError, RankPool
 from tests.multirank.test_backoff import CALL, ENOUGH, PROPAGATE, SUM, Fault, injected
 from tests.multirank.training import Layout, Outcome
 from tests.unit.graph.dropped_layers import Skipping, Stack, same_draws
+from tests.unit.graph.masked import Masked, same_masks
 
-NUM_STEPS, BATCH, SEED = 4, 4, 3
+NUM_STEPS, NUM_MICROBATCHES, BATCH, SEED = 4, 2, 4, 3
 
 
 def batch_of(step: int, microbatch: int) -> dict[str, torch.Tensor]:
@@ -30,7 +31,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def run_parallel(
-    layout: Layout, num_microbatches: int, options: dict[str, Any], fault: Fault | None = None
+    kind: type[Stack], layout: Layout, options: dict[str, Any], fault: Fault | None
 ) -> Outcome:
     import merak
 
@@ -38,14 +39,14 @@ def run_parallel(
     mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
 
     def share(step: int) -> dict[str, torch.Tensor]:
-        places = [n * dp + mesh.dp_rank for n in range(num_microbatches // dp)]
+        places = [n * dp + mesh.dp_rank for n in range(NUM_MICROBATCHES // dp)]
         return {"x": torch.cat([batch_of(step, place)["x"] for place in places])}
 
     parallel = merak.parallelize(
-        Skipping(),
+        kind(),
         share(0),
         optimizer=adamw,
-        num_microbatches=num_microbatches // dp,
+        num_microbatches=NUM_MICROBATCHES // dp,
         seed=SEED,
         **options,
     )
@@ -58,18 +59,18 @@ def run_parallel(
     return outcome
 
 
-def run_alone(num_microbatches: int) -> tuple[Outcome, int]:
+def run_alone(kind: type[Stack]) -> tuple[Outcome, int]:
     """What one process sees, and how often a parameter has no gradient in a step."""
-    model = Skipping()
+    model = kind()
     optimizer = adamw(model.parameters())
     outcome, num_without = Outcome(), 0
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         total = 0.0
-        for place in range(num_microbatches):
+        for place in range(NUM_MICROBATCHES):
             set_random_state(torch.device("cpu"), SEED, "microbatch", step, place, "choices")
-            with same_draws():
-                loss = model(**batch_of(step, place))["loss"] / num_microbatches
+            with same_draws(), same_masks():
+                loss = model(**batch_of(step, place))["loss"] / NUM_MICROBATCHES
             loss.backward()
             total += loss.item()
         num_without += sum(p.grad is None for p in model.parameters())
@@ -103,7 +104,7 @@ def run_alone(num_microbatches: int) -> tuple[Outcome, int]:
     ],
 )
 def test_as_one_process(pool: RankPool, layout: Layout, options: dict[str, Any]) -> None:
-    compare(pool, layout, options)
+    compare(pool, Skipping, layout, options)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +116,29 @@ def test_a_step_that_runs_again_draws_the_same(
     pool: RankPool, layout: Layout, fault: Fault
 ) -> None:
     options = {"schedule": "1f1b", "recompute": "auto", "memory_budget_bytes": ENOUGH}
-    compare(pool, layout, options, fault)
+    compare(pool, Skipping, layout, options, fault)
+
+
+@pytest.mark.parametrize(
+    "layout,options",
+    [((2, 1, 1), {"zero": 3}), ((1, 2, 2), {"schedule": "1f1b", "sub_pipelining": "on"})],
+    ids=["dp", "tp-pp-halves"],
+)
+def test_masks_drawn_by_numpy(pool: RankPool, layout: Layout, options: dict[str, Any]) -> None:
+    compare(pool, Masked, layout, options)
 
 
 def compare(
-    pool: RankPool, layout: Layout, options: dict[str, Any], fault: Fault | None = None
+    pool: RankPool,
+    kind: type[Stack],
+    layout: Layout,
+    options: dict[str, Any],
+    fault: Fault | None = None,
 ) -> None:
-    num_microbatches = 2
-    expected, num_without = run_alone(num_microbatches)
-    assert num_without, "no layer was dropped for a whole step"
+    expected, num_without = run_alone(kind)
+    assert num_without or kind is Masked, "no layer was dropped for a whole step"
     dp, tp, pp = layout
-    ranks = pool.run(run_parallel, dp * tp * pp, layout, num_microbatches, options, fault)
+    ranks = pool.run(run_parallel, dp * tp * pp, kind, layout, options, fault)
     for rank in ranks:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
     assert_gradients_close(whole(ranks, "final"), expected.final)

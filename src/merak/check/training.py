@@ -19,9 +19,9 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.graph.build import GraphSource
+from merak.graph.call import Call, call_model
 from merak.graph.ir import TensorMeta
 from merak.graph.observe import Observed, Observer
-from merak.graph.trace import Call, call_model
 from merak.parallel import ParallelModel, split_batch
 
 Tensors = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ from merak.cli.batch import (
     predicts_classes,
     visual_field,
 )
-from merak.graph.trace import LossFunction
+from merak.graph.call import LossFunction
 
 PATCHES = 4
 """Patches along an image's side, for models that take images in patches."""

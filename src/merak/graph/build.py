@@ -14,10 +14,11 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.graph.cache import Made, cached
+from merak.graph.call import LossFunction
 from merak.graph.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir import ModelGraph, TensorMeta
 from merak.graph.shard import shard
-from merak.graph.trace import LossFunction, parameter_names, trace
+from merak.graph.trace import parameter_names, trace
 from merak.graph.traced import Trace
 
 

@@ -34,6 +34,7 @@ _DROPOUTS = {
     f"aten.{name}.default" for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
 }
 _KNOWN_NAMESPACES = ("aten", "prim", "prims")
+_KNOWN_OPERATORS = {"merak.ctc_loss.default"}
 _NO_GRADIENT = {
     "aten.detach.default",
     "aten.zeros_like.default",
@@ -172,7 +173,7 @@ def is_random(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if target.namespace not in _KNOWN_NAMESPACES:
-        return True
+        return str(target) not in _KNOWN_OPERATORS
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     values = {a.name: a.default_value for a in target._schema.arguments}

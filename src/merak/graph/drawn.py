@@ -1,12 +1,14 @@
-"""Draws that decide what runs: the same on every rank of a replica, whatever else is drawn."""
+"""Draws that decide what runs or is masked: the same on every rank of a replica."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from merak.core.errors import TraceError
 from merak.core.random import seed_for
 
 
@@ -34,3 +36,20 @@ def drawn(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
 def is_drawn(node: fx.Node) -> bool:
     """Whether an operator draws so."""
     return node.target is drawn
+
+
+def refuse_late_draws(operators: Iterable[fx.Node]) -> None:
+    """Such draws are made before a microbatch runs.
+
+    Args:
+        operators: those that run with the segments.
+
+    Raises:
+        TraceError: one of them draws so.
+    """
+    for node in filter(is_drawn, operators):
+        raise TraceError(
+            f"the model cannot be traced: {node.meta['source']} draws what is computed next from "
+            "something that the model itself computes or writes while it runs; let the draw depend "
+            "on nothing but the batch, numbers and buffers that forward leaves as they are."
+        )

@@ -1,10 +1,11 @@
 """Choices that a model makes by chance while it runs: `if torch.rand(()) < p: continue`.
 
 A trace runs the model once and can take one way alone. Here the ways are given from outside, one
-answer for each choice, and each choice is written down where it is made; `graph.decisions` then
+answer for each choice, and each choice is written down where it is made; `graph.choices` then
 puts the ways together.
 
-Numbers of Python's and NumPy's generators become draws of torch, which the trace records.
+Numbers of Python's and NumPy's generators become draws of torch, which the trace records; for what
+else these generators draw see `graph.host_draws`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TraceError
+from merak.graph.host_draws import is_kept_whole, refuse_draw
 
 Interval = tuple[float, float]
 """Between which numbers a draw lies."""
@@ -37,7 +39,14 @@ _DRAWS = frozenset(
     "uniform_ bernoulli_ normal_ random_ exponential_".split()
 )
 _BOUNDS = {"a": "low", "b": "high", "low": "low", "high": "high"}
-_LIBRARIES = ("/torch/", "/numpy/")
+_LIBRARIES = ("/torch/", "/numpy/", "/merak/")
+_NUMBERS = (
+    (random, "random"), (random, "uniform"), (np.random, "random"), (np.random, "rand"),
+    (np.random, "random_sample"), (np.random, "uniform"),
+)  # fmt: skip
+"""What gives a single number that is as good from torch."""
+
+_QUIET = frozenset("seed getstate setstate get_state set_state".split())
 _UNIT = frozenset(("rand", "rand_like"))
 _BELOW = frozenset("lt le less less_equal __lt__ __le__".split())
 _ABOVE = frozenset("gt ge greater greater_equal __gt__ __ge__".split())
@@ -138,25 +147,15 @@ def draws_in_torch(model: nn.Module, draws: Draws) -> Iterator[None]:
         model: functions that its modules' files have taken out of `random` are replaced there too.
         draws: follows the numbers.
     """
-    known: list[tuple[Any, str, Callable[..., Any]]] = [
-        (random, "random", draws.uniform),
-        (random, "uniform", draws.uniform),
-        (np.random, "random", draws.uniform),
-        (np.random, "rand", draws.uniform),
-        (np.random, "random_sample", draws.uniform),
-        (np.random, "uniform", draws.uniform),
-    ]
     replaced = {
-        id(function): _of_model(function, ours)
-        for owner, name, ours in known
-        for function in (getattr(owner, name),)
+        id(function): _of_model(function, draws.uniform if (owner, name) in _NUMBERS else None)
+        for owner, name, function in _generators()
     }
     names = {type(module).__module__ for module in model.modules()}
     files = [sys.modules[n] for n in names if n in sys.modules and not n.startswith("torch.")]
     with ExitStack() as stack:
-        for owner, name, _ in known:
-            new = replaced[id(getattr(owner, name))]
-            stack.enter_context(mock.patch.object(owner, name, new))
+        for owner, name, function in list(_generators()):
+            stack.enter_context(mock.patch.object(owner, name, replaced[id(function)]))
         for file in files:
             for name, value in list(vars(file).items()):
                 if id(value) in replaced:
@@ -164,15 +163,27 @@ def draws_in_torch(model: nn.Module, draws: Draws) -> Iterator[None]:
         yield
 
 
-def _of_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _generators() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """The functions of Python's and NumPy's own generators that draw."""
+    for owner in (random, np.random):
+        for name, function in vars(owner).items():
+            bound = getattr(function, "__self__", None)
+            if isinstance(bound, (random.Random, np.random.RandomState)) and name not in _QUIET:
+                yield owner, name, function
+
+
+def _of_model(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Callable[..., Any]:
     """A generator's function that gives our draws to the model, and what it gave to all others."""
     most = 2 if original.__name__ == "uniform" else 0
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        bounds = (*args, *kwargs.values())
-        plain = len(bounds) <= most and all(isinstance(b, (int, float)) for b in bounds)
-        if not plain or any(part in sys._getframe(1).f_code.co_filename for part in _LIBRARIES):
+        frame = sys._getframe(1)
+        if any(part in frame.f_code.co_filename for part in _LIBRARIES) or is_kept_whole(frame):
             return original(*args, **kwargs)
-        return ours(*args, **{_BOUNDS[name]: bound for name, bound in kwargs.items()})
+        bounds = (*args, *kwargs.values())
+        if ours and len(bounds) <= most and all(isinstance(b, (int, float)) for b in bounds):
+            return ours(*args, **{_BOUNDS[name]: bound for name, bound in kwargs.items()})
+        refuse_draw(frame, _LIBRARIES)
+        return original(*args, **kwargs)
 
     return draw

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from merak.graph.build import GraphSource, as_traced, build_graph
+from merak.graph.call import Call
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
 from merak.graph.resize import NotResizable, at_sizes
 from merak.graph.shard import shard
-from merak.graph.trace import Call, Exported, export_model
+from merak.graph.trace import Exported, export_model
 
 logger = logging.getLogger(__name__)
 

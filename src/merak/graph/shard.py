@@ -17,6 +17,7 @@ from itertools import accumulate
 from torch import fx
 
 from merak.core.errors import TraceError
+from merak.graph.drawn import refuse_late_draws
 from merak.graph.flow import Flow, Span, analyse, is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.traced import Trace
@@ -40,10 +41,11 @@ def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
         The segments, and the prologue that computes what depends on the batch alone.
 
     Raises:
-        TraceError: an output that the model does not give.
+        TraceError: an output that the model does not give, or a draw that comes too late.
     """
     kept = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
     flow = analyse(trace.graph)
+    refuse_late_draws(flow.main)
     starts = _segment_starts(flow)
     segment_of = _assign(flow.main, starts)
     builder = _Builder(flow, segment_of, kept, len(starts) - 1)

@@ -6,23 +6,23 @@ what comes out is the operators that one device would run, in their order.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
+from merak.graph.call import Call, LossFunction, call_model
 from merak.graph.checks import PassedChecks
 from merak.graph.choices import with_choices
 from merak.graph.clean import clean_graph, slice_neighbours
+from merak.graph.ctc import CtcLosses
 from merak.graph.draws import Draws, draws_in_torch
 from merak.graph.explain import explain
 from merak.graph.fakes import (
@@ -35,10 +35,9 @@ from merak.graph.fakes import (
     unmoved_modules,
 )
 from merak.graph.functions import kept_functions, refuse_seen_through
+from merak.graph.host_draws import HostDraw, HostDraws, settle_host_draws
 from merak.graph.ir import Kind, TensorMeta
 from merak.graph.traced import Trace
-
-LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +99,27 @@ def trace(
     casts = None if autocast is None else partial(torch.autocast, device.type, autocast)
     call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
 
-    def traced(answers: tuple[bool, ...]) -> Trace:
+    while True:
+        try:
+            return _traced(model, columns, call, device)
+        except HostDraw as found:
+            if found.function is None or found.function in call.kept_whole:
+                raise
+            call = replace(call, kept_whole=(*call.kept_whole, found.function))
+
+
+def _traced(
+    model: nn.Module, columns: Mapping[str, TensorMeta], call: Call, device: torch.device
+) -> Trace:
+    """One trace of all that the model may choose by chance to run."""
+
+    def answered(answers: tuple[bool, ...]) -> Trace:
         return cleaned(export_model(model, columns, call, device, answers=answers), columns)
 
-    first = traced(())
-    return with_choices(first, traced) if first.num_choices else first
+    first = answered(())
+    made = with_choices(first, answered) if first.num_choices else first
+    settle_host_draws(made.graph)
+    return made
 
 
 def export_model(
@@ -142,9 +157,18 @@ def export_model(
         stack.enter_context(kept_functions(model))
         stack.enter_context(unmoved_modules())
         stack.enter_context(draws_in_torch(model, draws))
+        host_draws = HostDraws(call.kept_whole)
+        stack.enter_context(host_draws.recorded(model))
         values = fake_batch(columns, mode, device)
         try:
-            with no_draws_in_python(model), kept_attributes(model) as replaced, checks, draws:
+            with (
+                no_draws_in_python(model),
+                kept_attributes(model) as replaced,
+                checks,
+                draws,
+                CtcLosses(),
+                host_draws,
+            ):
                 program = _export(runner, values, symbolic)
         except Exception as error:
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
@@ -238,25 +262,6 @@ def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, 
     return names, tied
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """How the model is called with a batch.
-
-    Args:
-        columns: the batch's columns.
-        fixed: keyword arguments that are no tensors.
-        loss_fn: the loss function, where the model does not compute a loss itself.
-        loss_columns: columns that go to the loss function alone.
-        autocast: makes the context that the model runs under in mixed precision.
-    """
-
-    columns: tuple[str, ...]
-    fixed: dict[str, Any]
-    loss_fn: LossFunction | None
-    loss_columns: tuple[str, ...]
-    autocast: Callable[[], AbstractContextManager[Any]] | None = None
-
-
 class _Runner(nn.Module):
     """Calls the model with keyword arguments and returns a flat tuple of named tensors."""
 
@@ -294,62 +299,6 @@ def _written_buffers(model: nn.Module) -> Iterator[None]:
                 continue
             old.copy_(new.detach())
             module._buffers[name] = old
-
-
-def call_model(
-    model: nn.Module, batch: dict[str, torch.Tensor], call: Call
-) -> dict[str, torch.Tensor]:
-    """The model's tensor outputs by name, the loss function's result as "loss" first.
-
-    A tuple's first element is its loss where no loss function is given and it is a scalar, as
-    transformers has it; a bare scalar tensor is the loss.
-    """
-    if call.loss_fn is None:
-        return dict(_named_tensors(_run(model, batch, call)))
-    result = _run(model, _taken(model, batch, call.loss_columns), call)
-    loss = call.loss_fn(result, batch)
-    return {"loss": loss} | {k: v for k, v in _named_tensors(result) if k != "loss"}
-
-
-def _run(model: nn.Module, batch: dict[str, torch.Tensor], call: Call) -> Any:
-    if call.autocast is None:
-        return model(**batch, **call.fixed)
-    with call.autocast():
-        result = model(**batch, **call.fixed)
-    return convert_to_fp32(result)
-
-
-def _taken(
-    model: nn.Module, batch: dict[str, torch.Tensor], loss_columns: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
-    """The columns that the model's forward takes; the loss function reads the others."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes_all = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = set(batch) if takes_all else {p.name for p in parameters}
-    return {n: value for n, value in batch.items() if n in names and n not in loss_columns}
-
-
-def _named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(result, torch.Tensor):
-        yield ("loss" if result.ndim == 0 else "output"), result
-        return
-    if isinstance(result, Mapping):
-        items = list(result.items())
-    elif isinstance(result, (tuple, list)):
-        first_is_loss = len(result) and isinstance(result[0], torch.Tensor) and result[0].ndim == 0
-        items = [
-            ("loss" if i == 0 and first_is_loss else f"output{i}", v) for i, v in enumerate(result)
-        ]
-    elif hasattr(result, "__dataclass_fields__"):
-        items = [(name, getattr(result, name)) for name in result.__dataclass_fields__]
-    else:
-        items = []
-    for name, value in items:
-        if isinstance(value, torch.Tensor):
-            yield str(name), value
-        elif isinstance(value, (tuple, list, Mapping)):
-            for inner, tensor in _named_tensors(value):
-                yield f"{name}.{inner}", tensor
 
 
 def _lift(exported: Exported) -> dict[str, torch.Tensor]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from merak.graph.build import GraphSource, build_graph
+from merak.graph.call import LossFunction
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
 from merak.graph.runnable import Function, runnable
-from merak.graph.trace import LossFunction
 
 Tensors = dict[str, torch.Tensor]
 

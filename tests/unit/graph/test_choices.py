@@ -191,7 +191,24 @@ class Nested(Stack):
         return x
 
 
+class Counting(Stack):
+    """The probability hangs on a buffer that forward writes."""
+
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0.0))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        for block in self.blocks:
+            x = block(x) if torch.rand(()) < 1 / self.steps else x
+        return x
+
+
 REFUSED = {
+    Counting: "from something that the model itself computes or writes",
     Remembering: "where it chooses by a random draw what runs next",
     Replacing: "is computed in its place|where it chooses by a random draw",
     InPlace: "writes in place into what a layer",

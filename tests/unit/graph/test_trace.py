@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from merak.core.errors import TraceError
+from merak.graph.call import Call, LossFunction, call_model
 from merak.graph.ir import Kind
-from merak.graph.trace import Call, LossFunction, call_model, parameter_names, trace
+from merak.graph.trace import parameter_names, trace
 from tests.unit.graph import odd_models
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas

@@ -1,0 +1,144 @@
+"""CTC losses in a trace: one operator, for what they compute inside has the size of the labels.
+
+A model often picks the labels that are none of padding first, `labels.masked_select(labels >= 0)`:
+how many there are depends on the batch's numbers, which a trace has not. If they go nowhere but
+into the loss, the operator picks them itself when the segment runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import ctc_loss
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+_LIBRARY = torch.library.Library("merak", "FRAGMENT")
+_LIBRARY.define(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor? mask, Tensor input_lengths, "
+    "Tensor target_lengths, int blank, str reduction, bool zero_infinity, bool cudnn) -> Tensor"
+)
+
+_SELECTS = (torch.masked_select, torch.Tensor.masked_select)
+_PASSING = frozenset("to long int cpu contiguous detach clone".split())
+"""What may be done to all labels as well as to those that are picked."""
+
+_SIGNATURE = inspect.signature(ctc_loss)
+
+
+def _run(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    reduction: str,
+    zero_infinity: bool,
+    cudnn: bool,
+) -> torch.Tensor:
+    if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
+        return _without_numbers(log_probs, targets, reduction)
+    picked = targets if mask is None else targets.masked_select(mask)
+    with nullcontext() if cudnn else torch.backends.cudnn.flags(enabled=False):
+        return ctc_loss(
+            log_probs, picked, input_lengths, target_lengths, blank, reduction, zero_infinity
+        )
+
+
+_LIBRARY.impl("ctc_loss", _run, "CompositeImplicitAutograd")
+
+
+def _without_numbers(
+    log_probs: torch.Tensor, targets: torch.Tensor, reduction: str
+) -> torch.Tensor:
+    """Of the loss's shape and memory: it keeps `log_probs` and two states for each label."""
+    num_samples = log_probs.shape[1] if log_probs.ndim == 3 else 1
+    longest = targets.shape[1] if targets.ndim == 2 else -(-targets.numel() // num_samples)
+    states = log_probs[..., :1].expand(*log_probs.shape[:-1], 2 * longest + 1).exp()
+    each = log_probs.square().sum((0, -1)) + states.sum((0, -1))
+    return each if reduction == "none" else each.sum()
+
+
+class CtcLosses(TorchFunctionMode):
+    """While active, a CTC loss of tensors without numbers is recorded as one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._picked = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Record a loss; labels picked for anything else are picked at once."""
+        kwargs = kwargs or {}
+        if func is ctc_loss:
+            return self._loss(_SIGNATURE.bind(*args, **kwargs))
+        if (pick := _pick_of(func, args, kwargs)) is not None:
+            return self._stand_in(*pick)
+        if not any(isinstance(a, FakeTensor) and a in self._picked for a in tree_leaves(args)):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _PASSING and args[0] in self._picked:
+            source, mask = self._picked[args[0]]
+            return self._stand_in(func(source, *args[1:], **kwargs), mask)
+        args, kwargs = tree_map_only(FakeTensor, self._now, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _stand_in(self, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """In the place of what is picked."""
+        made = source.new_empty(source.numel())
+        self._picked[made] = source, mask
+        return made
+
+    def _now(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in self._picked:
+            return tensor
+        source, mask = self._picked[tensor]
+        return torch.masked_select(source, mask)
+
+    def _loss(self, call: inspect.BoundArguments) -> torch.Tensor:
+        call.apply_defaults()
+        found = call.arguments
+        if not isinstance(found["log_probs"], FakeTensor):
+            return ctc_loss(*call.args, **call.kwargs)
+        targets, mask = self._picked.get(found["targets"], (found["targets"], None))
+        recorded: torch.Tensor = torch.ops.merak.ctc_loss(
+            found["log_probs"],
+            targets,
+            mask,
+            _lengths(found["input_lengths"]),
+            _lengths(found["target_lengths"]),
+            found["blank"],
+            found["reduction"],
+            found["zero_infinity"],
+            torch.backends.cudnn.enabled,
+        )
+        return recorded
+
+
+def _pick_of(
+    func: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The tensor and the mask, if whole numbers are picked from one by the other."""
+    if func in _SELECTS:
+        given = (*args, *(kwargs[n] for n in ("input", "self", "mask") if n in kwargs))
+    elif func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
+        given = args if args[1].shape == args[0].shape else ()
+    else:
+        return None
+    if len(given) != 2 or not all(isinstance(each, FakeTensor) for each in given):
+        return None
+    source, mask = given
+    is_pick = mask.dtype is torch.bool and not source.dtype.is_floating_point
+    return (source, mask) if is_pick else None
+
+
+def _lengths(given: Any) -> torch.Tensor:
+    return given if isinstance(given, torch.Tensor) else torch.tensor(given, dtype=torch.long)
