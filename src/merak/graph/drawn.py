@@ -10,6 +10,7 @@ from torch import fx
 
 from merak.core.errors import TraceError
 from merak.core.random import seed_for
+from merak.graph.choice import is_choice
 
 
 def drawn(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
@@ -39,17 +40,17 @@ def is_drawn(node: fx.Node) -> bool:
 
 
 def refuse_late_draws(operators: Iterable[fx.Node]) -> None:
-    """Such draws are made before a microbatch runs.
+    """Such draws are made, and choices settled, before a microbatch runs.
 
     Args:
         operators: those that run with the segments.
 
     Raises:
-        TraceError: one of them draws so.
+        TraceError: one of them draws or chooses.
     """
-    for node in filter(is_drawn, operators):
+    for node in (n for n in operators if is_drawn(n) or is_choice(n)):
         raise TraceError(
-            f"the model cannot be traced: {node.meta['source']} draws what is computed next from "
-            "something that the model itself computes or writes while it runs; let the draw depend "
+            f"the model cannot be traced: {node.meta['source']} draws, or chooses what runs next, "
+            "by something that the model itself computes or writes while it runs; let that depend "
             "on nothing but the batch, numbers and buffers that forward leaves as they are."
         )

@@ -17,7 +17,7 @@ from merak.graph.drawn import drawn
 from merak.graph.flow import is_weight_gemm
 from merak.graph.ir import Kind
 from merak.graph.traced import Trace
-from merak.graph.writes import eliminate_dead_code, is_mutating, written_by
+from merak.graph.writes import eliminate_dead_code, written_by
 
 aten = torch.ops.aten
 
@@ -147,7 +147,7 @@ def _draw_apart(graph: fx.Graph, choices: Sequence[fx.Node]) -> None:
                 f"next by a random draw and by the parameter {node.meta['name']}; let the draw and "
                 "numbers alone decide."
             )
-        if node.op == "call_function" and (is_random(node) or is_mutating(node)):
+        if node.op == "call_function" and is_random(node):
             number += 1
             node.args = (number, str(node.target), *node.args)
             node.target = drawn

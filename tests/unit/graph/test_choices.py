@@ -208,7 +208,7 @@ class Counting(Stack):
 
 
 REFUSED = {
-    Counting: "from something that the model itself computes or writes",
+    Counting: "by something that the model itself computes or writes",
     Remembering: "where it chooses by a random draw what runs next",
     Replacing: "is computed in its place|where it chooses by a random draw",
     InPlace: "writes in place into what a layer",

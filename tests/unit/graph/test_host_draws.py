@@ -106,7 +106,7 @@ REFUSED = {
     Inside: r"NumPy's generator at .*test_host_draws.py:\d+",
     Number: "test_host_draws:number .* gives no array",
     Growing: "test_host_draws:growing .* gives arrays of several shapes",
-    Learnt: "from something that the model itself computes",
+    Learnt: "by something that the model itself computes",
 }
 
 
