@@ -121,7 +121,7 @@ def test_a_step_that_runs_again_draws_the_same(
 
 @pytest.mark.parametrize(
     "layout,options",
-    [((2, 1, 1), {"zero": 3}), ((1, 2, 2), {"schedule": "1f1b", "sub_pipelining": "on"})],
+    [((2, 1, 1), {"zero": 2}), ((1, 2, 2), {"schedule": "1f1b", "sub_pipelining": "on"})],
     ids=["dp", "tp-pp-halves"],
 )
 def test_masks_drawn_by_numpy(pool: RankPool, layout: Layout, options: dict[str, Any]) -> None:
