@@ -24,6 +24,9 @@ DEFAULT_SEQUENCE = 512
 DEFAULT_IMAGE = 224
 """Pixels of an image's side where the config does not say."""
 
+SUBSAMPLING = 8
+"""Frames of sound that a model which subsamples them makes one of, at the most."""
+
 DEFAULT_CHOICES = 2
 """Answers to choose from, in multiple-choice models."""
 
@@ -169,6 +172,15 @@ def predicts_classes(model_class: type[PreTrainedModel]) -> bool:
     return _task(model_class) is Task.SAMPLES
 
 
+def sound_mask(model_class: type[PreTrainedModel], columns: Columns) -> Columns:
+    """A mask that takes in the whole of a recording, for models that want one to be told."""
+    taken = inspect.signature(model_class.forward).parameters
+    sound = columns.get("input_features")
+    if sound is None or "attention_mask" not in taken:
+        return {}
+    return {"attention_mask": Column(sound.shape[:2], 1, first=1)}
+
+
 def example_arguments(model_class: type[PreTrainedModel]) -> dict[str, bool]:
     """What a model must be called with beside a batch to give a loss: encoders of pairs do not."""
     taken = inspect.signature(model_class.forward).parameters
@@ -261,7 +273,8 @@ def _sound(sizes: _Sizes) -> Column:
 
 
 def _spectrum(sizes: _Sizes) -> Column:
-    owners = (sizes.config, getattr(sizes.config, "audio_config", None))
+    inner = (getattr(sizes.config, name, None) for name in ("audio_config", "encoder_config"))
+    owners = (sizes.config, *inner)
     bins = _first(owners, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
     if bins is None:
         raise CommandError(
@@ -273,6 +286,8 @@ def _spectrum(sizes: _Sizes) -> Column:
     if per_token := _first(owners, "audio_length_per_tok"):  # as many of each, sound under text
         return Column((sizes.batch, bins, per_token * sizes.sequence))
     frames = _first(owners, "max_length") if _first(owners, "time_stride") else None
+    if sizes.task is Task.SPEECH and any("subsampl" in n for o in owners if o for n in vars(o)):
+        frames = SUBSAMPLING * sizes.sequence
     return Column((sizes.batch, frames or sizes.sequence, bins))
 
 

@@ -18,6 +18,7 @@ from merak.cli.batch import (
     example_columns,
     further_inputs,
     predicts_classes,
+    sound_mask,
     visual_field,
 )
 from merak.graph.call import LossFunction
@@ -72,6 +73,7 @@ def _all(
     yield Example(plain)
     everything = plain | further_inputs(model_class, config, sequence)
     yield Example(everything)
+    yield Example(plain | sound_mask(model_class, plain))
     for columns in (plain, everything):
         yield Example(_documented(model_class, config, columns, sequence))
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)

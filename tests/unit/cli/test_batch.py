@@ -5,6 +5,7 @@ import torch
 
 from merak.cli.batch import Column, draw_batch, example_arguments, example_columns
 from merak.cli.errors import CommandError
+from merak.cli.examples import examples
 from merak.cli.model import resolve_model
 
 SMALL = {
@@ -128,6 +129,20 @@ def test_models_give_a_loss(
     }
     arguments = example_arguments(source.model_class)
     assert torch.isfinite(source.build()(**batch, **arguments).loss)
+
+
+def test_a_recording_whose_length_a_mask_tells() -> None:
+    """The model makes one frame of eight, and more of them than there are labels."""
+    encoder = {**SMALL, "num_mel_bins": 8, "subsampling_conv_channels": 8}
+    source = resolve_model(
+        "ParakeetForCTC", {"vocab_size": 31, "pad_token_id": 30, "encoder_config": encoder}
+    )
+    plain, *others = examples(source.model_class, source.config, sequence=8)
+    assert "attention_mask" not in plain.columns
+    columns = others[0].columns
+    assert columns["input_features"].shape == (1, 64, 8)
+    assert columns["attention_mask"].shape == (1, 64)
+    assert torch.isfinite(source.build()(**draw_batch(columns, seed=1)).loss)
 
 
 def test_sequence_is_the_models_longest() -> None:
