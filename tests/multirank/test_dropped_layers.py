@@ -84,6 +84,7 @@ def run_alone(kind: type[Stack]) -> tuple[Outcome, int]:
     "layout,options",
     [
         ((1, 1, 2), {"schedule": "1f1b", "recompute": True}),
+        ((1, 1, 2), {"schedule": "1f1b", "recompute": "off", "offload_activations": "full"}),
         ((1, 2, 1), {"schedule": "1f1b"}),
         ((2, 1, 1), {}),
         ((2, 1, 1), {"zero": 1}),
@@ -94,6 +95,7 @@ def run_alone(kind: type[Stack]) -> tuple[Outcome, int]:
     ],
     ids=[
         "pp-recompute",
+        "pp-offload",
         "tp",
         "dp",
         "zero",
