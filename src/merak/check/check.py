@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from merak.data import signature
 from merak.engine.plans import Plans
 from merak.graph.build import build_graph
 from merak.graph.ir import ModelGraph
+from merak.graph.kept_report import KeptWhole, report_kept
 from merak.graph.tensor_parallel import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class CheckReport:
         reason: why it is not ok; None if it is.
         evaluation_max_rel_diff: of the outputs of evaluations before, between and after the steps,
             as of gradients; None if nothing was evaluated.
+        kept_whole: modules that cannot be traced inside, and ran as one operator each.
     """
 
     model: str
@@ -80,6 +82,7 @@ class CheckReport:
     seconds: float
     reason: str | None = None
     evaluation_max_rel_diff: float | None = None
+    kept_whole: list[KeptWhole] = field(default_factory=list)
 
 
 def check_model(
@@ -127,7 +130,7 @@ def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckRepor
     report = CheckReport(job.case.name, False, None, None, None, TOLERANCE, 0.0, 0, 0.0)
     try:
         graph = trace_job(job, workshop.folder)
-        report = replace(report, segments=len(graph.segments))
+        report = replace(report, segments=len(graph.segments), kept_whole=report_kept(graph))
         _refuse_misfit(job, graph)
         ranks = _train(job, workshop)
         report = replace(report, tp_sharded_fraction=_sharded_fraction(graph, ranks))

@@ -76,6 +76,8 @@ def check(  # one argument for each option
 
 
 def _page(report: CheckReport) -> str:
+    from merak.graph.kept_report import kept_lines
+
     if report.loss_max_rel_diff is None:
         compared = []
     else:
@@ -94,6 +96,7 @@ def _page(report: CheckReport) -> str:
         (
             f"{report.model}: {result}",
             *compared,
+            *kept_lines(report.kept_whole),
             f"{report.segments} segments; tensor parallelism splits "
             f"{report.tp_sharded_fraction:.0%} of the parameters; {report.seconds:.1f} s",
         )

@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from merak.cli import options
 from merak.cli.output import count, show, size, stdout_to_stderr
+
+if TYPE_CHECKING:
+    from merak.graph.kept_report import KeptWhole
 
 Degree = Annotated[
     int,
@@ -67,6 +70,7 @@ class TraceReport:
         tp_sharded_fraction: share of the parameters (numbers, not tensors) that it splits.
         sequence_parallel: whether its ranks hold shares of the sequence.
         parts: the segments, in order.
+        kept_whole: modules that cannot be traced inside, and run as one operator each.
     """
 
     model: str
@@ -80,6 +84,7 @@ class TraceReport:
     tp_sharded_fraction: float
     sequence_parallel: bool = False
     parts: list[Part] = field(default_factory=list)
+    kept_whole: list[KeptWhole] = field(default_factory=list)
 
 
 def trace(
@@ -139,6 +144,7 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     from merak.cli.batch import example_arguments, example_columns
     from merak.cli.model import parse_overrides, resolve_model
     from merak.graph.build import GraphSource, build_timed
+    from merak.graph.kept_report import report_kept
     from merak.graph.proxies import empty_weights
     from merak.graph.split_report import report_splits
     from merak.graph.tensor_parallel import derived
@@ -197,6 +203,7 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
             )
             for segment, found in zip(segments, split, strict=True)
         ],
+        kept_whole=report_kept(timed.graph),
     )
 
 
@@ -207,6 +214,8 @@ def peak_rss_bytes() -> int:
 
 
 def _page(report: TraceReport) -> str:
+    from merak.graph.kept_report import kept_lines
+
     most = max(report.boundary_tensors, default=0)
     seconds = report.seconds
     lines = [
@@ -215,6 +224,7 @@ def _page(report: TraceReport) -> str:
         "",
         *_segments(report.parts),
         "",
+        *kept_lines(report.kept_whole),
         f"with tp={report.tp}, {report.tp_sharded_fraction:.0%} of the parameters are split; "
         f"{sum(p.forward_collectives for p in report.parts)} collectives of activations in the "
         f"forward, {sum(p.backward_collectives for p in report.parts)} in the backward",

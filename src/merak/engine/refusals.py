@@ -58,7 +58,7 @@ def refuse_tied(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
 
 
 def refuse_dropping(layout: Layout, zero: int) -> None:
-    """Layers that chance leaves out leave parameters without a gradient; not every layout can.
+    """What a step may leave out has parameters without a gradient; not every layout can do that.
 
     Args:
         layout: the model, laid out.
@@ -73,8 +73,9 @@ def refuse_dropping(layout: Layout, zero: int) -> None:
     if zero == 3:
         raise ScheduleError(
             "zero=3 sums the gradients of a segment alike on all replicas, but the model drops "
-            "layers by chance, each replica its own; use zero=2, or switch the dropping off in "
-            "the model's config."
+            "layers by chance, or has modules that use their parameters for some values alone "
+            "(kept whole), each replica its own; use zero=2, or switch the dropping off in the "
+            "model's config."
         )
     if not layout.schedule.is_synchronous:
         return
@@ -84,6 +85,7 @@ def refuse_dropping(layout: Layout, zero: int) -> None:
             if len(holders) > 1 and name not in always:
                 raise ScheduleError(
                     f"the parameter {name!r} is shared by layers at pipeline positions "
-                    f"{', '.join(str(h.rank) for h in reversed(holders))}, all of which chance may "
-                    "leave out; use pp=1, or switch the dropping off in the model's config."
+                    f"{', '.join(str(h.rank) for h in reversed(holders))}, all of which a step "
+                    "may leave out, by chance or by the values of a batch; use pp=1, or switch the "
+                    "dropping off in the model's config."
                 )

@@ -17,6 +17,8 @@ from merak.graph.cache import Made, cached
 from merak.graph.call import LossFunction
 from merak.graph.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir import ModelGraph, TensorMeta
+from merak.graph.keeping import Keeping
+from merak.graph.kept import connect
 from merak.graph.shard import shard
 from merak.graph.trace import parameter_names, trace
 from merak.graph.traced import Trace
@@ -35,8 +37,8 @@ class GraphSource:
         cache_dir: where traces are kept; None keeps none.
         autocast: the type of mixed precision, as of `merak.graph.trace.trace`.
 
-    It remembers the whole parameters' shapes from when it is made: once the model is laid out over
-    the ranks, it holds one rank's share of them.
+    It remembers which modules a trace has to keep whole, and the whole parameters' shapes from when
+    it is made: once the model is laid out over the ranks, it holds one rank's share of them.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class GraphSource:
     cache_dir: Path | None = None
     autocast: torch.dtype | None = None
     parameters: Mapping[str, TensorMeta] = field(init=False)
+    keeping: Keeping = field(init=False, default_factory=Keeping)
 
     def __post_init__(self) -> None:
         """Remember what every parameter is, by all of its names."""
@@ -110,6 +113,7 @@ def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, train
             graph, known = make()[0], False
         else:
             graph, known = cached(source.cache_dir, _key(source, columns), make)
+            connect(graph, source.model)
     total = time.perf_counter() - start
     return Built(graph, known, total - seconds[0], seconds[0])
 
@@ -123,6 +127,7 @@ def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
         fixed=source.fixed,
         device=source.device,
         autocast=source.autocast,
+        keeping=source.keeping,
     )
     if not traced.outputs:
         raise TraceError(

@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("/torch/", "/merak/graph/", "<")
+_CHECKING = ("/torch/distributions/",)
+"""Code of torch that checks the numbers of what it is given, as a model's own does."""
 _SPEAKERS = ("logger", "logging", "warnings")
 
 
@@ -57,7 +59,7 @@ class PassedChecks(TorchFunctionMode):
             )
 
     def _answer(self, frame: FrameType | None) -> bool | None:
-        while frame is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+        while frame is not None and _is_inner(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None:
             return None
@@ -74,6 +76,10 @@ class PassedChecks(TorchFunctionMode):
             except SyntaxError:
                 self._trees[file] = ast.Module([], [])
         return self._trees[file]
+
+
+def _is_inner(file: str) -> bool:
+    return any(part in file for part in _LIBRARIES) and not any(part in file for part in _CHECKING)
 
 
 def _is_unknown(func: Callable[..., Any], tensor: Any) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir import Kind, Segment
+from merak.graph.kept import is_kept
 
 
 def mark_choice(node: fx.Node) -> None:
@@ -19,9 +20,12 @@ def is_choice(node: fx.Node) -> bool:
 
 
 def optional_parameters(segment: Segment) -> tuple[str, ...]:
-    """Parameters of a segment that some answer to its choices leaves without a gradient."""
+    """Parameters of a segment that a step may leave without a gradient.
+
+    Some answer to its choices leaves them out, or a module that is kept whole may not use them.
+    """
     graph = segment.graph
-    if not any(is_choice(node) for node in graph.find_nodes(op="placeholder")):
+    if not any(is_choice(node) or is_kept(node) for node in graph.nodes):
         return ()
     always: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
@@ -29,6 +33,8 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
             always[node] = frozenset((node.meta["name"],))
         elif is_taken(node):
             always[node] = always[node.args[1]] & always[node.args[2]]
+        elif is_kept(node):
+            always[node] = frozenset()
         else:
             always[node] = frozenset().union(*(always[n] for n in node.all_input_nodes))
     (output,) = graph.find_nodes(op="output")

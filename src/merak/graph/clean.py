@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.errors import TraceError
 from merak.graph.autocast import SETTLED, write_out_autocast
-from merak.graph.explain import refuse_dynamic_shape
+from merak.graph.explain import UntraceableError, refuse_dynamic_shape
 from merak.graph.ir import Kind, TensorMeta
 from merak.graph.writes import eliminate_dead_code, settle_writes, written_by
 
@@ -121,10 +120,12 @@ def _neighbours(numbers: torch.Tensor | None, size: int) -> list[int]:
 def _refuse_vmap(node: fx.Node) -> None:
     if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
         where = _source(_FRAME.findall(node.meta.get("stack_trace") or ""))
-        raise TraceError(
+        raise UntraceableError(
             f"the model cannot be traced at {where or 'an unknown line'}: torch.vmap runs there, "
             "the inside of which cannot be cut; write it with broadcasting, or switch the feature "
-            "off in the model's config."
+            "off in the model's config.",
+            f"{where or 'an unknown line'}: torch.vmap runs there",
+            _modules(node),
         )
 
 
@@ -280,24 +281,29 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
     frames = [f for f in frames if "/merak/graph/" not in f[0]]
     sources.update(f[0] for f in frames)
     where = _source(frames)
-    modules = node.meta.get("nn_module_stack") or {}
-    path = f"{next((p for p, _ in reversed(modules.values())), '')}.".removeprefix("model.")
+    modules = _modules(node)
     value = node.meta.get("val")
     if node.op != "output":
-        refuse_dynamic_shape(where, value)
+        refuse_dynamic_shape(where, value, modules)
     carries = _carries_gradient(node)
-    kept: dict[str, Any] = {k: node.meta[k] for k in ("kind", "name") if k in node.meta}
+    kept: dict[str, Any] = {k: node.meta[k] for k in ("kind", "name", "kept") if k in node.meta}
     number = memory.number(node, value)
     tensor = tensor_meta(value, carries or memory.carries(number))
     node.meta = kept | {
         "tensor": tensor,
         "source": where,
-        "module": path.rstrip("."),
+        "module": modules[-1] if modules else "",
         "memory": number,
     }
     if carries and node.op == "call_function":
         for written in written_by(node):
             memory.write(written.meta["memory"])
+
+
+def _modules(node: fx.Node) -> tuple[str, ...]:
+    """Paths of the modules that a node runs in, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(f"{p}.".removeprefix("model.").rstrip(".") for p, _ in stack.values())
 
 
 def tensor_meta(value: Any, requires_grad: bool) -> Any:

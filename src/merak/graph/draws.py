@@ -1,5 +1,7 @@
 """Choices that a model makes by chance while it runs: `if torch.rand(()) < p: continue`.
 
+A choice that hangs on the batch alone, `if not padding.any(): padding = None`, is of the same kind.
+
 A trace runs the model once and can take one way alone. Here the ways are given from outside, one
 answer for each choice, and each choice is written down where it is made; `graph.choices` then
 puts the ways together.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,6 +42,7 @@ _DRAWS = frozenset(
     "uniform_ bernoulli_ normal_ random_ exponential_".split()
 )
 _BOUNDS = {"a": "low", "b": "high", "low": "low", "high": "high"}
+_TRUTHS = (torch.Tensor.__bool__, torch.Tensor.item)
 _LIBRARIES = ("/torch/", "/numpy/", "/merak/")
 _NUMBERS = (
     (random, "random"), (random, "uniform"), (np.random, "random"), (np.random, "rand"),
@@ -57,17 +61,24 @@ class Draws(TorchFunctionMode):
 
     Args:
         answers: of the choices, in the order in which they are made; later ones are False.
+        by_batch: whether choices that hang on the batch alone are answered too.
     """
 
-    def __init__(self, answers: Sequence[bool] = ()) -> None:
+    def __init__(self, answers: Sequence[bool] = (), by_batch: bool = False) -> None:
         super().__init__()
         self._answers = tuple(answers)
+        self._by_batch = by_batch
         self._drawn = WeakIdKeyDictionary()
+        self._batch = WeakIdKeyDictionary()
         self.made: list[torch.Tensor] = []
+        self.asks_batch = False
+        """Whether the model has made a choice that hangs on the batch alone."""
 
-    def restart(self) -> None:
-        """The model begins to run."""
+    def restart(self, batch: Sequence[torch.Tensor] = ()) -> None:
+        """The model begins to run with a batch."""
         self.made.clear()
+        for column in batch:
+            self._batch[column] = True
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -78,17 +89,33 @@ class Draws(TorchFunctionMode):
             return self._decide(args[0])
         if func is torch.Tensor.item and args[0] in self._drawn and args[0].numel() == 1:
             return self._follow(args[0].reshape(()), self._drawn[args[0]])
+        if func in _TRUTHS and args[0] in self._batch and args[0].numel() == 1:
+            if func is torch.Tensor.item and args[0].dtype is not torch.bool:
+                return func(*args, **kwargs)
+            self.asks_batch = True
+            if self._by_batch:
+                return self._of_batch(func, args[0])
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _DRAWS and _is_fake(result):
             return self._follow(result, (0.0, 1.0) if name in _UNIT else None)
-        if not any(a in self._drawn for a in tree_leaves((args, kwargs)) if _is_fake(a)):
+        operands = [a for a in tree_leaves((args, kwargs)) if _is_fake(a)]
+        if not any(a in self._drawn for a in operands):
+            if any(a in self._batch for a in operands) and not any(map(_has_gradient, operands)):
+                self._batch.update((each, True) for each in filter(_is_fake, tree_leaves(result)))
             return result
         if name == "__iter__":
             return iter([self._follow(each, None) for each in result])
         for each in filter(_is_fake, tree_leaves(result)):
             self._follow(each, _interval(name, self._known(args)))
         return result
+
+    def _of_batch(self, func: Callable[..., Any], truth: torch.Tensor) -> Any:
+        if func is torch.Tensor.__bool__:
+            return self._decide(truth)
+        flat = truth.reshape(())
+        self._batch[flat] = True
+        return flat
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> Any:
         """A number between two, as a tensor."""
@@ -108,7 +135,7 @@ class Draws(TorchFunctionMode):
         ]
 
     def _decide(self, drawn: torch.Tensor) -> bool:
-        interval = self._drawn[drawn]
+        interval = self._drawn.get(drawn)
         if interval is not None and interval[0] == interval[1]:
             return bool(interval[0])
         number = len(self.made)
@@ -120,6 +147,10 @@ class Draws(TorchFunctionMode):
         flat = drawn.reshape(())
         self.made.append(flat.clone() if flat.dtype is torch.bool else flat != 0)
         return self._answers[number] if number < len(self._answers) else False
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad
 
 
 def _is_fake(value: Any) -> bool:
@@ -175,9 +206,12 @@ def _generators() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 def _of_model(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Callable[..., Any]:
     """A generator's function that gives our draws to the model, and what it gave to all others."""
     most = 2 if original.__name__ == "uniform" else 0
+    tracing = threading.get_ident()  # a module that is kept whole is tried in a thread of its own
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
+        if threading.get_ident() != tracing:
+            return original(*args, **kwargs)
         if any(part in frame.f_code.co_filename for part in _LIBRARIES) or is_kept_whole(frame):
             return original(*args, **kwargs)
         bounds = (*args, *kwargs.values())

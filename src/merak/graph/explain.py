@@ -25,6 +25,21 @@ _LIBRARIES = ("/torch/", "/merak/graph/", "/transformers/utils/", "<", "/context
 _SHARED_CODE = ("/transformers/modeling_utils.py", "/transformers/masking_utils.py")
 
 
+class UntraceableError(TraceError):
+    """Code that runs and cannot be traced; kept whole, what is around it might.
+
+    Args:
+        message: a sentence.
+        why: its line and what is in the way, shortly.
+        modules: paths of the modules around it, outermost first, where no traceback tells.
+    """
+
+    def __init__(self, message: str, why: str, modules: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.why = why
+        self.modules = modules
+
+
 def explain(
     model: nn.Module, loss_fn: Any, error: Exception, call_eagerly: Callable[[], Any]
 ) -> TraceError:
@@ -40,11 +55,11 @@ def explain(
         An error that says whether the model fails by itself or only when traced, where, and what
         to do.
     """
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, TraceError):
             return cause
     name = type(model).__name__
-    if not any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in _causes(error)):
+    if not any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in causes(error)):
         own = _error_of(call_eagerly)
         if isinstance(own, TraceError):
             return own
@@ -60,15 +75,17 @@ def explain(
                 "and mend the model, its config, or the batch."
             )
     place = _place(model, loss_fn, error)
-    if any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in _causes(error)):
-        return TraceError(
+    if any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in causes(error)):
+        return UntraceableError(
             f"{name} cannot be traced at {place}: what runs next, or a shape, depends there on the "
             f"values of a tensor ({_reason(error)}); use torch.where, fixed sizes, or switch the "
-            "feature off in the model's config."
+            "feature off in the model's config.",
+            f"{place}: what runs next, or a shape, depends there on the values of a tensor",
         )
-    return TraceError(
+    return UntraceableError(
         f"{name} runs, but cannot be traced at {place}: {_reason(error)}; write that line with "
-        "plain torch operators, or switch the feature off in the model's config."
+        "plain torch operators, or switch the feature off in the model's config.",
+        f"{place}: {_reason(error)}",
     )
 
 
@@ -89,7 +106,8 @@ def _error_of(call: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it came from."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -105,7 +123,7 @@ def _place(model: nn.Module, loss_fn: Any, error: Exception) -> str:
     """The innermost line of the model's own files on the way to an error: file, number, text."""
     frames = [
         (frame.filename, frame.lineno or 0)
-        for cause in _causes(error)
+        for cause in causes(error)
         for frame in traceback.extract_tb(cause.__traceback__)
         if not any(part in frame.filename for part in _LIBRARIES)
     ]
@@ -143,19 +161,27 @@ def _forward_of(model: nn.Module) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}: `{text}`"
 
 
-def refuse_dynamic_shape(source: str, value: Any) -> None:
+def refuse_dynamic_shape(source: str, value: Any, modules: tuple[str, ...] = ()) -> None:
     """Raise if a traced value has a size that only the numbers of the batch decide.
 
+    Args:
+        source: the line that makes it.
+        value: what it makes.
+        modules: paths of the modules that the line runs in, outermost first.
+
     Raises:
-        TraceError: it has.
+        UntraceableError: it has.
     """
     many = value if isinstance(value, (tuple, list)) else (value,)
     for one in many:
         if isinstance(one, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in one.shape):
             file, _, line = source.rpartition(":")
             text = linecache.getline(file, int(line or 0)).strip() if file else ""
-            raise TraceError(
-                f"the model cannot be traced at {source or 'an unknown line'}: `{text}`: the shape "
-                "of a tensor depends there on the values of another; use torch.where or a mask of "
-                "fixed size instead of picking elements."
+            place = f"{source or 'an unknown line'}: `{text}`"
+            raise UntraceableError(
+                f"the model cannot be traced at {place}: the shape of a tensor depends there on "
+                "the values of another; use torch.where or a mask of fixed size instead of picking "
+                "elements.",
+                f"{place}: the shape of a tensor depends there on the values of another",
+                modules,
             )

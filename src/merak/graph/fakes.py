@@ -21,7 +21,14 @@ from merak.graph.ir import TensorMeta
 
 @contextmanager
 def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Put fake tensors in the place of parameters and buffers; the model's own come back after."""
+    """Put fake tensors in the place of parameters and buffers; the model's own come back after.
+
+    What the model registers while it runs is gone again.
+    """
+    every: list[dict[str, Any]] = [
+        slots for module in model.modules() for slots in (module._parameters, module._buffers)
+    ]
+    names = [frozenset(slots) for slots in every]
     fakes: dict[int, torch.Tensor] = {}
     kept: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -37,17 +44,18 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -
         return fakes[id(tensor)]
 
     try:
-        for module in model.modules():
-            dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for slots in dicts:
-                for name, tensor in slots.items():
-                    if tensor is not None:
-                        kept.append((slots, name, tensor))
-                        slots[name] = fake_of(tensor)
+        for slots in every:
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    kept.append((slots, name, tensor))
+                    slots[name] = fake_of(tensor)
         yield
     finally:
         for slots, name, tensor in kept:
             slots[name] = tensor
+        for slots, known in zip(every, names, strict=True):
+            for name in slots.keys() - known:
+                del slots[name]
 
 
 def fake_batch(

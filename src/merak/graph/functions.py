@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from merak.core.errors import TraceError
 from merak.graph.clean import requires_grad
+from merak.graph.explain import UntraceableError
 from merak.graph.ir import TensorMeta
 
 _LIBRARY = torch.library.Library("merak", "DEF")
@@ -57,7 +58,8 @@ def kept_functions(model: torch.nn.Module) -> Iterator[None]:
         if issubclass(cls, CheckpointFunction):
             run, _, *own = args
             return run(*own)
-        if depth or cls.__module__.startswith("torch.") or not torch.is_grad_enabled():
+        is_known = cls.__module__.startswith(("torch.", "merak.graph."))
+        if depth or is_known or not torch.is_grad_enabled():
             return _APPLY(cls, *args, **kwargs)
         depth.append(cls)
         try:
@@ -79,10 +81,11 @@ def _recorded(
     if kwargs or not all(_is_plain(a) for a in args):
         problem = "takes arguments that are neither tensors nor plain numbers and strings"
     if problem:
-        raise TraceError(
-            f"{type(model).__name__} calls the autograd function {cls.__qualname__}, which "
-            f"{problem}; define it at the top of a module and pass it tensors, numbers and strings "
-            "by position, so that every rank can call it."
+        what = f"the autograd function {cls.__qualname__}, which {problem}"
+        raise UntraceableError(
+            f"{type(model).__name__} calls {what}; define it at the top of a module and pass it "
+            "tensors, numbers and strings by position, so that every rank can call it.",
+            f"it calls {what}",
         )
     single: list[bool] = []
     original = _APPLY

@@ -36,6 +36,7 @@ from merak.graph.sharding_placement import (
 )
 from merak.graph.sharding_random import attend_sharded, dropout_sharded
 from merak.graph.sharding_rules import decide, elementwise
+from merak.graph.writes import written_by
 
 aten = torch.ops.aten
 _DROPPING: Mapping[Any, str] = {dropout_sharded: "layout", attend_sharded: "layout"}
@@ -255,11 +256,12 @@ def _is_parted(placed: Placement) -> bool:
 
 def _refuse_writes(op: Operator) -> None:
     """A write into a buffer would happen twice."""
-    written = op.node.args[0]
-    while isinstance(written, fx.Node) and written.op == "call_function":
-        written = written.all_input_nodes[0] if written.all_input_nodes else None
-    if isinstance(written, fx.Node) and written.meta["kind"] is Kind.BUFFER:
-        raise op.error("writes a buffer of the model")
+    for written in written_by(op.node):
+        source: fx.Node | None = written
+        while source is not None and source.op == "call_function":
+            source = source.all_input_nodes[0] if source.all_input_nodes else None
+        if source is not None and source.meta["kind"] is Kind.BUFFER:
+            raise op.error("writes a buffer of the model")
 
 
 def _embedding(op: Operator) -> Decision:

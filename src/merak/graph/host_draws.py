@@ -12,6 +12,7 @@ import inspect
 import json
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -208,7 +209,11 @@ class HostDraws(TorchFunctionMode):
             yield
 
     def _recording(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        tracing = threading.get_ident()  # a module kept whole is tried in a thread of its own
+
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != tracing:
+                return function(*args, **kwargs)
             sizes = tuple(tuple(a) if isinstance(a, torch.Size) else a for a in args)
             leaves, spec = tree_flatten((sizes, kwargs))
             tensors = [a for a in leaves if isinstance(a, torch.Tensor)]

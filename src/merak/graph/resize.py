@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from merak.graph.exported import Exported
 from merak.graph.ir import TensorMeta
-from merak.graph.trace import Exported, cleaned
+from merak.graph.trace import cleaned
 from merak.graph.traced import Trace
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merak.core.collectives import gather_copied
 from merak.core.regather import keeping_shares
 from merak.graph.choice import is_choice, is_taken
+from merak.graph.kept import is_kept
+from merak.graph.kept_run import calling
+from merak.graph.shard import copy_graph
 from merak.graph.writes import eliminate_dead_code
 
 Answers = tuple[bool, ...]
@@ -78,6 +81,11 @@ def with_answers(graph: fx.Graph, answers: Answers) -> fx.Graph:
 
 
 def _function(graph: fx.Graph) -> Function:
+    if any(is_kept(node) for node in graph.nodes):
+        graph, _ = copy_graph(graph)
+        for node in graph.nodes:
+            if is_kept(node):
+                node.target = calling(node.meta["kept"])
     forward = fx.GraphModule(torch.nn.Module(), graph).forward
     if any(node.target is gather_copied for node in graph.nodes):
         return keeping_shares(forward)

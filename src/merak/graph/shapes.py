@@ -14,10 +14,11 @@ from torch import fx
 
 from merak.graph.build import GraphSource, as_traced, build_graph
 from merak.graph.call import Call
+from merak.graph.exported import Exported
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
 from merak.graph.resize import NotResizable, at_sizes
 from merak.graph.shard import shard
-from merak.graph.trace import Exported, export_model
+from merak.graph.trace import export_model
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,14 @@ class Graphs:
         device = torch.device(source.device.type)
         try:
             with as_traced(source, self._training):
-                exported = export_model(source.model, first.columns, call, device, symbolic=True)
+                exported = export_model(
+                    source.model,
+                    first.columns,
+                    call,
+                    device,
+                    symbolic=True,
+                    keeping=source.keeping,
+                )
         except Exception as error:  # the model's code, or torch, cannot do with symbols
             raise NotResizable(str(error)) from error
         if exported.num_choices:

@@ -41,10 +41,9 @@ def refuse_lost_writes(graph: fx.Graph, placements: Placements, decisions: Decis
     order = {node: i for i, node in enumerate(graph.nodes)}
     for memory, writers in writes.writers.items():
         copies = _copies(memory, writes, placements, decisions)
-        if len(set(copies.values())) == 1:
-            continue
         for writer in writers:
-            for stale in _missed(writer, memory, copies):
+            reached = _reached(writer, memory, copies, placements, decisions)
+            for stale in (node for node, copy in copies.items() if copy not in reached):
                 readers = [n for n in stale.users if order[n] > order[writer]]
                 if readers and order[stale] < order[writer]:
                     raise _error(writer, readers[0])
@@ -92,11 +91,20 @@ def _moves(operand: fx.Node, decision: Decision, placements: Placements) -> bool
     return need is not None and placed != need and not isinstance(placed, whole)
 
 
-def _missed(writer: fx.Node, memory: int, copies: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
-    """The nodes of a memory that a write does not reach."""
-    targets = [n for n in written_by(writer) if n.meta.get("memory") == memory]
-    reached = {copies[writer]} if writer in copies else {copies[n] for n in targets if n in copies}
-    yield from (node for node, copy in copies.items() if copy not in reached)
+def _reached(
+    writer: fx.Node,
+    memory: int,
+    copies: Mapping[fx.Node, int],
+    placements: Placements,
+    decisions: Decisions,
+) -> set[int]:
+    """The copies of a memory that a write reaches; one that returns nothing may miss all."""
+    if writer in copies:
+        return {copies[writer]}
+    decision = decisions.get(writer)
+    targets = [n for n in written_by(writer) if n in copies and n.meta.get("memory") == memory]
+    stay = [n for n in targets if decision is None or not _moves(n, decision, placements)]
+    return {copies[n] for n in stay}
 
 
 def _error(writer: fx.Node, reader: fx.Node) -> ShardError:

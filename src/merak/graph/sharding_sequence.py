@@ -39,7 +39,7 @@ from merak.graph.sharding_placement import (
 )
 from merak.graph.sharding_propagate import Propagation, decide_or_gather, propagate
 from merak.graph.sharding_rules import decide
-from merak.graph.writes import is_mutating
+from merak.graph.writes import is_mutating, written_by
 
 Landing = Mapping[fx.Node, Sharded]
 
@@ -177,7 +177,7 @@ class _ShareRule:
 
     def _on_whole(self, op: Operator, own: Mapping[fx.Node, Placed]) -> Decision:
         """The operator as if its shares were whole, which they then must be."""
-        if is_mutating(op.node) and op.node.args[0] in own:
+        if any(written in own for written in written_by(op.node)):
             raise op.error("writes into a value that lies in shares of the sequence")
         whole: dict[fx.Node, Placed] = dict.fromkeys(own, REPLICATED)
         decision = decide_or_gather(replace(op, placements=ChainMap(whole, dict(op.placements))))

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
 from merak.graph.call import Call, LossFunction, call_model
 from merak.graph.checks import PassedChecks
-from merak.graph.choices import with_choices
 from merak.graph.clean import clean_graph, slice_neighbours
 from merak.graph.ctc import CtcLosses
 from merak.graph.draws import Draws, draws_in_torch
 from merak.graph.explain import explain
+from merak.graph.exported import Exported, lift
 from merak.graph.fakes import (
     eager_masks,
     fake_batch,
@@ -36,35 +35,14 @@ from merak.graph.fakes import (
 )
 from merak.graph.functions import kept_functions, refuse_seen_through
 from merak.graph.host_draws import HostDraw, HostDraws, settle_host_draws
-from merak.graph.ir import Kind, TensorMeta
+from merak.graph.ir import TensorMeta
+from merak.graph.keeping import Keeping
+from merak.graph.kept import attach
+from merak.graph.kept_memory import refuse_lost_writes
+from merak.graph.kept_record import Real, keeping_whole
+from merak.graph.quiet import quiet_failures
+from merak.graph.retrace import trace_keeping
 from merak.graph.traced import Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What `torch.export` has written down of a model.
-
-    Args:
-        graph: its operators, as exported.
-        signature: what its placeholders and outputs stand for.
-        found: tensors that are neither parameters nor buffers, by their target.
-        outputs: names of the model's outputs, in order.
-        parameters: as of `Trace`.
-        tied: as of `Trace`.
-        replaced: names of attributes that forward has replaced, by the identity of the tensor.
-        columns: names of the batch's columns.
-        num_choices: as of `Trace`.
-    """
-
-    graph: fx.Graph
-    signature: torch.export.graph_signature.ExportGraphSignature
-    found: Mapping[str, Any]
-    outputs: tuple[str, ...]
-    parameters: dict[str, TensorMeta]
-    tied: dict[str, str]
-    replaced: Mapping[int, str]
-    columns: tuple[str, ...]
-    num_choices: int = 0
 
 
 def trace(
@@ -76,6 +54,7 @@ def trace(
     fixed: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
     autocast: torch.dtype | None = None,
+    keeping: Keeping | None = None,
 ) -> Trace:
     """Run the model once on fake tensors and write down its operators.
 
@@ -88,6 +67,7 @@ def trace(
         device: device type the model will run on; fake tensors claim to be there.
         autocast: the model's forward runs under torch.autocast with this type, its outputs become
             float32, and the loss function is outside, as transformers.Trainer has it.
+        keeping: modules to keep whole from the first; gains those that turn out to be necessary.
 
     Returns:
         The trace.
@@ -99,9 +79,10 @@ def trace(
     casts = None if autocast is None else partial(torch.autocast, device.type, autocast)
     call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
 
+    keeping = Keeping() if keeping is None else keeping
     while True:
         try:
-            return _traced(model, columns, call, device)
+            return _traced(model, columns, call, device, keeping)
         except HostDraw as found:
             if found.function is None or found.function in call.kept_whole:
                 raise
@@ -109,15 +90,19 @@ def trace(
 
 
 def _traced(
-    model: nn.Module, columns: Mapping[str, TensorMeta], call: Call, device: torch.device
+    model: nn.Module,
+    columns: Mapping[str, TensorMeta],
+    call: Call,
+    device: torch.device,
+    keeping: Keeping,
 ) -> Trace:
-    """One trace of all that the model may choose by chance to run."""
+    """One trace of all that the model may choose to run."""
 
-    def answered(answers: tuple[bool, ...]) -> Trace:
-        return cleaned(export_model(model, columns, call, device, answers=answers), columns)
+    def export(answers: tuple[bool, ...], keeping: Keeping) -> Trace:
+        found = export_model(model, columns, call, device, answers=answers, keeping=keeping)
+        return cleaned(found, columns)
 
-    first = answered(())
-    made = with_choices(first, answered) if first.num_choices else first
+    made = trace_keeping(model, export, keeping)
     settle_host_draws(made.graph)
     return made
 
@@ -130,6 +115,7 @@ def export_model(
     *,
     symbolic: bool = False,
     answers: tuple[bool, ...] = (),
+    keeping: Keeping | None = None,
 ) -> Exported:
     """The first half of `trace`.
 
@@ -140,6 +126,7 @@ def export_model(
         device: where fake tensors claim to be.
         symbolic: write sizes that depend on the batch's down as such, not as numbers.
         answers: to the choices that the model makes by chance; further ones are False.
+        keeping: modules to keep whole.
 
     Raises:
         TraceError: as of `trace`.
@@ -147,10 +134,12 @@ def export_model(
     names, tied = parameter_names(model)
     loss_fn = call.loss_fn
     _refuse_trained_loss(loss_fn)
-    draws = Draws(answers)
+    keeping = Keeping() if keeping is None else keeping
+    draws = Draws(answers, keeping.by_batch)
     runner = _Runner(model, call, draws)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     checks = PassedChecks()
+    real = Real.of(model)
     with ExitStack() as stack:
         stack.enter_context(fake_weights(model, mode, device))
         stack.enter_context(eager_masks(columns))
@@ -164,17 +153,20 @@ def export_model(
             with (
                 no_draws_in_python(model),
                 kept_attributes(model) as replaced,
-                checks,
                 draws,
+                checks,
                 CtcLosses(),
                 host_draws,
+                keeping_whole(model, keeping, real, device) as calls,
             ):
                 program = _export(runner, values, symbolic)
         except Exception as error:
+            keeping.asks_batch |= draws.asks_batch
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
                 None if isinstance(error, TraceError) else error
             )
     checks.tell()
+    attach(program.graph_module, calls)
     return Exported(
         program.graph_module.graph,
         program.graph_signature,
@@ -199,11 +191,11 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         TraceError: as of `trace`.
     """
     graph = exported.graph
-    constants = _lift(exported)
-    _refuse_state(constants, exported.replaced)
+    constants = lift(exported)
     sources = clean_graph(graph)
     slice_neighbours(graph, constants)
     refuse_seen_through(graph)
+    refuse_lost_writes(graph)
     names, tied = exported.parameters, exported.tied
     return Trace(
         graph=graph,
@@ -223,12 +215,13 @@ def _export(
     auto = torch.export.Dim.AUTO
     sizes = (tuple(dict.fromkeys(range(v.ndim), auto) for v in values),) if symbolic else None
     try:
-        return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
+        with quiet_failures():
+            return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
     except TraceError:
         raise
     except Exception as error:
         try:
-            with seemingly_eager():
+            with seemingly_eager(), quiet_failures():
                 return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
         except Exception:
             raise error from None  # of the two ways, the usual one is told
@@ -280,7 +273,7 @@ class _Runner(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = dict(zip(self.call.columns, values, strict=True))
-        self.draws.restart()
+        self.draws.restart(values)
         with _written_buffers(self.model):
             outputs = call_model(self.model, batch, self.call)
         self.set_outputs(outputs)
@@ -299,67 +292,3 @@ def _written_buffers(model: nn.Module) -> Iterator[None]:
                 continue
             old.copy_(new.detach())
             module._buffers[name] = old
-
-
-def _lift(exported: Exported) -> dict[str, torch.Tensor]:
-    """Name the placeholders after what they stand for; keep only what the user's call returns.
-
-    Returns:
-        The tensors that are neither parameters nor buffers, by name.
-    """
-    signature, graph, tied = exported.signature, exported.graph, exported.tied
-    constants: dict[str, torch.Tensor] = {}
-    columns = iter(exported.columns)
-    specs = {spec.arg.name: spec for spec in signature.input_specs}
-    for node in graph.find_nodes(op="placeholder"):
-        spec = specs[node.name]
-        target = (spec.target or "").removeprefix("model.")
-        if spec.kind == InputKind.USER_INPUT:
-            node.meta |= {"kind": Kind.COLUMN, "name": next(columns)}
-        elif spec.kind == InputKind.PARAMETER:
-            node.meta |= {"kind": Kind.PARAMETER, "name": tied.get(target, target)}
-        else:
-            node.meta |= {"kind": Kind.BUFFER, "name": target}
-            if spec.kind == InputKind.CONSTANT_TENSOR:
-                constants[target] = _with_numbers(target, exported.found[spec.target or ""])
-    _keep_user_outputs(graph, signature)
-    _merge_placeholders(graph)
-    return constants
-
-
-def _with_numbers(name: str, constant: Any) -> torch.Tensor:
-    if not isinstance(constant, torch.Tensor) or constant.is_meta:
-        raise TraceError(
-            f"the model reads the tensor {name}, which is no parameter or buffer and has no "
-            "numbers; register it with register_buffer."
-        )
-    return constant
-
-
-def _refuse_state(constants: Mapping[str, torch.Tensor], replaced: Mapping[int, str]) -> None:
-    for constant in constants.values():
-        if id(constant) in replaced:
-            raise TraceError(
-                f"the model keeps the tensor {replaced[id(constant)]} from one step to the next in "
-                "a plain attribute, which a trace would freeze; register it with register_buffer."
-            )
-
-
-def _keep_user_outputs(
-    graph: fx.Graph, signature: torch.export.graph_signature.ExportGraphSignature
-) -> None:
-    (output,) = graph.find_nodes(op="output")
-    wanted = set(signature.user_outputs)
-    kept = [n for n in output.args[0] if isinstance(n, fx.Node) and n.name in wanted]
-    by_name = {n.name: n for n in kept}
-    output.args = (tuple(by_name[str(name)] for name in signature.user_outputs),)
-
-
-def _merge_placeholders(graph: fx.Graph) -> None:
-    """One placeholder per parameter, column or buffer, used ones only."""
-    first: dict[tuple[Kind, str], fx.Node] = {}
-    for node in list(graph.find_nodes(op="placeholder")):
-        known = first.setdefault((node.meta["kind"], node.meta["name"]), node)
-        if known is not node:
-            node.replace_all_uses_with(known)
-            graph.erase_node(node)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir import TensorMeta
+from merak.graph.kept import flops_of, saved_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
         return _product(node, name)
     special: dict[str, Callable[[fx.Node], NodeWork]] = {
         "einsum": _einsum,
+        "kept_module": _kept_module,
         "embedding": _embedding,
         "embedding_of_share": _embedding,
         "scaled_dot_product_attention": lambda node: _attention(node, device_type),
@@ -298,6 +300,17 @@ def _causal_share(num_queries: int, num_keys: int) -> float:
 
 
 # Everything else
+
+
+def _kept_module(node: fx.Node) -> NodeWork:
+    """A module kept whole: what its products were on made-up values, and its operands once."""
+    read, written = _inputs(node), outputs(node)
+    typed = next((m for m in (*written, *read) if m.dtype.is_floating_point), None)
+    dtype = torch.float32 if typed is None else typed.dtype
+    flops, saved_bytes = float(flops_of(node)), saved_bytes_of(node)
+    forward = Work(_num_bytes(*read, *written) + saved_bytes, flops, dtype)
+    gradients = _num_bytes(*read, *written, *_gradients(read))
+    return NodeWork((forward,), (Work(gradients + saved_bytes, 2 * flops, dtype),))
 
 
 def _embedding(node: fx.Node) -> NodeWork:

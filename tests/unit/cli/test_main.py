@@ -75,6 +75,25 @@ def test_second_time_comes_from_the_cache(
     assert reports[0]["parts"] == reports[1]["parts"]
 
 
+KEPT = {
+    "num_hidden_layers": 2, "hidden_size": 16, "num_key_value_heads": 2, "kv_channels": 4,
+    "intermediate_size": 8, "num_local_experts": 4, "vocab_size": 32,
+}  # fmt: skip
+
+
+def test_what_is_kept_whole_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trace", "--model", "JetMoeForCausalLM", "--config", json.dumps(KEPT), "--seq", "8"]
+    assert main([*words, "--json"]) == 0
+    (*found,) = json.loads(capsys.readouterr().out)["kept_whole"]
+    assert found[0]["module"].startswith("model.layers.0.")
+    assert "modeling_jetmoe.py:" in found[0]["why"]
+    assert found[0]["parameters"] > 0
+    assert main(words) == 0
+    page = capsys.readouterr().out
+    assert f"kept whole: {found[0]['module']}" in page
+    assert found[0]["why"] in page
+
+
 def test_page_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--no-cache"]) == 0
     page = capsys.readouterr().out

@@ -59,9 +59,10 @@ class Chooses(Checked):
     """Computes something else for large numbers."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        if x.max() >= 100:
-            x = x / 100
-        return {"loss": self.layer(x).sum()}
+        y = self.layer(x)
+        if y.max() >= 100:
+            y = y / 100
+        return {"loss": y.sum()}
 
 
 def test_checks_are_taken_to_pass_and_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,5 +75,19 @@ def test_checks_are_taken_to_pass_and_told(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_choice_by_numbers_is_still_refused() -> None:
-    with pytest.raises(TraceError, match=r"cannot be traced at .*test_checks\.py:.*x\.max"):
+    with pytest.raises(TraceError, match=r"cannot be traced at .*test_checks\.py:.*y\.max"):
         trace(Chooses(), COLUMNS)
+
+
+class Distributed(Checked):
+    """Uses a distribution, which checks its arguments in code of torch."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        chosen = torch.distributions.Categorical(logits=self.layer(x))
+        return {"loss": -chosen.entropy().mean()}
+
+
+def test_checks_of_distributions_are_taken_to_pass(caplog: pytest.LogCaptureFixture) -> None:
+    trace(Distributed(), COLUMNS)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "merak.graph.checks"]
+    assert "distributions/distribution.py:" in said and "_is_all_true(valid)" in said

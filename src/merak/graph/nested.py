@@ -1,0 +1,102 @@
+"""Tensors inside nested arguments and results: taken out, and put back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    Enum,
+    slice,
+    range,
+)
+
+
+class NotPlain(Exception):
+    """A value that is neither a tensor, nor plain, nor made of such; the message is its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a tensor in nested values."""
+
+    number: int
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """Take the tensors, and numbers that are not known yet, out of nested values.
+
+    Returns:
+        The tensors in order, and the values with a `Slot` in the place of each; a tensor that is
+        there twice has one slot.
+
+    Raises:
+        NotPlain: a value that is none of tuples, lists, mappings, dataclasses and plain values.
+    """
+    found: list[Any] = []
+    known: dict[int, Slot] = {}
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if id(item) not in known:
+                known[id(item)] = Slot(len(found))
+                found.append(item)
+            return known[id(item)]
+        if isinstance(item, PLAIN):
+            return item
+        return _rebuilt(item, walk)
+
+    return found, walk(value)
+
+
+def fill(template: Any, values: Sequence[Any]) -> Any:
+    """Put values back into the slots of what `flatten` has left."""
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, Slot):
+            return values[item.number]
+        return item if isinstance(item, PLAIN) else _rebuilt(item, walk)
+
+    return walk(template)
+
+
+def _rebuilt(value: Any, walk: Any) -> Any:
+    """The same container with what `walk` makes of its items."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(walk(item) for item in value))
+    if isinstance(value, (tuple, list)):
+        items = [walk(item) for item in value]
+        return type(value)(items) if type(value) is not torch.Size else tuple(items)
+    if isinstance(value, Mapping):
+        return _mapping(value, {key: walk(item) for key, item in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(made, field.name, walk(getattr(value, field.name)))
+        return made
+    raise NotPlain(type(value).__name__)
+
+
+def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    made: Any = copy.copy(value)
+    for key, item in items.items():
+        made[key] = item
+    return made

@@ -1,0 +1,33 @@
+"""Nothing on the screen of a trace that fails, since another one may follow that does not."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+
+_SPEAKS_OF_FAILURES = "torch.fx.experimental.symbolic_shapes"
+
+
+@contextmanager
+def quiet_failures() -> Iterator[None]:
+    """Hold back what `torch.export` prints of the graph that it had until it failed."""
+    said = io.StringIO()
+    logger = logging.getLogger(_SPEAKS_OF_FAILURES)
+    graph = ""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Unable to find user code corresponding to")
+
+    logger.addFilter(is_other)
+    try:
+        with redirect_stderr(said):
+            yield
+    except Exception as error:
+        graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        logger.removeFilter(is_other)
+        sys.stderr.write(said.getvalue().replace(graph, "") if graph else said.getvalue())

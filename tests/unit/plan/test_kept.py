@@ -1,0 +1,80 @@
+"""What modules that are kept whole cost and hold: as many products and bytes as in eager code."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from merak.graph.build import GraphSource, build_graph
+from merak.graph.ir import ModelGraph, TensorMeta
+from merak.graph.kept import is_kept, kept_nodes, saved_bytes_of
+from merak.plan.operators import node_work
+from merak.plan.saved import SegmentMemories
+
+SHAPE = (64, 32)
+
+
+class Wide(nn.Module):
+    """Two products with much between them, and a branch that no trace can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 100:
+            x = x / 2
+        return self.down(torch.tanh(self.up(x)).exp())
+
+
+class Model(nn.Module):
+    """One of them between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Linear(32, 32), Wide(), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.last(self.wide(self.first(x))).square().mean()}
+
+
+def graph_of(model: nn.Module) -> ModelGraph:
+    columns = {"x": TensorMeta(SHAPE, torch.float32)}
+    return build_graph(GraphSource(model), columns, training=True)
+
+
+def test_products_are_counted_both_ways() -> None:
+    (node,) = kept_nodes(graph_of(Model()))
+    work = node_work(node, "cpu")
+    x = torch.randn(SHAPE, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = Wide()(x)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    assert sum(kernel.flops for kernel in work.forward) == forward.get_total_flops() > 0
+    assert sum(kernel.flops for kernel in work.backward) == backward.get_total_flops()
+    assert all(kernel.num_bytes > 0 for kernel in (*work.forward, *work.backward))
+
+
+def test_what_it_saves_is_what_eager_code_saves() -> None:
+    graph = graph_of(Model())
+    (node,) = kept_nodes(graph)
+    module, x = Wide(), torch.randn(SHAPE, requires_grad=True)
+    given = {t.untyped_storage()._cdata for t in (x, *module.parameters())}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in given:
+            seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(x)
+    assert sum(seen.values()) >= 2 * 64 * 256 * 4  # of each of the two functions' results
+    assert saved_bytes_of(node) == sum(seen.values())
+    measure = SegmentMemories(torch.device("cpu"))
+    (segment,) = (s for s in graph.segments if any(map(is_kept, s.graph.nodes)))
+    others = sum(t.nbytes for t in (torch.empty(64, 32), torch.empty(64, 4)))
+    assert sum(seen.values()) <= measure(segment).saved_bytes <= sum(seen.values()) + others
