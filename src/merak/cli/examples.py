@@ -26,6 +26,9 @@ from merak.graph.call import LossFunction
 PATCHES = 4
 """Patches along an image's side, for models that take images in patches."""
 
+STACKED = (1, 2, 4)
+"""How many frames of sound, or changes between them, may be side by side in one."""
+
 _SHAPE = r"^\s*{name} \(.*of shape `\(([^`]*)\)`"
 
 
@@ -73,7 +76,11 @@ def _all(
     yield Example(plain)
     everything = plain | further_inputs(model_class, config, sequence)
     yield Example(everything)
-    yield Example(plain | sound_mask(model_class, plain))
+    masked = plain | sound_mask(model_class, plain)
+    for times in STACKED if masked != plain else ():
+        sound = masked["input_features"]
+        wide = replace(sound, shape=(*sound.shape[:-1], times * sound.shape[-1]))
+        yield Example(masked | {"input_features": wide})
     for columns in (plain, everything):
         yield Example(_documented(model_class, config, columns, sequence))
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
