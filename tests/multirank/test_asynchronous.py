@@ -12,6 +12,7 @@ from torch import nn
 from merak import MerakArguments, MerakTrainer, empty_weights, parallelize
 from merak.core.errors import ScheduleError
 from merak.core.mesh import init
+from merak.engine.program import HalvedRun
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, Texts, Uneven, gpt2, loss_of_logits
 
@@ -42,6 +43,7 @@ def run_merak(
     degrees: tuple[int, int, int],
     counts: list[int],
     dtype: torch.dtype = torch.float32,
+    sub_pipelining: str = "off",
 ) -> Any:
     """Losses per step, what is stepped after each, and the stage of each."""
     dp, tp, pp = degrees
@@ -55,7 +57,10 @@ def run_merak(
         num_microbatches=max(counts),
         schedule=schedule,
         master_weights=True,
+        sub_pipelining=sub_pipelining,
     )
+    runs = [run for s in parallel.engine._parts.base.stages.values() for run in s.runs]
+    assert any(isinstance(run, HalvedRun) for run in runs) == (sub_pipelining == "on")
     losses, after = [], []
     for step, count in enumerate(counts):
         parallel.num_microbatches = count
@@ -167,6 +172,16 @@ def test_every_update_is_that_of_one_process_with_delayed_weights(
     _, undelayed = reference(lambda stage, m: m // per_update, per_update, stage_of, counts, dp)
     worst = max(float((undelayed[-1][n] - p).abs().max()) for n, p in after[-1].items())
     assert worst > 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_halves_use_the_weights_of_their_microbatch(pool, schedule):
+    job = (schedule, (1, 2, 2), [5, 4], torch.float32)
+    whole, halves = (pool.run(run_merak, 4, *job, choice) for choice in ("off", "on"))
+    for (losses, after, _), (found, others, _) in zip(whole, halves, strict=True):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for expected, parameters in zip(after, others, strict=True):
+            assert_gradients_close(parameters, expected)  # the parameters, to its tolerance
 
 
 def test_masters_are_stepped_inside_a_schedule(pool):
