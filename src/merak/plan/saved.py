@@ -30,10 +30,12 @@ class Output:
     Args:
         num_bytes: of its storage; 0 where it lies in a parameter, buffer, column or derived value.
         root: the input, or the first output, in whose storage it lies; itself if its own.
+        in_a_row: whether its numbers lie one after another; else it is copied to be sent.
     """
 
     num_bytes: int
     root: str
+    in_a_row: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class SegmentMemories:
         found, known = self._known[key]
         names = dict(zip(known.inputs + known.outputs, segment.inputs + segment.outputs))
         outputs = {
-            names[name]: Output(output.num_bytes, names.get(output.root, output.root))
+            names[name]: replace(output, root=names.get(output.root, output.root))
             for name, output in found.outputs.items()
         }
         moved = frozenset(names[name] for name in found.moved_values)
@@ -238,12 +240,13 @@ def _places(run: FakeRun, outputs: Sequence[torch.Tensor], storages: Storages) -
     places = {}
     for name, output in zip(run.segment.outputs, outputs, strict=True):
         storage = output.untyped_storage()
+        in_a_row = output.is_contiguous()
         if not storages.holds(output):
             # An input's storage is counted as the input; any other argument's not at all.
-            places[name] = Output(0, roots.get(storage._cdata, ""))
+            places[name] = Output(0, roots.get(storage._cdata, ""), in_a_row)
             continue
         root = roots.setdefault(storage._cdata, name)
-        places[name] = Output(storage.nbytes(), root)
+        places[name] = Output(storage.nbytes(), root, in_a_row)
     return places
 
 

@@ -50,6 +50,7 @@ class Walk:
     _stages_left: Counter[int] = field(default_factory=Counter)
     _gradients: Gradients = field(init=False)
     _following: dict[Action, Action] = field(init=False)
+    _scattered: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
         """Nothing has been sent."""
@@ -57,6 +58,13 @@ class Walk:
         self._sends = Window(self.ledger, around.open_sends)
         self.host = HostMemory(self.ledger)
         self._gradients = Gradients(around, self.ledger)
+        self._scattered = {
+            name
+            for stage in around.program.stages.values()
+            for segment in stage.segments
+            for name, output in around.memory[segment.segment.index].outputs.items()
+            if not output.in_a_row
+        }
         own = around.schedule.actions[around.rank]
         self._following = dict(pairwise(own))
         for action in own:
@@ -82,7 +90,17 @@ class Walk:
     # ---- transfers ----
 
     def _send(self, step: Send) -> None:
-        self._sends.add(_storages(self._made.pop((step.payload, step.stage, step.microbatch))))
+        """Hold what travels: the values, or copies of those that do not lie in a row."""
+        values = self._made.pop((step.payload, step.stage, step.microbatch))
+        copied = values.keys() & self._scattered if step.payload is Payload.ACTIVATION else set()
+        for name in sorted(copied):
+            copy = ("copy", step.stage, step.microbatch, name)
+            num_bytes = self.around.program.values[name].num_bytes
+            self.ledger.hold(copy, num_bytes, Part.COMMUNICATION, step.stage)
+            before, values[name] = values[name], copy
+            if before is not None:
+                self.ledger.release(before)
+        self._sends.add(_storages(values))
 
     def _receive(self, step: Receive) -> None:
         """Buffers for what the neighbouring stage sends."""
