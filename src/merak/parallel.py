@@ -16,6 +16,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.precision import check_autocast
+from merak.engine.relief import OPTIMIZER_FIX, explained
 from merak.engine.scaling import LossScale
 from merak.graph.build import GraphSource
 from merak.graph.call import LossFunction
@@ -108,7 +109,8 @@ class ParallelModel:
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.step()
+            with explained("the optimizer's step", OPTIMIZER_FIX):
+                self.optimizer.step()
         self.engine.trained.write_back()
 
     def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from merak.core.errors import TrainingError
 from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
+from merak.engine.relief import explain_step
 from merak.graph.build import GraphSource
 from tests.multirank.ranks import RankError
 from tests.multirank.test_schedules import batches, tiny_gpt2
@@ -116,7 +118,7 @@ def one_step(
     assert torch.equal(before, torch.get_rng_state())
     for stage in engine._parts.stages.values():
         assert stage.num_in_flight == 0
-    found = [losses, *(p.grad for p in engine.parameters.values())]
+    found = [losses, *(item.stepped.grad for item in engine.trained.items.values())]
     found += [engine._parts.buffers[name] for name in sorted(engine._parts.buffers)]
     program = engine._parts.base
     flags = engine._parts.plan_for.base.schedule.recompute
@@ -154,6 +156,7 @@ def compare(
 
 
 CALL, PROPAGATE = "merak.engine.whole.call", "merak.engine.whole.propagate"
+BUFFER = "merak.engine.sharded.make_buffer"
 SUM = "merak.core.collectives._all_reduce"
 
 
@@ -195,6 +198,22 @@ def test_replicas_are_kept_together(pool, tmp_path):
     check(pool, (2, 1, 1), faults, tmp_path)
 
 
+def test_shares_of_parameters_are_gathered_to_the_end(pool, tmp_path):
+    """Replicas hold shares of the parameters, also of a weight that two positions read."""
+    options = (("zero", 3), ("sub_pipelining", "off"))
+    faults = [Fault(CALL, (2,), 9, options=options), Fault(PROPAGATE, (1,), 3, options=options)]
+    # Buffers of gathers and of sums of gradients, before either has begun.
+    faults += [Fault(BUFFER, (rank,), n, options=options) for rank, n in ((0, 4), (1, 40), (3, 41))]
+    faults += [Fault(CALL, (0,), 5, schedule="early_recompute", options=options)]
+    check(pool, (2, 1, 2), faults, tmp_path)
+
+
+def test_shares_of_parameters_are_gathered_beside_sums_over_tp(pool, tmp_path):
+    options = (("zero", 3), ("sub_pipelining", "off"))
+    faults = [Fault(SUM, (1,), 10, options=options), Fault(BUFFER, (2,), 40, options=options)]
+    check(pool, (2, 2, 1), faults, tmp_path)
+
+
 def test_sums_over_tp_are_completed(pool, tmp_path):
     """Memory may run out between the sums of one segment, forward, backward or recomputing."""
     off, on = (("sub_pipelining", "off"),), (("sub_pipelining", "on"),)
@@ -227,3 +246,63 @@ def test_nothing_left_to_give_up_ends_with_the_numbers(pool, tmp_path):
     assert "PlanError: step 3 ran out of memory on pipeline position 1 (CUDA out of memory." in text
     assert "where every segment recomputes and" in text
     assert "a larger tp or a smaller microbatch" in text
+
+
+@dataclass(frozen=True)
+class Final:
+    """A job in which an out-of-memory error ends the job, and how it begins to say so."""
+
+    schedule: str
+    function: str
+    sentence: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def ending(jobs: list[Final], cache: Path) -> list[str]:
+    """What each job says where memory runs out on the only rank."""
+    mesh = init()
+    said = []
+    for job in jobs:
+        options = EngineOptions(schedule=job.schedule, num_microbatches=2, **dict(job.options))
+        model = Normed()
+        every = normed_batches(2)
+        sample = signature(every[0]).columns
+        engine = build_engine(GraphSource(model, cache_dir=cache), sample, mesh, options)
+        optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1)
+        explain_step(optimizer)
+        # As transformers does, whose schedules wrap the step once more.
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        fault = Fault(job.function, (0,), 1, 10**6)
+        try:
+            with injected(fault, 0, engine):
+                if "evaluation" in job.sentence:
+                    engine.evaluate([sample] * 2, every)
+                engine.train_step(3, [sample] * 2, every, 0.5, optimizer.step)
+                optimizer.step()
+        except TrainingError as error:
+            said.append(str(error))
+    return said
+
+
+def test_where_a_step_cannot_be_run_again_the_error_says_what_to_do(pool, tmp_path):
+    step = "torch.optim.sgd._single_tensor_sgd"
+    jobs = [
+        Final("1f1b", CALL, "step 3 on pipeline position 0 ran out of memory (CUDA out of"),
+        Final("pipedream", CALL, "has updated weights by then, so that the step cannot be run"),
+        Final("1f1b", CALL, "the evaluation of a microbatch on pipeline position 0 ran out of"),
+        Final("pipedream", step, "the optimizer's step ran out of memory (CUDA out of memory."),
+    ]
+    (said,) = pool.run(ending, 1, jobs, tmp_path)
+    assert len(said) == len(jobs)
+    for job, sentence in zip(jobs, said):
+        assert job.sentence in sentence and "; use " in sentence
+
+
+def test_memory_that_stays_short_does_not_collect_a_tied_gradient_twice(pool, tmp_path):
+    """Neither the sum of a tied gradient nor what follows it has room, whatever is let go."""
+    fault = Fault("merak.engine.tied.add_gradient", (0,), 1, 10**6)
+    with pytest.raises(RankError) as caught:
+        pool.run(compare, 2, (1, 1, 2), [fault], tmp_path)
+    text = str(caught.value)
+    assert "TrainingError: memory ran out (CUDA out of memory." in text
+    assert "although all activations of the step had been let go before" in text

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import merak
@@ -32,6 +34,15 @@ class Square(nn.Module):
         return {"loss": x.float().square().mean()}
 
 
+def mixed() -> nn.Module:
+    """The same with two layers of one weight, far apart, and two that are frozen."""
+    model = Square()
+    model.layers[-1].weight = model.layers[0].weight
+    for layer in model.layers[2:4]:
+        layer.requires_grad_(False)
+    return model
+
+
 Storages = dict[int, torch.UntypedStorage]
 
 
@@ -50,8 +61,9 @@ def storages() -> Storages:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
-                # A distributed tensor is a face of its local one, without memory of its own.
-                if tensor is None or isinstance(tensor, DTensor):
+                # A distributed tensor is a face of its local one, without memory of its own; a
+                # trace's fake ones have none at all.
+                if tensor is None or isinstance(tensor, DTensor | FakeTensor):
                     continue
                 if tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
@@ -64,12 +76,14 @@ def count_all(choices: list[tuple[int, bool]]) -> list[tuple[list[float], float]
     return [count(*choice) for choice in choices]
 
 
-def count(zero: int, float32_gradients: bool) -> tuple[list[float], float]:
+def count(
+    zero: int, float32_gradients: bool, make: Callable[[], nn.Module] = Square
+) -> tuple[list[float], float]:
     """Bytes per parameter: at the start of microbatches of the second step, and after it."""
     before = storages()
     batch = {"x": torch.ones(4, WIDTH, dtype=torch.bfloat16)}
     parallel = merak.parallelize(
-        Square().to(torch.bfloat16), batch, num_microbatches=2, master_weights=True, zero=zero,
+        make().to(torch.bfloat16), batch, num_microbatches=2, master_weights=True, zero=zero,
         float32_gradients=float32_gradients, bucket_bytes=WIDTH * WIDTH,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     )  # fmt: skip
@@ -105,3 +119,15 @@ def test_bytes_fall_as_the_formulas_say(pool: RankPool, degree: int) -> None:
             # When all is done, shares of the gradients are left in the masters' type.
             final = {0: 18, 3: 16 / degree}.get(choice[0], 2 + 16 / degree)
             assert final <= after <= 1.03 * final, choice
+
+
+def count_mixed() -> tuple[list[float], float]:
+    merak.init(dp=2, device="cpu")
+    return count(3, True, mixed)
+
+
+def test_tied_and_frozen_parameters_are_in_shares(pool: RankPool) -> None:
+    expected = (5 * 16 + 2 * 2) / DEPTH / 2  # five weights are trained, and two frozen
+    for (_, between), after in pool.run(count_mixed, 2):
+        assert expected <= between <= 1.03 * expected
+        assert expected <= after <= 1.03 * expected

@@ -43,7 +43,7 @@ def test_shares_of_parameters_train_as_whole_ones(pool: RankPool, layout: Layout
         for found, parameters, kept in shared:
             assert found == pytest.approx(losses, rel=1e-5)
             assert_gradients_close(parameters, expected)  # the parameters, to its tolerance
-            assert kept < 0.5 * whole  # what several segments read stays whole
+            assert whole > 0 and kept == 0  # also of what several segments read
 
 
 def test_shares_are_masters(pool: RankPool) -> None:

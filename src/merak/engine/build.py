@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -28,11 +29,13 @@ from merak.engine.records import clock_of
 from merak.engine.refusals import refuse_dropping, refuse_sharing, refuse_tied
 from merak.engine.relief import Relief
 from merak.engine.replicas import reduced_of
-from merak.engine.sharded import Sharded, replace_parameters
+from merak.engine.sharded import Sharded, can_give_up, replace_parameters
 from merak.engine.stage import Stage
-from merak.engine.tied import Shared, TiedGradients, find_holders
+from merak.engine.stage_costs import plans_for_costs
+from merak.engine.tied import Leaf, Shared, TiedGradients, find_holders
 from merak.engine.trained import Precision, TrainedParameters
 from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
+from merak.engine.turns import Turns
 from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
@@ -94,9 +97,8 @@ def build_engine(
         shard_index=mesh.tp_rank,
     )
     keep_less = None
-    # A step that is given up on one rank would leave gathers on others without it.
-    can_give_up = layout.schedule.is_synchronous and options.zero != 3
-    if may_change(options.recompute) and can_give_up:
+    may_give_up = layout.schedule.is_synchronous and (options.zero != 3 or can_give_up())
+    if may_change(options.recompute) and may_give_up:
 
         def times() -> Sequence[Timed]:
             return segment_times(layout.graph, options, mesh, source.cache_dir)
@@ -123,7 +125,8 @@ def forecast_of(
     """
     graph = build_graph(source, dict(sample), training=True)
     plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
-    refuse_sharing(plans.base.schedule, options.zero)
+    if not plans.takes_costs:
+        refuse_sharing(plans.base.schedule, options.zero)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
@@ -134,11 +137,15 @@ def forecast_of(
         rewriter(graph, features, mesh.tp, sequence=options.sequence_parallel),
         options,
     )
-    return settle_recompute(
-        forecast,
-        lambda: segment_times(graph, options, mesh, source.cache_dir),
-        lambda: speeds(mesh, source.cache_dir),
-    )
+
+    def times() -> Sequence[Timed]:
+        return segment_times(graph, options, mesh, source.cache_dir)
+
+    if plans.takes_costs:
+        plans = plans_for_costs(forecast, times)
+        refuse_sharing(plans.base.schedule, options.zero)
+        forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
+    return settle_recompute(forecast, times, lambda: speeds(mesh, source.cache_dir))
 
 
 def _assemble(
@@ -155,7 +162,7 @@ def _assemble(
     programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
     shared = _shared(layout)
     progress = Progress(clock_of(mesh.device), options.recorded_steps)
-    sharded = _sharded(programs, parameters, shared, mesh, options)
+    sharded = _sharded(programs, (parameters, shared), mesh, options, progress)
     if sharded is not None:
         parameters |= sharded.hollow
     trained, arrivals = _trained(programs, (parameters, sharded), mesh, options, progress)
@@ -193,8 +200,9 @@ def _assemble(
             plan_for=layout.plans,
             transfers=transfers,
             reducer=GradientReducer(reduced, progress, trained.shares(), relief),
-            tied=_tied(layout, stages, trained, mesh, options, (progress, relief)),
+            tied=_tied(layout, stages, (trained, sharded), mesh, options, (progress, relief)),
             trained=trained,
+            sharded=sharded,
             zero=options.zero,
             seed=options.seed,
             progress=progress,
@@ -276,13 +284,15 @@ def _trained(
 
 def _sharded(
     programs: Programs,
-    parameters: Mapping[str, nn.Parameter],
-    shared: frozenset[str],
+    held: tuple[Mapping[str, nn.Parameter], frozenset[str]],
     mesh: Mesh,
     options: EngineOptions,
+    progress: Progress,
 ) -> Sharded | None:
     """The parameters that replicas hold in shares; the model has empty ones in their places."""
-    if options.zero != 3 or mesh.group("dp") is None:
+    parameters, shared = held
+    group = mesh.group("dp")
+    if options.zero != 3 or group is None:
         return None
     low = [name for name, p in parameters.items() if p.requires_grad and is_low_precision(p)]
     if low and not (options.master_weights and options.float32_gradients):
@@ -292,12 +302,14 @@ def _sharded(
             "'float32', or use zero=2."
         )
     segments = [
-        [n for n in s.segment.parameters if n not in shared and parameters[n].requires_grad]
+        [n for n in s.segment.parameters if parameters[n].dim()]  # a single number has no rows
         for stage in programs.base.stages.values()
         for s in stage.segments
     ]
     assert mesh.device_mesh is not None
-    sharded = Sharded(segments, parameters, mesh.device_mesh["dp"], options.master_weights)
+    turns = Turns(group, mesh.device, progress)
+    replicas = mesh.device_mesh["dp"]
+    sharded = Sharded(segments, parameters, replicas, options.master_weights, shared, turns)
     places = {id(parameters[name]): hollow for name, hollow in sharded.hollow.items()}
     replace_parameters(programs.source.model, places)
     return sharded
@@ -306,20 +318,25 @@ def _sharded(
 def _tied(
     layout: Layout,
     stages: Mapping[int, Stage],
-    trained: TrainedParameters,
+    held: tuple[TrainedParameters, Sharded | None],
     mesh: Mesh,
     options: EngineOptions,
     told: tuple[Progress, Relief],
 ) -> TiedGradients:
+    trained, sharded = held
     weights = [stage.weights for stage in stages.values()]
     live = [own for own in weights if isinstance(own, LiveWeights)]
     names = _shared(layout)
-    leaves = {name: [own.shared[name] for own in live if name in own.shared] for name in names}
-    final = trained.parameters  # masters take their gradients from there
+    leaves: dict[str, Sequence[Leaf]] = {
+        name: [own.shared[name] for own in live if name in own.shared] for name in names
+    }
+    parameters = final = trained.parameters  # masters take their gradients from there
     if trained.is_sharded:
         final = {name: item.stepped for name, item in trained.items.items()}
-    exact = options.exact_tied_gradients
-    shared = Shared(trained.parameters, leaves, final, exact, *told)
+    if sharded is not None:  # shares are collected
+        leaves |= {name: [sharded.leaves[name]] for name in names if name in sharded.leaves}
+        parameters = {**parameters, **sharded.stepped}
+    shared = Shared(parameters, leaves, final, options.exact_tied_gradients, *told)
     num_pipes = len(layout.schedule.pipes) if layout.schedule.is_synchronous else 0
     pipes = [find_holders(layout.readers(pipe)) for pipe in range(num_pipes)]
     return TiedGradients(mesh, pipes, shared)

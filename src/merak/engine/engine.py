@@ -19,11 +19,17 @@ from merak.engine.microbatches import Microbatches
 from merak.engine.norms import clip_gradients, global_norm
 from merak.engine.parts import Parts, Signature
 from merak.engine.records import StepRecord, gather_records
-from merak.engine.relief import StepGivenUp, agree
+from merak.engine.relief import StepGivenUp, agree, explained
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
 from merak.engine.training import TrainingStep, Update
+from merak.engine.turns import turns_of
+from merak.schedule.ir import Kind
+
+_EVALUATE_LESS = (
+    "use smaller batches to evaluate (per_device_eval_batch_size), or a larger pp or tp"
+)
 
 
 class Engine:
@@ -140,7 +146,8 @@ class Engine:
                             zip(signatures, batches, strict=True)
                         )
                     ]
-                    return self._run(microbatches, update, loss_scale)
+                    with explained(f"step {step} on {self._place}", self._advice()):
+                        return self._run(microbatches, update, loss_scale)
             except StepGivenUp as given_up:
                 reasons = given_up.reasons
             self._undo(written)
@@ -169,6 +176,22 @@ class Engine:
             self.forget()
             raise
         return run.losses
+
+    @property
+    def _place(self) -> str:
+        return f"pipeline position {self.mesh.pp_rank}"
+
+    def _advice(self) -> str:
+        """What to do when a step runs out of memory that cannot be run again."""
+        least = "a larger pp or tp, or a smaller microbatch"
+        if self.updates_inside:
+            name = self._parts.plan_for.base.schedule.name
+            return (
+                f"schedule={name!r} has updated weights by then, so that the step cannot be run "
+                f"again; use recompute='full', {least}, or a synchronous schedule such as '1f1b' "
+                "with recompute='auto'"
+            )
+        return f"use recompute='auto', which runs it again with fewer activations kept, {least}"
 
     def _others(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.mesh.world_size) if rank != self.mesh.rank)
@@ -265,6 +288,8 @@ class Engine:
         self._exchange.forget()
         parts.reducer.forget()
         parts.tied.forget()
+        if parts.sharded is not None:
+            parts.sharded.forget()
 
     def evaluate(
         self,
@@ -280,21 +305,47 @@ class Engine:
         Returns:
             Per microbatch the model's outputs by name that this rank's stages make.
         """
-        shared = self._parts.zero == 3
-        others = self._counts(len(signatures))[0] - len(signatures) if shared else 0
         results = []
         try:
+            rest = self._share_evaluation(signatures)
             with own_random_state(self.mesh.device):
                 for number, (signature, batch) in enumerate(zip(signatures, batches, strict=True)):
-                    with self.progress.evaluation(number):
+                    what = f"the evaluation of a microbatch on {self._place}"
+                    with self.progress.evaluation(number), explained(what, _EVALUATE_LESS):
                         results.append(self._evaluate(number, signature, batch))
             self._exchange.finish()
-            for _ in range(others):  # replicas with more microbatches need what is here
-                self._parts.trained.take_part()
+            for names in rest:
+                assert self._parts.sharded is not None
+                self._parts.sharded.begin(names)
+                self._parts.sharded.end(names)
         except BaseException:
             self.forget()
             raise
         return results
+
+    def _share_evaluation(self, signatures: Sequence[Signature]) -> list[tuple[str, ...]]:
+        """Say when which parameters are gathered.
+
+        Returns:
+            Those of microbatches that only other replicas have, who need this one's shares.
+        """
+        sharded = self._parts.sharded
+        if sharded is None:
+            return []
+        programs = [self._parts.program_for(signature, False) for signature in signatures]
+        most, _ = self._counts(len(signatures))
+        # Of what others have alone, all is known that matters: they are microbatches as well.
+        some = programs[-1] if programs else self._parts.base
+        each = [
+            [
+                turn
+                for _, stage in sorted(program.stages.items())
+                for turn in turns_of(Kind.FORWARD, stage, False)
+            ]
+            for program in [*programs, *(some for _ in range(most - len(programs)))]
+        ]
+        sharded.start(turn for turns in each for turn in turns)
+        return [names for turns in each[len(programs) :] for names, _ in turns]
 
     def _evaluate(
         self, number: int, signature: Signature, batch: Mapping[str, torch.Tensor]

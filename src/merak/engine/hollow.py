@@ -20,9 +20,11 @@ from merak.core.mesh import Mesh
 from merak.engine.deferred import WeightGradients
 from merak.engine.exchange import Exchange
 from merak.engine.program import Program, SegmentProgram
+from merak.engine.sharded import Sharded
 from merak.engine.stage import Microbatch, Stage
 from merak.engine.surroundings import Values
-from merak.engine.weights import LiveWeights
+from merak.engine.turns import has_turn
+from merak.engine.weights import Leaves, LiveWeights
 from merak.graph.choice import is_choice
 from merak.graph.ir import Kind as ValueKind
 from merak.graph.ir import TensorMeta
@@ -48,23 +50,26 @@ class Hollow:
         exchange: the values between stages.
         schedule: of the step.
         microbatches: of the step.
+        sharded: the parameters of which replicas hold shares; None for none.
     """
 
-    def __init__(
+    def __init__(  # one argument for each thing that it takes part in
         self,
         mesh: Mesh,
         stages: Mapping[int, Stage],
         exchange: Exchange,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
+        sharded: Sharded | None = None,
     ) -> None:
         self._mesh = mesh
         self._exchange = exchange
         self._schedule = schedule
         self._microbatches = microbatches
+        self._shares = None if sharded is None else HollowShares(sharded)
         self._shadow: Shadow | None = None
         if mesh.group("tp") is not None:
-            self._shadow = Shadow(mesh.device, stages, schedule, microbatches)
+            self._shadow = Shadow(mesh.device, stages, schedule, microbatches, self._shares)
 
     def catch_up(self, before: Sequence[Action]) -> None:
         """Come to where the rank stands.
@@ -94,14 +99,25 @@ class Hollow:
             self._drop(Payload.GRADIENT, stage + 1, number)
         if self._shadow is not None:
             self._shadow.perform(action, segment_done, num_done)
-        elif goes_back:
-            for segment in reversed(self._program(number).stages[stage].segments):
-                segment_done(segment)
+        else:
+            self._take_part(action, segment_done)
         if action.kind is Kind.FORWARD and stage + 1 < self._schedule.num_stages:
             self._give(Payload.ACTIVATION, action, self._program(number).stages[stage].sent)
         elif goes_back and stage > 0:
             received = self._program(number).stages[stage].received
             self._give(Payload.GRADIENT, action, self._program(number).gradients_of(received))
+
+    def _take_part(self, action: Action, segment_done: SegmentDone) -> None:
+        """Gather and sum with the replicas, segment by segment, and tell of every backward."""
+        goes_back = action.kind in _GOING_BACK
+        recomputes = self._schedule.recompute[action.stage]
+        segments = self._program(action.microbatch).stages[action.stage].segments
+        for segment in reversed(segments) if goes_back else segments:
+            if self._shares is not None and has_turn(segment, action.kind, recomputes):
+                self._shares.begin(segment.segment.parameters)
+                self._shares.end(segment.segment.parameters)
+            if goes_back:
+                segment_done(segment)
 
     def _program(self, number: int) -> Program:
         return self._microbatches[number].program
@@ -123,6 +139,40 @@ class Hollow:
 _GOING_BACK = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))
 
 
+class HollowShares:
+    """Parameters in shares as a rank gathers them that computes nothing: for its replicas alone.
+
+    Args:
+        sharded: those parameters.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = sharded
+        self.takes_part = True
+        sharded.give_up()
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Gather with the others what nobody reads here."""
+        if self.takes_part:
+            with _disable_current_modes():
+                self._sharded.begin(names, hollow=True)
+
+    def call(
+        self,
+        names: Sequence[str],
+        weights: Leaves,
+        compute: Callable[[Leaves], tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Call a segment with parameters that have no numbers."""
+        return compute(weights)
+
+    def end(self, names: Sequence[str]) -> None:
+        """Give zeros to the sums of gradients."""
+        if self.takes_part:
+            with _disable_current_modes():
+                self._sharded.end(names, hollow=True)
+
+
 class Shadow:
     """A rank's stages on tensors without numbers, whose collectives others take part in.
 
@@ -131,6 +181,7 @@ class Shadow:
         stages: the rank's own.
         schedule: of the step.
         microbatches: of the step.
+        shares: what gathers the parameters of which replicas hold shares; None for none.
     """
 
     def __init__(
@@ -139,8 +190,10 @@ class Shadow:
         stages: Mapping[int, Stage],
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
+        shares: HollowShares | None,
     ) -> None:
         self._device = device
+        self._shares = shares
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives = _Collectives(device)
         self._schedule = schedule
@@ -164,6 +217,8 @@ class Shadow:
         microbatch = self._microbatches[number]
         program = microbatch.program.stages[action.stage]
         self._collectives.num_left_out = num_done
+        if self._shares is not None:
+            self._shares.takes_part = num_done is not None
         with self._mode, self._collectives:
             if action.kind is Kind.FORWARD:
                 keep = not self._schedule.recompute[action.stage]
@@ -192,7 +247,8 @@ class Shadow:
                 weights[name] = torch.nn.Parameter(self._fake(real), real.requires_grad)
         buffers = {name: self._fake(real) for name, real in stage.buffers.items()}
         own = LiveWeights(weights, ())
-        return Stage(stage.index, own, buffers, WeightGradients(), self._device)
+        shares = self._shares
+        return Stage(stage.index, own, buffers, WeightGradients(), self._device, shares)
 
     def _microbatch(self, real: Microbatch) -> Microbatch:
         columns: Values = {}

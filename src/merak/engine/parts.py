@@ -13,6 +13,7 @@ from merak.engine.plans import Plans
 from merak.engine.program import Program
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
+from merak.engine.sharded import Sharded
 from merak.engine.stage import Stage
 from merak.engine.tied import TiedGradients
 from merak.engine.trained import TrainedParameters
@@ -49,6 +50,7 @@ class Parts:
         reducer: the sums over data parallel replicas.
         tied: the exchange of shared parameters' gradients.
         trained: what the optimizer steps.
+        sharded: the parameters of which replicas hold shares; None for none.
         zero: what is sharded over dp; see `EngineOptions`.
         seed: the job's seed.
         progress: told of what the engine does.
@@ -72,6 +74,7 @@ class Parts:
     reducer: GradientReducer
     tied: TiedGradients
     trained: TrainedParameters
+    sharded: Sharded | None
     zero: int
     seed: int
     progress: Progress

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from merak.schedule.ir import Kind, Schedule
 from merak.schedule.lags import most_ahead
@@ -59,6 +61,7 @@ class Plans:
         num_ranks: pipeline degree.
         num_microbatches: of an ordinary step.
         recompute: for each stage, whether it recomputes anything; None leaves it to the schedule.
+        chosen: further options of a named schedule's builder.
 
     Raises:
         ScheduleError: an unknown name, or a schedule that is not defined for these counts.
@@ -70,11 +73,13 @@ class Plans:
         num_ranks: int,
         num_microbatches: int,
         recompute: Sequence[bool] | None = None,
+        chosen: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         known = () if is_file(name) else options(name)
-        if "costs" in known:  # a synthesised schedule decides by itself what to recompute
+        self.takes_costs = "costs" in known
+        if self.takes_costs:  # a synthesised schedule decides by itself what to recompute
             known = tuple(option for option in known if option != "recompute")
-        chosen = {option: value for option, value in _CHOSEN.items() if option in known}
+        chosen = {o: value for o, value in _CHOSEN.items() if o in known} | dict(chosen)
         self._recompute = recompute
         self._whole = self._as_chosen(resolve(name, num_ranks, num_microbatches, **chosen))
         self._chosen = chosen
@@ -84,7 +89,8 @@ class Plans:
     def recomputing(self, recompute: Sequence[bool]) -> Plans:
         """The same schedule, whose stages recompute something or not as is said here."""
         whole = self._whole
-        return Plans(self._name, whole.num_ranks, whole.num_microbatches, tuple(recompute))
+        counts = (whole.num_ranks, whole.num_microbatches)
+        return Plans(self._name, *counts, tuple(recompute), self._chosen)
 
     @property
     def base(self) -> Plan:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
+from merak.engine.degrees import others_that_fit
 from merak.engine.fitting import Means, fit
 from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
@@ -128,6 +129,15 @@ def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
     if mesh.device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(mesh.device).total_memory)
+
+
+def common_budget(options: EngineOptions, mesh: Mesh) -> int | None:
+    """What every rank may hold, with room for what nobody foresees; None if nobody knows."""
+    known = [budget for budget in _on_all_ranks(_budget(options, mesh), mesh) if budget is not None]
+    least = min(known, default=None)
+    if least is None or options.memory_budget_bytes is not None:
+        return least
+    return int(_SHARE_TO_FILL * least)
 
 
 def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
@@ -248,13 +258,23 @@ def _misfit(forecast: Forecast, keeping: Keeping, budget: int | None, times: Tim
     if fixes:
         which = "that" if len(fixes) == 1 else "one of them"
         return f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'."
-    fits = pp_that_fits(forecast, budget, times)
+    fix = _fix(forecast, budget, times)
+    return f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix}."
+
+
+def _fix(forecast: Forecast, budget: int, times: Times) -> str:
+    """What to change so that a job fits that does not although everything recomputes."""
+    fits, others = pp_that_fits(forecast, budget, times), others_that_fit(forecast, budget)
     most = forecast.layout.partition.num_segments
-    fix = f"use pp={fits} with recompute='full'," if fits else f"no pp up to {most} fits; use"
-    return (
-        f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix} "
-        f"{'or ' if fits else ''}a larger tp or a smaller microbatch."
-    )
+    if not others:
+        fix = (
+            f"use pp={fits} with recompute='full', or" if fits else f"no pp up to {most} fits; use"
+        )
+        return f"{fix} a larger tp or a smaller microbatch"
+    either = " or ".join(others)
+    if fits:
+        return f"use pp={fits} with recompute='full', {either} with it, or a smaller microbatch"
+    return f"no pp up to {most} fits; use {either} with recompute='full', or a smaller microbatch"
 
 
 def _offload_that_fits(forecast: Forecast, keeping: Keeping, budget: int) -> list[str]:

@@ -8,12 +8,16 @@ less (`merak.engine.backoff`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from merak.core.errors import TrainingError
 from merak.core.mesh import Mesh
 
 _Made = TypeVar("_Made")
@@ -82,7 +86,68 @@ class Relief:
                 raise
             reason = str(error)
         self.give_up(reason)
-        return make()
+        with self.for_good():
+            return make()
+
+    @contextmanager
+    def for_good(self) -> Iterator[None]:
+        """Inside, memory that is short although the step's activations are gone ends the job.
+
+        What is done here for others has then been done in part, and can't be begun anew.
+
+        Raises:
+            TrainingError: it is.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(
+                f"memory ran out ({error}) although all activations of the step had been let go "
+                f"before ({self.reason}); use a larger pp or tp, or zero=1 or more, so that a rank "
+                "holds fewer parameters, gradients and states."
+            ) from error
+
+
+@contextmanager
+def explained(what: str, fix: str) -> Iterator[None]:
+    """Inside, an error that says that memory ran out becomes one that says what to do.
+
+    Args:
+        what: what ran out of memory, the beginning of a sentence.
+        fix: the end of it.
+
+    Raises:
+        TrainingError: memory ran out.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingError(f"{what} ran out of memory ({error}); {fix}.") from error
+
+
+def explain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer's step say what to do when it runs out of memory."""
+    step: Callable[..., Any] = type(optimizer).step
+
+    @wraps(step)
+    def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with explained("the optimizer's step", OPTIMIZER_FIX):
+            return step(self, *args, **kwargs)
+
+    # A method, as learning rate schedulers, which wrap it as well, expect it to be.
+    optimizer.step = MethodType(explained_step, optimizer)  # type: ignore[method-assign]
+
+
+OPTIMIZER_FIX = (
+    "some of its parameters may have been stepped already, so that it cannot be run again; use "
+    "zero=1 or more, whose replicas share its states, a larger pp or tp, or an optimizer with "
+    "less state"
+)
+"""What to do about an optimizer that runs out of memory."""
 
 
 def agree(relief: Relief, mesh: Mesh) -> None:

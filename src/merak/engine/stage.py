@@ -16,8 +16,7 @@ from merak.engine import interleave, whole
 from merak.engine.deferred import WeightGradients
 from merak.engine.offload import Offload
 from merak.engine.program import HalvedRun, Program, SegmentProgram, StageProgram
-from merak.engine.sharded import Sharded
-from merak.engine.surroundings import Surroundings, Values
+from merak.engine.surroundings import InShares, Surroundings, Values
 from merak.engine.weights import Leaves, Weights
 
 
@@ -85,7 +84,7 @@ class Stage:
         buffers: Mapping[str, torch.Tensor],
         waiting: WeightGradients,
         device: torch.device,
-        sharded: Sharded | None = None,
+        sharded: InShares | None = None,
         offload: Offload | None = None,
     ) -> None:
         self.sharded = sharded

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from merak.engine.offload import Offload
-from merak.engine.sharded import Sharded
 from merak.engine.weights import Leaves
 
 Values = dict[str, torch.Tensor]
+
+
+class InShares(Protocol):
+    """Parameters that are gathered for a segment alone; `sharded.Sharded` is such."""
+
+    def begin(self, names: Sequence[str]) -> None:
+        """The turn of a segment with these parameters begins."""
+
+    def call(
+        self,
+        names: Sequence[str],
+        weights: Leaves,
+        compute: Callable[[Leaves], tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Call the segment."""
+
+    def end(self, names: Sequence[str]) -> None:
+        """Its turn is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +53,7 @@ class Surroundings:
     derived: Mapping[str, torch.Tensor]
     random_key: tuple[int | str, ...]
     device: torch.device
-    sharded: Sharded | None = None
+    sharded: InShares | None = None
     offload: Offload | None = None
 
 

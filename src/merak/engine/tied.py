@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,12 +79,18 @@ Holders = Mapping[str, tuple[Holder, ...]]
 """The holders of each shared parameter in one pipe, last reader first; the last one owns it."""
 
 
+class Leaf(Protocol):
+    """What a stage reads a shared parameter from; its backward leaves the gradient there."""
+
+    grad: torch.Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     """This rank's part of the shared parameters.
 
     Args:
-        parameters: this rank's parameters by name.
+        parameters: this rank's parameters by name, or its shares of them.
         leaves: its leaves of each shared one, one per stage that reads it.
         final: by name where the final gradients are: the parameters, or what a sharded optimizer
             steps of them.
@@ -94,7 +101,7 @@ class Shared:
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
-    leaves: Mapping[str, Sequence[torch.Tensor]]
+    leaves: Mapping[str, Sequence[Leaf]]
     final: Mapping[str, torch.nn.Parameter]
     every_microbatch: bool
     progress: Progress
@@ -202,7 +209,9 @@ class Chain:
             name: holder
             for name, found in holders.items()
             for holder in found
-            if holder.rank == mesh.pp_rank and shared.parameters[name].requires_grad
+            if holder.rank == mesh.pp_rank
+            and shared.parameters[name].requires_grad
+            and shared.parameters[name].numel()  # a share may have no rows
         }
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
         self._sent: dict[str, deque[tuple[int, dist.Work, torch.Tensor]]] = {}

@@ -185,11 +185,6 @@ class TrainedParameters:
         if self._arrivals is not None:
             self._arrivals.start()
 
-    def take_part(self) -> None:
-        """Give other replicas the shares that a forward of theirs reads."""
-        if self._sharded is not None:
-            self._sharded.take_part()
-
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
         """Inside, a model has its parameters whole; called alike on all replicas."""

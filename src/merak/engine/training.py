@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from merak.engine.plans import Plan
 from merak.engine.program import SegmentProgram
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
+from merak.engine.turns import turns_of
 from merak.engine.weights import StashedWeights
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
 from merak.schedule.steps import (
@@ -106,6 +107,14 @@ class TrainingStep:
         for number, stage in self._parts.stages.items():
             if isinstance(stage.weights, StashedWeights):
                 stage.weights.start_step(self._schedule.weight_versions[number])
+        if self._parts.sharded is not None:
+            self._parts.sharded.start(self._turns())
+
+    def _turns(self) -> Iterator[tuple[tuple[str, ...], bool]]:
+        """When which parameters are gathered, in the whole step."""
+        for action in self._schedule.actions[self._rank]:
+            program = self._microbatches[action.microbatch].program.stages[action.stage]
+            yield from turns_of(action.kind, program, self._schedule.recompute[action.stage])
 
     def _reductions(self) -> list[int]:
         steps = self._plan.steps[self._rank]
@@ -155,6 +164,8 @@ class TrainingStep:
         """Perform an action; if memory runs out, its rest and all that follow in name only."""
         relief = self._parts.relief
         self._told.clear()
+        if self._parts.sharded is not None:
+            self._parts.sharded.turns.mark()
         if relief.reason is not None:
             self._perform_hollow(action, 0)
             return
@@ -177,17 +188,27 @@ class TrainingStep:
             self._parts.stages[following.stage].prefetch(following.microbatch)
 
     def _perform_hollow(self, action: Action, num_done: int) -> None:
+        with self._parts.relief.for_good():
+            hollow = self._hollow or self._become_hollow(action)
+            hollow.act(action, partial(self._tell, action), num_done)
+
+    def _become_hollow(self, action: Action) -> Hollow:
+        """What performs an action and all that follow, now that the step is given up."""
         parts = self._parts
-        if self._hollow is None:
-            for microbatch in self._microbatches:
-                if microbatch.program.chooses:
-                    self._prepare.derive(microbatch)
-            self._hollow = Hollow(
-                parts.mesh, parts.stages, self._exchange, self._schedule, self._microbatches
-            )
-            own = self._schedule.actions[self._rank]
-            self._hollow.catch_up(own[: own.index(action)])
-        self._hollow.act(action, partial(self._tell, action), num_done)
+        for microbatch in self._microbatches:
+            if microbatch.program.chooses:
+                self._prepare.derive(microbatch)
+        self._hollow = Hollow(
+            parts.mesh,
+            parts.stages,
+            self._exchange,
+            self._schedule,
+            self._microbatches,
+            parts.sharded,
+        )
+        own = self._schedule.actions[self._rank]
+        self._hollow.catch_up(own[: own.index(action)])
+        return self._hollow
 
     def _tell(self, action: Action, segment: SegmentProgram) -> None:
         """Others may have the gradients of a segment; once for each segment of an action."""

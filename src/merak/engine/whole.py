@@ -6,8 +6,8 @@ is called explicitly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,20 +56,23 @@ def forward(run: SegmentProgram, values: Values, around: Surroundings, keep: boo
         def record(inputs: Sequence[torch.Tensor], saving: Saving) -> tuple[torch.Tensor, ...]:
             return call(run, inputs, around, True, saving)
 
-        return Saved([], (), {}, away=offloaded.forward(run, values, around.offload, record))
+        with in_turn(run, around):
+            away = offloaded.forward(run, values, around.offload, record)
+        return Saved([], (), {}, away=away)
     leaves = [
         values[name].detach().requires_grad_(carries)
         for name, carries in zip(run.segment.inputs, run.gradient_inputs, strict=True)
     ]
     again = run.trains and not stays
     before = {name: around.buffers[name].clone() for name in run.written} if again else {}
-    if again and run.selective is not None:
-        with run.selective.recording(around.device) as recording:
-            # As for the backward, which may make kernels give more than without.
-            outputs = tuple(output.detach() for output in call(run, leaves, around, True))
-    else:
-        recording = None
-        outputs = call(run, leaves, around, stays)
+    recording = None
+    with in_turn(run, around):
+        if again and run.selective is not None:
+            with run.selective.recording(around.device) as recording:
+                # As for the backward, which may make kernels give more than without.
+                outputs = tuple(output.detach() for output in call(run, leaves, around, True))
+        else:
+            outputs = call(run, leaves, around, stays)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     if not run.trains:
         return Saved([], (), {})
@@ -78,8 +81,12 @@ def forward(run: SegmentProgram, values: Values, around: Surroundings, keep: boo
 
 def recompute(run: SegmentProgram, saved: Saved, around: Surroundings) -> None:
     """Bring back the activations that the forward did not keep."""
-    if saved.outputs is not None:
-        return
+    if saved.outputs is None:
+        with in_turn(run, around):
+            _bring_back(run, saved, around)
+
+
+def _bring_back(run: SegmentProgram, saved: Saved, around: Surroundings) -> None:
     before = replace(around, buffers={**around.buffers, **saved.buffers})
     if saved.recording is None or run.selective is None:
         saved.outputs = call(run, saved.inputs, before, keep=True)
@@ -105,14 +112,31 @@ def backward(
         around: as in the forward.
         segment_done: called afterwards.
     """
-    recompute(run, saved, around)
-    assert saved.outputs is not None
+    if run.trains:
+        with in_turn(run, around):
+            if saved.outputs is None:
+                _bring_back(run, saved, around)
+            _go_back(run, saved, gradients, around)
+    segment_done(run)
+
+
+def _go_back(run: SegmentProgram, saved: Saved, gradients: Values, around: Surroundings) -> None:
     if saved.away is not None:
         assert around.offload is not None
         offloaded.backward(run, saved.away, gradients, around.offload)
-    elif run.trains:
-        propagate(run.segment.outputs, saved.outputs, run.segment.inputs, saved.inputs, gradients)
-    segment_done(run)
+        return
+    assert saved.outputs is not None
+    propagate(run.segment.outputs, saved.outputs, run.segment.inputs, saved.inputs, gradients)
+
+
+@contextmanager
+def in_turn(run: SegmentProgram, around: Surroundings) -> Iterator[None]:
+    """Inside, the segment has its parameters, where replicas hold shares of them."""
+    if around.sharded is not None:
+        around.sharded.begin(run.segment.parameters)
+    yield
+    if around.sharded is not None:
+        around.sharded.end(run.segment.parameters)
 
 
 def propagate(

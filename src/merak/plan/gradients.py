@@ -56,10 +56,10 @@ class Gradients:
 
     def add(self, name: str, segment: SegmentProgram, action: Action) -> None:
         """A segment's backward has given a gradient."""
-        if name in self._in_shares:
+        shared = self.shared(name, action)
+        if name in self._in_shares and (shared is None or shared.num_holders == 1):
             self._gets_final(name)
             return
-        shared = self.shared(name, action)
         if shared is not None:
             self._add_shared(name, shared, segment, action)
             return
@@ -135,7 +135,9 @@ class Gradients:
         """A share of a shared parameter's gradient, which waits for those of other segments."""
         every_microbatch = self.around.every_microbatch
         number = action.microbatch if every_microbatch else 0
-        key, num_bytes = ("share", name, number), self.bytes[name]
+        in_shares = name in self._in_shares
+        key = ("share", name, number)
+        num_bytes = self._share_bytes[name] if in_shares else self.bytes[name]
         if not self.ledger.has(key):
             self.ledger.hold(key, num_bytes, Part.COMMUNICATION, action.stage)
         is_last = self._is_last(action)
@@ -147,7 +149,10 @@ class Gradients:
             if is_last:  # the owner's sum comes at the end
                 self._gets_final(name)
             return
-        self._now_exists(name)
+        if in_shares:
+            self._gets_final(name)
+        else:
+            self._now_exists(name)
         if shared.num_holders > 1 and not self.ledger.has(("ahead", name)):
             # The share of the next microbatch is posted ahead.
             self.ledger.hold(("ahead", name), num_bytes, Part.COMMUNICATION, action.stage)
@@ -155,7 +160,8 @@ class Gradients:
             # For a moment there are the others' sum, the share of this rank, and both together.
             self.ledger.look(self.around.schedule.label(action), 2 * num_bytes, action.stage)
         self.ledger.release(key)
-        self.reduce(name, action)
+        if not in_shares:
+            self.reduce(name, action)
 
     def _gets_final(self, name: str) -> None:
         """What another rank has summed, of which a sharded optimizer needs a share."""

@@ -220,9 +220,11 @@ class MemoryModel:
 def _hold_parameters(around: Surroundings, ledger: Ledger) -> None:
     """Parameters as they are held throughout, and what the largest segment gathers of them."""
     in_shares, every = around.in_shares(), parameters_of(around.program)
-    stepped = around.sharing.stepped(in_shares)
-    masters = {n for n in in_shares if around.sharing.master_bytes(in_shares[n], stepped[n])}
-    held = {n: stepped.get(n, meta) for n, meta in every.items() if n not in masters}
+    stepped = around.sharing.stepped(_trained(in_shares))
+    masters = {n for n in stepped if around.sharing.master_bytes(in_shares[n], stepped[n])}
+    frozen = {n: meta for n, meta in in_shares.items() if not meta.requires_grad}
+    shares = {**stepped, **replace(around.sharing, masters=False).stepped(frozen)}
+    held = {n: shares.get(n, meta) for n, meta in every.items() if n not in masters}
     ledger.hold("parameters", _sum(held), Part.PARAMETERS)
     gathered = [
         {n: in_shares[n] for n in segment.segment.parameters if n in in_shares}

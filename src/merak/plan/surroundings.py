@@ -63,12 +63,10 @@ class Surroundings:
     open_sends: int
 
     def in_shares(self) -> dict[str, TensorMeta]:
-        """Parameters of which replicas hold shares: the trained ones that one segment reads."""
+        """Parameters of which replicas hold shares: all that have rows."""
         if not self.sharing.parameters:
             return {}
-        whole = {name for name, _ in self.shared}
-        metas = parameters_of(self.program)
-        return {n: m for n, m in metas.items() if m.requires_grad and n not in whole}
+        return {n: m for n, m in parameters_of(self.program).items() if m.shape}
 
 
 def trained(segment: SegmentProgram) -> list[str]:

@@ -28,6 +28,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.local import LocalParameters
+from merak.engine.relief import explain_step
 from merak.engine.scaling import LossScale
 from merak.graph.build import GraphSource
 from merak.graph.feature_file import parse_features
@@ -323,6 +324,7 @@ class MerakTrainer(Saving, Trainer):
         optimizer: torch.optim.Optimizer = super().create_optimizer(LocalParameters(trained.named))
         if is_new:
             optimizer.register_step_post_hook(lambda *_: trained.write_back())
+            explain_step(optimizer)
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

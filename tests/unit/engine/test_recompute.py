@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -136,6 +137,30 @@ def test_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(PlanError, match=r"no pp up to 6 fits; use a larger tp"):
         forecast(memory_budget_bytes=1000, recompute="auto")
     assert forecast(memory_budget_bytes=most).kept == frozenset(range(6))
+
+
+def test_degrees_that_are_said_to_fit_do() -> None:
+    sample = signature(text_batch()).columns
+
+    def planned(dp: int = 2, tp: int = 1, pp: int = 1, **options: object) -> Forecast:
+        layout = mesh.Mesh(dp, tp, pp, 0, torch.device("cpu"), None)
+        chosen = EngineOptions(num_microbatches=2, optimizer=adam, recompute="full")
+        chosen = replace(chosen, **options)  # type: ignore[arg-type]
+        return forecast_of(GraphSource(gpt2(dropout=0.2)), sample, layout, chosen)
+
+    budget = peak(planned()) - 1
+    with pytest.raises(PlanError) as caught:
+        planned(memory_budget_bytes=budget)
+    found = re.search(
+        r"use pp=(\d) with recompute='full', tp=(\d) or zero=(\d) with it, or a smaller",
+        str(caught.value),
+    )
+    assert found is not None, caught.value
+    pp, tp, zero = map(int, found.groups())
+    for options in ({"pp": pp}, {"tp": tp}, {"zero": zero}):
+        planned(**options, memory_budget_bytes=budget)  # type: ignore[arg-type]
+    with pytest.raises(PlanError):
+        planned(memory_budget_bytes=budget, zero=zero - 1)
 
 
 def test_auto_without_a_budget_is_refused_on_the_cpu() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from merak.core.errors import TrainingError
 from merak.engine.relief import Relief, is_out_of_memory
 
 
@@ -50,5 +51,17 @@ def test_where_no_step_may_be_given_up_the_error_passes() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         Relief().allocate(make)
-    with pytest.raises(torch.OutOfMemoryError):
-        Relief(is_armed=True).allocate(make)
+
+
+def test_memory_that_is_short_without_activations_ends_the_job() -> None:
+    def make() -> None:
+        raise torch.OutOfMemoryError("full")
+
+    relief = Relief(is_armed=True)
+    with pytest.raises(TrainingError, match="use a larger pp or tp, or zero=1"):
+        relief.allocate(make)
+    # Nothing may take it for an error of an action, and perform the rest of that anew.
+    try:
+        relief.allocate(make)
+    except TrainingError as error:
+        assert not relief.takes(error)
