@@ -1,4 +1,4 @@
-"""evaluate and predict for several kinds of models and lengths: those of one process."""
+"""evaluate and predict for many kinds of models and lengths: those of one process."""
 
 from __future__ import annotations
 
@@ -11,99 +11,36 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import nn
-from torch.utils.data import Dataset
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
+from tests.multirank.evaluated import KINDS, Collate, Kind, Stream, samples
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import VOCABULARY, Layout, alone
+from tests.multirank.training import Layout, alone
 
-BERT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
 TOLERANCE = 2e-5
-KINDS = ("answers", "speech", "hidden")
+
+LAYOUTS: Mapping[Layout, tuple[str, ...]] = {
+    (1, 1, 2): ("experts", "masked", "choices", "bare", "pairs", "nested", "first", "unmeant"),
+    (1, 2, 1): ("causal", "answers", "outlines", "states", "shown"),
+    (2, 1, 1): ("batchwise", "experts", "number", "pictures", "named", "nested", "pairs"),
+    (1, 2, 2): ("summarised", "whisper", "speech", "sentences", "shown", "answers"),
+}
+"""What is evaluated in which layout: each kind in one of them at least, for the sake of time."""
 
 Seen = dict[str, Any]
 
 
-def model_of(kind: str) -> nn.Module:
-    torch.manual_seed(5)
-    return MODELS[kind]()
-
-
-def answers() -> nn.Module:
-    return transformers.BertForQuestionAnswering(transformers.BertConfig(**BERT))
-
-
-def hidden() -> nn.Module:
-    shown = {"output_hidden_states": True, "output_attentions": True}
-    config = transformers.BertConfig(**BERT, **shown, attn_implementation="eager")
-    return transformers.BertForTokenClassification(config)
-
-
-def speech() -> nn.Module:
-    config = transformers.Wav2Vec2Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 8),
-        num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
-        hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
-        final_dropout=0.0, layerdrop=0.0, apply_spec_augment=False, num_labels=3,
-        classifier_proj_size=16,
-    )  # fmt: skip
-    return transformers.Wav2Vec2ForSequenceClassification(config)
-
-
-MODELS = {f.__name__: f for f in (answers, hidden, speech)}
-
-
-class Samples(Dataset[dict[str, torch.Tensor]]):
-    """Samples of differing lengths for one kind of model."""
-
-    def __init__(self, kind: str, size: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.rows = [_sample(kind, number, generator) for number in range(size)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.rows[index]
-
-
-def _sample(kind: str, number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    if kind == "speech":
-        wave = torch.randn(480, generator=generator)
-        return {"input_values": wave, "labels": torch.tensor(number % 3)}
-    ids = torch.randint(1, VOCABULARY, (12 - number % 3,), generator=generator)
-    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if kind == "answers":
-        return row | {
-            "start_positions": torch.tensor(number % 5),
-            "end_positions": torch.tensor(5 + number % 3),
-        }
-    return row | {"labels": ids % 2}
-
-
-def collate(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pad every column to its own longest sample."""
-    batch = {}
-    for name in rows[0]:
-        parts = [row[name] for row in rows]
-        value = -100 if name == "labels" else 0
-        if parts[0].ndim:
-            batch[name] = nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
-        else:
-            batch[name] = torch.stack(parts)
-    return batch
-
-
 def metrics_of(result: EvalPrediction) -> dict[str, float]:
-    found = _flat(result.predictions)
-    labels = sum(float(np.abs(part).sum()) for part in _flat(result.label_ids))
-    return {"parts": len(found), "size": _size(found), "labels": labels}
+    """Numbers that differ wherever anything that a metric is given differs."""
+    given = {
+        "predictions": result.predictions,
+        "labels": result.label_ids,
+        "inputs": result.inputs,
+        "losses": result.losses,
+    }
+    found = {name: _flat(value) for name, value in given.items() if value is not None}
+    sizes = {name: _size(parts) for name, parts in found.items()}
+    return sizes | {f"num_{name}": float(len(parts)) for name, parts in found.items()}
 
 
 def _size(parts: Sequence[np.ndarray]) -> float:
@@ -111,20 +48,22 @@ def _size(parts: Sequence[np.ndarray]) -> float:
 
 
 def _flat(value: Any) -> list[np.ndarray]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
     if isinstance(value, (tuple, list)):
         return [part for each in value for part in _flat(each)]
     return [np.asarray(value)]
 
 
-def watch(trainer: Any, kind: str) -> Seen:
+def watch(trainer: Trainer, kind: Kind) -> Seen:
     """Evaluate before, in and after training, and predict."""
-    seen: Seen = {"metrics": [_numbers(trainer.evaluate())]}
-    trainer.train()
-    seen["metrics"] += [_numbers(log) for log in trainer.state.log_history if "eval_loss" in log]
-    seen["metrics"].append(_numbers(trainer.evaluate()))
-    predicted = trainer.predict(Samples(kind, 7, seed=8))
-    seen["predictions"], seen["labels"] = _flat(predicted.predictions), _flat(predicted.label_ids)
-    return seen
+    ignored = None if kind.ignored is None else list(kind.ignored)
+    seen: Seen = {"metrics": [_numbers(trainer.evaluate(ignore_keys=ignored))]}
+    trainer.train(ignore_keys_for_eval=ignored)
+    seen["metrics"] += [_numbers(log) for log in trainer.state.log_history if "eval_runtime" in log]
+    seen["metrics"].append(_numbers(trainer.evaluate(ignore_keys=ignored)))
+    predicted = trainer.predict(samples(kind, 7, 8, kind.unlabelled), ignore_keys=ignored)
+    return seen | {"predictions": predicted.predictions, "labels": predicted.label_ids}
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -132,43 +71,82 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if not k.endswith(timed)}
 
 
-def _arguments() -> dict[str, Any]:
+def _arguments(kind: Kind) -> dict[str, Any]:
     return {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2,
-        "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 0.0,
-        "optim": "sgd", "report_to": [], "use_cpu": True, "save_strategy": "no",
-        "disable_tqdm": True, "log_level": "error", "seed": 11,
+        "per_device_eval_batch_size": 4, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1,
+        "learning_rate": 1e-2, "max_grad_norm": 0.0, "optim": "sgd", "report_to": [],
+        "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "log_level": "error",
+        "seed": 11, **kind.arguments,
     }  # fmt: skip
 
 
-def _given(kind: str) -> dict[str, Any]:
+def _given(kind: Kind) -> dict[str, Any]:
+    torch.manual_seed(5)
+    evaluated = samples(kind, 10, 7)
     return {
-        "model": model_of(kind), "train_dataset": Samples(kind, 16, seed=0),
-        "eval_dataset": Samples(kind, 10, seed=7), "data_collator": collate,
-        "compute_metrics": metrics_of,
+        "model": kind.model(), "train_dataset": samples(kind, 16, 0),
+        "eval_dataset": Stream(evaluated.rows) if kind.streamed else evaluated,
+        "data_collator": Collate(kind.plain), "compute_metrics": metrics_of, **kind.given,
     }  # fmt: skip
 
 
-def evaluate_merak(layout: Layout, cache: str) -> list[Seen]:
+def evaluate_merak(names: Sequence[str], layout: Layout, cache: str) -> dict[str, Seen]:
     import merak
 
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
-    arguments = [merak.MerakArguments(trace_cache=cache, **_arguments()) for _ in KINDS]
-    return [
-        watch(_quiet(merak.MerakTrainer(args=args, **_given(kind))), kind)
-        for kind, args in zip(KINDS, arguments, strict=True)
-    ]
-
-
-def evaluate_alone() -> list[Seen]:
-    found = []
-    for kind in KINDS:
-        with alone():
-            args = TrainingArguments(**_arguments())
-            found.append(watch(_quiet(Trainer(args=args, **_given(kind))), kind))
+    found = {}
+    for name in names:
+        kind = KINDS[name]
+        microbatches = {"gradient_accumulation_steps": 2 // dp}
+        args = merak.MerakArguments(trace_cache=cache, **_arguments(kind), **microbatches)
+        found[name] = watch(_quiet(merak.MerakTrainer(args=args, **_given(kind))), kind)
     return found
+
+
+def evaluate_alone(names: Sequence[str]) -> dict[str, Seen]:
+    found = {}
+    for name in names:
+        kind = KINDS[name]
+        with alone():
+            args = TrainingArguments(**_arguments(kind), gradient_accumulation_steps=2)
+            found[name] = watch(_quiet(Trainer(args=args, **_given(kind))), kind)
+    return found
+
+
+def predict_merak(names: Sequence[str], layout: Layout, cache: str) -> dict[str, Seen]:
+    """Predict samples without labels, with no others at hand."""
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    found = {}
+    for name in names:
+        args = merak.MerakArguments(trace_cache=cache, **_only_predicting(KINDS[name]))
+        trainer = merak.MerakTrainer(args=args, model=_given(KINDS[name])["model"])
+        found[name] = _prediction(trainer, KINDS[name])
+    return found
+
+
+def predict_alone(names: Sequence[str]) -> dict[str, Seen]:
+    found = {}
+    for name in names:
+        with alone():
+            args = TrainingArguments(**_only_predicting(KINDS[name]))
+            trainer = Trainer(args=args, model=_given(KINDS[name])["model"])
+            found[name] = _prediction(trainer, KINDS[name])
+    return found
+
+
+def _only_predicting(kind: Kind) -> dict[str, Any]:
+    return {**_arguments(kind), "eval_strategy": "no"}
+
+
+def _prediction(trainer: Trainer, kind: Kind) -> Seen:
+    trainer.data_collator = Collate(kind.plain)
+    predicted = _quiet(trainer).predict(samples(kind, 7, 8, kind.unlabelled))  # type: ignore[arg-type]
+    return {"predictions": predicted.predictions, "labels": predicted.label_ids}
 
 
 def _quiet(trainer: Trainer) -> Trainer:
@@ -176,25 +154,64 @@ def _quiet(trainer: Trainer) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 2)])
+@pytest.fixture(scope="module")
+def expected(pool: RankPool) -> dict[str, Seen]:
+    (found,) = pool.run(evaluate_alone, 1, tuple(KINDS))
+    return dict(found)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_evaluation_of_all_kinds_equals_one_process(
+    pool: RankPool, expected: dict[str, Seen], layout: Layout, tmp_path_factory: Any
+) -> None:
+    cache = Path(tmp_path_factory.getbasetemp()) / "kinds-traces"
+    dp, tp, pp = layout
+    ranks = pool.run(evaluate_merak, dp * tp * pp, LAYOUTS[layout], layout, str(cache))
+    for rank in ranks:
+        assert tuple(rank) == LAYOUTS[layout]
+        for name, seen in rank.items():
+            _assert_same(name, seen, expected[name])
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2)])
+def test_samples_without_labels_are_predicted_without_training(
     pool: RankPool, layout: Layout, tmp_path: Path
 ) -> None:
-    (expected,) = pool.run(evaluate_alone, 1)
-    ranks = pool.run(evaluate_merak, layout[0] * layout[1] * layout[2], layout, str(tmp_path))
-    for rank in ranks:
-        for kind, seen, wanted in zip(KINDS, rank, expected, strict=True):
-            _assert_same(kind, seen, wanted)
+    names = ("nested", "sentences")
+    (expected,) = pool.run(predict_alone, 1, names)
+    dp, tp, pp = layout
+    for rank in pool.run(predict_merak, dp * tp * pp, names, layout, str(tmp_path)):
+        for name in names:
+            assert rank[name]["labels"] is expected[name]["labels"] is None
+            found, known = rank[name]["predictions"], expected[name]["predictions"]
+            _assert_close(name, found, known, TOLERANCE)
 
 
-def _assert_same(kind: str, seen: Seen, wanted: Seen) -> None:
-    for part in ("predictions", "labels"):
-        assert len(seen[part]) == len(wanted[part]), kind
-    for found, known in zip(seen["labels"], wanted["labels"], strict=True):
-        assert np.array_equal(found, known), kind
-    for found, known in zip(seen["predictions"], wanted["predictions"], strict=True):
-        assert found.shape == known.shape, kind
-        assert np.abs(found - known).max() <= TOLERANCE * np.abs(known).max(), kind
-    assert len(seen["metrics"]) == len(wanted["metrics"]) == 4
+def test_every_kind_is_evaluated() -> None:
+    assert {name for names in LAYOUTS.values() for name in names} == set(KINDS)
+
+
+def _assert_same(name: str, seen: Seen, wanted: Seen) -> None:
+    assert len(seen["metrics"]) == len(wanted["metrics"]) == 4, name
     for found, known in zip(seen["metrics"], wanted["metrics"], strict=True):
-        assert found == pytest.approx(known, rel=TOLERANCE), kind
+        assert found == pytest.approx(known, rel=TOLERANCE), name
+    _assert_close(f"labels of {name}", seen["labels"], wanted["labels"], 0.0)
+    _assert_close(f"predictions of {name}", seen["predictions"], wanted["predictions"], TOLERANCE)
+
+
+def _assert_close(name: str, found: Any, known: Any, tolerance: float) -> None:
+    """The same numbers in the same tuples, lists and dicts."""
+    if isinstance(known, Mapping):
+        assert list(found) == list(known), name
+        found, known = tuple(found.values()), tuple(known.values())
+    assert type(found) is type(known), name
+    if isinstance(known, (tuple, list)):
+        assert len(found) == len(known), name
+        for number, (mine, right) in enumerate(zip(found, known, strict=True)):
+            _assert_close(f"{name}[{number}]", mine, right, tolerance)
+        return
+    if known is None:
+        return
+    assert found.shape == known.shape and found.dtype == known.dtype, name
+    largest = np.abs(known).max(initial=0.0)
+    assert np.abs(found - known).max(initial=0.0) <= tolerance * largest, name

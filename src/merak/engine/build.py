@@ -123,7 +123,7 @@ def forecast_of(
         TraceError, PlanError, ShardError, ScheduleError: what was asked for does not fit the
             model, or the job does not fit its memory.
     """
-    graph = build_graph(source, dict(sample), training=True)
+    graph = build_graph(source, dict(sample), training=options.trains)
     plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
     if not plans.takes_costs:
         refuse_sharing(plans.base.schedule, options.zero)

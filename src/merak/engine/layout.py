@@ -62,6 +62,7 @@ class EngineOptions:
         zero: 1 shards the optimizer over dp, 2 also the gradients, 3 also the parameters, 0
             nothing.
         optimizer: makes the optimizer, whose state counts in the memory; None counts none.
+        trains: whether it is laid out for training, whose batches give a loss; else for evaluation.
         observer: looks into segments as they run, such as `merak.graph.observe.Observer`; None
             does not.
     """
@@ -87,6 +88,7 @@ class EngineOptions:
     float32_gradients: bool = True
     zero: int = 0
     optimizer: OptimizerFactory | None = None
+    trains: bool = True
     observer: Rewrite | None = None
 
 

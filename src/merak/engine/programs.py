@@ -77,11 +77,11 @@ class Programs:
         self._splits_backwards = layout.plans.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self._graph = graph
-        self.base = self._compile(graph, True)
-        self._base_key = (tuple(graph.columns.items()), True)
+        self._base_key = (tuple(graph.columns.items()), options.trains)
+        self.base = self._compile(graph, options.trains)
         self._graphs = {
-            True: Graphs(source, training=True, first=graph),
-            False: Graphs(source, training=False),
+            mode: Graphs(source, training=mode, first=graph if mode is options.trains else None)
+            for mode in (True, False)
         }
         self._others = lru_cache(maxsize=options.max_shapes)(self._make)
         self._max_shapes = options.max_shapes
@@ -129,7 +129,7 @@ class Programs:
     def choose(self, layout: Layout) -> None:
         """From now on other segments, and operators of others, keep what they compute."""
         self._choices = _choices(layout)
-        self.base = self._compile(self._graph, True)
+        self.base = self._compile(self._graph, self._base_key[1])
         self._others.cache_clear()
 
     def _compile(self, graph: ModelGraph, training: bool) -> Program:

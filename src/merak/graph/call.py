@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import nn
+
+from merak.graph.outputs import named_outputs
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -41,14 +43,18 @@ def call_model(
 ) -> dict[str, torch.Tensor]:
     """The model's tensor outputs by name, the loss function's result as "loss" first.
 
-    A tuple's first element is its loss where no loss function is given and it is a scalar, as
-    transformers has it; a bare scalar tensor is the loss.
+    In evaluation a loss function is not called with a batch that has nothing for it, such as one of
+    samples without labels, to be predicted.
     """
-    if call.loss_fn is None:
-        return dict(_named_tensors(_run(model, batch, call)))
+    if call.loss_fn is None or not (model.training or _is_for_loss(call.loss_columns, batch)):
+        return dict(named_outputs(_run(model, batch, call)))
     result = _run(model, _taken(model, batch, call.loss_columns), call)
     loss = call.loss_fn(result, batch)
-    return {"loss": loss} | {k: v for k, v in _named_tensors(result) if k != "loss"}
+    return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
+
+
+def _is_for_loss(loss_columns: tuple[str, ...], batch: Iterable[str]) -> bool:
+    return not loss_columns or not set(loss_columns).isdisjoint(batch)
 
 
 def _run(model: nn.Module, batch: dict[str, torch.Tensor], call: Call) -> Any:
@@ -67,26 +73,3 @@ def _taken(
     takes_all = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
     names = set(batch) if takes_all else {p.name for p in parameters}
     return {n: value for n, value in batch.items() if n in names and n not in loss_columns}
-
-
-def _named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(result, torch.Tensor):
-        yield ("loss" if result.ndim == 0 else "output"), result
-        return
-    if isinstance(result, Mapping):
-        items = list(result.items())
-    elif isinstance(result, (tuple, list)):
-        first_is_loss = len(result) and isinstance(result[0], torch.Tensor) and result[0].ndim == 0
-        items = [
-            ("loss" if i == 0 and first_is_loss else f"output{i}", v) for i, v in enumerate(result)
-        ]
-    elif hasattr(result, "__dataclass_fields__"):
-        items = [(name, getattr(result, name)) for name in result.__dataclass_fields__]
-    else:
-        items = []
-    for name, value in items:
-        if isinstance(value, torch.Tensor):
-            yield str(name), value
-        elif isinstance(value, (tuple, list, Mapping)):
-            for inner, tensor in _named_tensors(value):
-                yield f"{name}.{inner}", tensor

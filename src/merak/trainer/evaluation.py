@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
+from accelerate.data_loader import DataLoaderStateMixin  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
+from merak.core.errors import DataError
 from merak.core.mesh import Mesh
 from merak.data import BatchSignature, example_batch, shard_loader, without_plain
+from merak.data.fetch import is_iterable
 from merak.engine.engine import Engine
+from merak.graph.outputs import LOSS, nested
 from merak.trainer.batches import Agreement, Batch, Council
 from merak.trainer.tokens import TOKENS, TokenCounter
 
@@ -25,16 +30,75 @@ class EvaluationOptions:
     Args:
         only_loss: no logits or labels.
         label_names: columns that are labels.
-        kept_inputs: columns to give back beside the results.
+        returns_loss: whether the model gives a loss without labels, as encoders of pairs do.
+        kept_inputs: columns to give back beside the results; None for all of them.
+        counts_last: whether the last batch of a stream is cut to its own samples, as accelerate
+            does in one process unless dispatch_batches=False.
         plain: arguments that are no tensors, which every batch has beside its columns.
         seed: of the loader's random draws.
     """
 
     only_loss: bool
     label_names: tuple[str, ...]
-    kept_inputs: tuple[str, ...]
+    returns_loss: bool
+    kept_inputs: tuple[str, ...] | None
+    counts_last: bool
     plain: Mapping[str, Any]
     seed: int
+
+    def kept(self, columns: Iterable[str]) -> list[str]:
+        """Those of a batch's columns that are given back."""
+        names = self.kept_inputs
+        return [name for name in columns if names is None or name in names]
+
+
+def gives_loss(trainer: Trainer, columns: Container[str], plain: Mapping[str, Any]) -> bool:
+    """Whether transformers' loop asks for the loss of a batch.
+
+    Args:
+        trainer: whose evaluation it is.
+        columns: names of the batch's columns.
+        plain: its arguments that are no tensors.
+    """
+    return _returns_loss(trainer, plain) or _are_labels_in(columns, trainer.label_names)
+
+
+def _returns_loss(trainer: Trainer, plain: Mapping[str, Any]) -> bool:
+    asked = plain.get("return_loss")
+    return not trainer.label_names and bool(trainer.can_return_loss if asked is None else asked)
+
+
+def _are_labels_in(columns: Container[str], label_names: Sequence[str]) -> bool:
+    """Whether a batch has labels: as transformers has it, either all of them or none."""
+    return bool(label_names) and all(name in columns for name in label_names)
+
+
+def evaluation_options(
+    trainer: Trainer, dataset: object, only_loss: bool | None, plain: Mapping[str, Any]
+) -> EvaluationOptions:
+    """What transformers' loop will ask for in an evaluation.
+
+    Args:
+        trainer: whose evaluation it is.
+        dataset: what is evaluated.
+        only_loss: no logits or labels; None leaves it to the arguments.
+        plain: arguments that are no tensors, which every batch has beside its columns.
+    """
+    args = trainer.args
+    dispatched = getattr(args.accelerator_config, "dispatch_batches", None)
+    kept: tuple[str, ...] | None = ()
+    if "inputs" in args.include_for_metrics:
+        main = str(getattr(trainer.model, "main_input_name", "input_ids"))
+        kept = None if args.batch_eval_metrics else (main,)
+    return EvaluationOptions(
+        only_loss=args.prediction_loss_only if only_loss is None else only_loss,
+        label_names=tuple(trainer.label_names),
+        returns_loss=_returns_loss(trainer, plain),
+        kept_inputs=kept,
+        counts_last=is_iterable(dataset) and dispatched is not False,
+        plain=plain,
+        seed=args.seed,
+    )
 
 
 class Evaluation:
@@ -60,8 +124,6 @@ class Evaluation:
         options: EvaluationOptions,
     ) -> None:
         self.dataset = loader.dataset
-        self.end_of_dataloader = False
-        self.remainder = -1
         self._engine = engine
         self._council = council
         self._loader = loader
@@ -78,30 +140,73 @@ class Evaluation:
         """The number of batches of a single process."""
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The inputs to give back of each batch; its results are then in `result`."""
-        rounds = iter(self._rank_loader())
-        while chunk := list(islice(rounds, 2 * self.mesh.pp)):
-            for computed in self._compute(chunk):
-                self._current = computed
-                yield computed["inputs"]
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The inputs to give back of each batch; its results are then in `result`.
 
-    def gather(self, data: Any) -> Any:
-        """What transformers' loop gathers is here already; a ragged batch has fewer samples."""
-        count = self._current["samples"]
-        return recursively_apply(lambda tensor: tensor[:count], data)
+        Meanwhile accelerate sees the loader of a single process, at the end of which it cuts what
+        it gathers to the samples that are left, and a metric of batches is settled.
+        """
+        for computed, is_last in self._computed():
+            self._current = computed
+            with self._seen_by_accelerate(is_last):
+                yield self._given_back(computed)
+
+    @contextmanager
+    def _seen_by_accelerate(self, is_last: bool) -> Iterator[None]:
+        loader: Any = self._loader
+        if not isinstance(loader, DataLoaderStateMixin):
+            yield
+            return
+        loader.begin()  # the last to begin is the one that counts
+        loader.end_of_dataloader = is_last
+        if is_last and self._options.counts_last:
+            loader.remainder = self._current["samples"]
+        try:
+            yield
+        finally:
+            loader.end()
+
+    def _given_back(self, computed: Mapping[str, Any]) -> dict[str, Any]:
+        if not computed["inputs"]:  # a stand-in, for the loop to count the samples of
+            return {"samples": torch.empty(computed["samples"], 0)}
+        plain = self._options.plain if self._options.kept_inputs is None else {}
+        return {**computed["inputs"], **plain}
 
     def result(self, only_loss: bool, ignore_keys: Sequence[str]) -> tuple[Any, Any, Any]:
-        """Loss, logits and labels of the current batch, each None where there is none."""
-        outputs: dict[str, Any] = dict(self._current["outputs"])
-        loss = outputs.pop("loss", None)
+        """Loss, logits and labels of the current batch, each None where there is none.
+
+        Raises:
+            DataError: there are labels, and the model makes no loss of them.
+        """
+        outputs = nested(self._current["outputs"])
+        labels = self._current["labels"]
+        has_loss = labels is not None or self._options.returns_loss
+        if has_loss and LOSS not in outputs:
+            raise DataError(
+                "the model returns no loss for the labels of an evaluation, only "
+                f"{', '.join(outputs)}; let it return one, or give label_names=[]."
+            )
+        loss = outputs.pop(LOSS) if has_loss else None
         if only_loss:
             return loss, None, None
-        logits = tuple(value for name, value in nest(outputs).items() if name not in ignore_keys)
-        labels = tuple(self._current["labels"].values())
-        return loss, _single(logits), _single(labels) if labels else None
+        if has_loss:  # which transformers takes a tuple's first element for
+            outputs.pop("output0", None)
+        logits = tuple(value for name, value in outputs.items() if name not in ignore_keys)
+        return loss, _single(logits), _single(labels or ()) if has_loss else None
 
     # ---- computing ----
+
+    def _computed(self) -> Iterator[tuple[dict[str, Any], bool]]:
+        """The batches' results in their order, each with whether it is the last one."""
+        size = 2 * self.mesh.pp
+        rounds = iter(self._rank_loader())
+        chunk = list(islice(rounds, size))
+        while chunk:
+            following = list(islice(rounds, size))
+            results = list(self._compute(chunk))
+            for number, computed in enumerate(results, 1):
+                yield computed, not following and number == len(results)
+            chunk = following
 
     def _rank_loader(self) -> DataLoader[Any]:
         options = self._options
@@ -109,8 +214,8 @@ class Evaluation:
         signature = self._counter.signature(sample)
         read = list(self._engine.columns(signature.columns, training=False))
         if self._engine.holds_last_stage:
-            kept = (*options.label_names, *options.kept_inputs)
-            read += [name for name in kept if name in sample]
+            labels = [name for name in options.label_names if name in sample]
+            read += [*labels, *options.kept(sample)]
         return shard_loader(
             self._loader,
             dp_degree=self.mesh.dp,
@@ -138,13 +243,14 @@ class Evaluation:
     def _told(self, batch: Batch, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What this rank knows of a batch: outputs of its stages; labels and inputs it read."""
         options = self._options
-        names = [n for n in outputs if n == "loss" or not options.only_loss]
+        names = [n for n in outputs if n == LOSS or not options.only_loss]
         labels = () if options.only_loss else options.label_names
+        kept = options.kept(name for name in batch if name != TOKENS)
         is_last = self._engine.holds_last_stage
         return {
             "outputs": {name: outputs[name].detach().cpu() for name in names},
             "labels": {n: batch[n].cpu() for n in labels if is_last and n in batch},
-            "inputs": {n: batch[n].cpu() for n in options.kept_inputs if is_last and n in batch},
+            "inputs": {n: batch[n].cpu() for n in kept if is_last},
         }
 
     def _share(
@@ -161,7 +267,14 @@ class Evaluation:
                     for part in ("outputs", "labels", "inputs")
                 }
                 merged["outputs"] = self._in_order(merged["outputs"], found)
+                merged["labels"] = self._labels(merged["labels"], found)
                 yield {**merged, "samples": num_samples(found)}
+
+    def _labels(self, told: Mapping[str, Any], found: BatchSignature) -> tuple[Any, ...] | None:
+        """The labels of a batch, none where only the loss is wanted; None if it has none."""
+        if not _are_labels_in(found.names, self._options.label_names):
+            return None
+        return tuple(told[name] for name in self._options.label_names if name in told)
 
     def _in_order(self, outputs: dict[str, Any], found: BatchSignature) -> dict[str, Any]:
         signature = self._counter.with_tokens(found).columns
@@ -172,18 +285,6 @@ class Evaluation:
 def num_samples(found: BatchSignature) -> int:
     """Samples of a microbatch: the first size that its columns have in common."""
     return max((meta.shape[0] for _, meta in found.columns if meta.shape), default=0)
-
-
-def nest(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Outputs by their first name: `hidden_states.output0`, … become one tuple."""
-    nested: dict[str, Any] = {}
-    for name, value in outputs.items():
-        first, _, rest = name.partition(".")
-        if rest:
-            nested.setdefault(first, []).append(value)
-        else:
-            nested[first] = value
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in nested.items()}
 
 
 def _single(values: tuple[Any, ...]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
 from merak.core.errors import DataError, TrainingError
 from merak.core.mesh import current_mesh
-from merak.data import check_columns, check_not_empty, example_batch, shard_loader, split_plain
+from merak.data import check_not_empty, example_batch, shard_loader, split_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
@@ -34,7 +35,8 @@ from merak.graph.build import GraphSource
 from merak.graph.feature_file import parse_features
 from merak.graph.proxies import empty_weights
 from merak.trainer.batches import Agreement, Council
-from merak.trainer.evaluation import Evaluation, EvaluationOptions
+from merak.trainer.columns import check_batch
+from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
 from merak.trainer.refusals import (
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
@@ -100,31 +102,29 @@ class MerakTrainer(Saving, Trainer):
 
     # ---- the engine ----
 
-    def build_engine(self, loader: DataLoader[Any], dataset: object = None) -> Engine:
+    def build_engine(
+        self, loader: DataLoader[Any], dataset: object = None, *, trains: bool = True
+    ) -> Engine:
         """Trace, lay out and load the model, at the shape of the loader's first samples.
 
         Args:
             loader: a loader of a single process, as transformers makes it.
             dataset: the user's own, of which the loader's may have only some columns.
+            trains: whether the loader's batches are those of training.
         """
         if self.engine is not None:
             return self.engine
         check_arguments(self.args)
         batch = example_batch(loader, seed=self.args.seed)
-        labels = ("labels",) if self.compute_loss_func is not None else ()
-        check_columns(
-            batch,
-            model=self.model,
-            needed=_main_inputs(self.model, batch),
-            dataset=dataset if dataset is not None else loader.dataset,
-            also_taken=labels,
-        )
+        check_batch(self, batch, dataset if dataset is not None else loader.dataset)
         batch, self._plain = split_plain(batch)
         self._counter = self._make_counter()
         self._flops_per_token = self._estimate_flops()
         columns = self._counter.signature(batch).columns
         source = self._graph_source()
-        self.engine = build_engine(source, columns, self.mesh, self._engine_options())
+        trains = trains or gives_loss(self, batch, self._plain)
+        options = replace(self._engine_options(), trains=trains)
+        self.engine = build_engine(source, columns, self.mesh, options)
         self._council = Council(self.mesh, self.engine.progress)
         if self.engine.updates_inside:
             refuse_what_needs_all_gradients(self.args)
@@ -361,21 +361,16 @@ class MerakTrainer(Saving, Trainer):
     ) -> EvalLoopOutput:
         """transformers' own loop, over batches that the replicas and stages computed together."""
         check_not_empty(dataloader.dataset, "evaluation")
-        engine = self.build_engine(dataloader)
+        if self.engine is None and self.train_dataset is not None:
+            # Training is what the job is laid out for: at its shapes, with the labels of its loss.
+            self.build_engine(Trainer.get_train_dataloader(self), self.train_dataset)
+            check_batch(self, example_batch(dataloader, seed=self.args.seed), dataloader.dataset)
+        engine = self.build_engine(dataloader, trains=False)
         assert self._council is not None and self._counter is not None
-        args = self.args
-        only_loss = prediction_loss_only
-        kept = (self._counter.main_input,) if "inputs" in args.include_for_metrics else ()
-        options = EvaluationOptions(
-            only_loss=args.prediction_loss_only if only_loss is None else only_loss,
-            label_names=tuple(self.label_names),
-            kept_inputs=kept,
-            plain=self._plain,
-            seed=args.seed,
-        )
+        options = evaluation_options(self, dataloader.dataset, prediction_loss_only, self._plain)
         evaluation = Evaluation(engine, self._council, dataloader, self._counter, options)
         self._evaluation = evaluation
-        self.gather_function = evaluation.gather
+        self.gather_function = self.accelerator.gather_for_metrics
         batches = cast("DataLoader[Any]", evaluation)  # all of a loader that the loop looks at
         return super().evaluation_loop(
             batches, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -391,12 +386,8 @@ class MerakTrainer(Saving, Trainer):
         """The loss, logits and labels that the evaluation has computed for this batch."""
         assert self._evaluation is not None
         if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+            ignore_keys = []
+            if hasattr(self.model, "config"):
+                config, default = self.model.config, ["past_key_values"]
+                ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
         return self._evaluation.result(prediction_loss_only, ignore_keys)
-
-
-def _main_inputs(model: nn.Module | None, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The column that a model of transformers needs, though its `forward` has a default for it."""
-    name = getattr(model, "main_input_name", None)
-    return (name,) if name is not None and "inputs_embeds" not in batch else ()

@@ -1,0 +1,38 @@
+"""Whether a trainer's batches are what its model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from merak.data import check_columns
+
+
+def check_batch(trainer: Trainer, batch: Mapping[str, Any], dataset: object) -> None:
+    """Refuse a batch that the trainer's model cannot be called with, or that lacks what it needs.
+
+    Args:
+        trainer: any.
+        batch: its columns, and arguments that are no tensors.
+        dataset: where the batch comes from, to say what it has.
+
+    Raises:
+        DataError: a column is missing, or one that nothing takes is there.
+    """
+    model: Any = trainer.model  # of any module, whatever transformers declares
+    check_columns(
+        batch,
+        model=model,
+        needed=_main_inputs(model, batch),
+        dataset=dataset,
+        also_taken=("labels",) if trainer.compute_loss_func is not None else (),
+    )
+
+
+def _main_inputs(model: nn.Module | None, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """The column that a model of transformers needs, though its `forward` has a default for it."""
+    name = getattr(model, "main_input_name", None)
+    return (name,) if name is not None and "inputs_embeds" not in batch else ()
