@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import (
+    HfArgumentParser,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames, ParallelMode
 
@@ -17,7 +22,7 @@ from merak.arguments import MerakArguments, check_arguments, single_process_acce
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.page import render
 from merak.arguments.rules import Layout, Policy
-from merak.arguments.table import ACCELERATOR, RULES, SECTIONS
+from merak.arguments.table import ACCELERATOR, RULES, SECTIONS, SEQ2SEQ
 from merak.core import mesh as meshes
 from merak.core.errors import ArgumentsError, MeshError, ShardError
 from merak.graph.feature_file import parse_features
@@ -73,6 +78,18 @@ def test_every_field_of_transformers_is_decided() -> None:
 def test_every_optimizer_and_accelerator_option_is_decided() -> None:
     assert {name.value for name in OptimizerNames} <= set(OPTIMIZERS)
     assert {field.name for field in dataclasses.fields(AcceleratorConfig)} <= set(ACCELERATOR)
+
+
+def test_arguments_of_sequence_to_sequence_are_decided_too(job: Callable[..., None]) -> None:
+    @dataclasses.dataclass
+    class Both(MerakArguments, Seq2SeqTrainingArguments):
+        pass
+
+    added = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
+    assert added - {field.name for field in dataclasses.fields(TrainingArguments)} == set(SEQ2SEQ)
+    assert Both(output_dir="unused", sortish_sampler=True).sortish_sampler
+    with pytest.raises(ArgumentsError, match=r"predict_with_generate=True .* call generate on it"):
+        Both(output_dir="unused", predict_with_generate=True)
 
 
 def test_documentation_is_current() -> None:

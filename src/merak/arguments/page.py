@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from merak.arguments.alone import REFUSED_VARIABLES
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.rules import Layout, Policy, Rule
-from merak.arguments.table import ACCELERATOR, SECTIONS
+from merak.arguments.table import ACCELERATOR, SECTIONS, SEQ2SEQ
 from merak.arguments.training import OWN_FIELDS, MerakArguments
 
 INTRODUCTION = """\
@@ -51,6 +51,9 @@ def _lines() -> Iterator[str]:
     for title, rules in SECTIONS.items():
         yield f"### {title}\n"
         yield from _table("argument", rules)
+    yield "### Arguments of `Seq2SeqTrainingArguments`\n"
+    yield "In a class of one's own that is made of both kinds of arguments.\n"
+    yield from _table("argument", SEQ2SEQ)
     yield "### Options of `accelerator_config`\n"
     yield from _table("option", ACCELERATOR)
     yield "## Optimizers\n"

@@ -14,6 +14,8 @@ _RECOMPUTE += " share of them, or 'auto'"
 _COMPILE = "segments run as traced, without torch.compile, in this release; leave it unset"
 _DEGREES = "Merak lays parameters out itself; use merak.init(dp=…, tp=…, pp=…)"
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"
+_GENERATES = "evaluation runs the model once a batch, on its labels, and generates no words; save "
+_GENERATES += "the model, and call generate on it in one process"
 _HUB = honoured("rank 0 pushes what `save_model` and checkpoints wrote")
 _LOGGER = honoured("given to the logger, on rank 0")
 _SCRIPT = honoured("read by scripts, not by the trainer")
@@ -230,6 +232,15 @@ ACCELERATOR = {
     "use_configured_state": refused("the state of each rank's Accelerate is made by Merak"),
 }
 """The decisions for the options of `accelerator_config`."""
+
+SEQ2SEQ = {
+    "predict_with_generate": refused(_GENERATES),
+    "generation_max_length": refused(_GENERATES),
+    "generation_num_beams": refused(_GENERATES),
+    "generation_config": refused(_GENERATES),
+    "sortish_sampler": no_effect("transformers no longer reads it"),
+}
+"""The decisions for what `Seq2SeqTrainingArguments` adds, in a class that has both."""
 
 SECTIONS: dict[str, dict[str, Rule]] = {
     "Output and scripts": OUTPUT,

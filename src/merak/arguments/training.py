@@ -19,7 +19,7 @@ from merak.arguments.alone import fresh_state
 from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
 from merak.arguments.rules import problems, raise_first
-from merak.arguments.table import RULES
+from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import current_mesh
 from merak.engine.precision import check_autocast
@@ -232,7 +232,7 @@ class MerakArguments(TrainingArguments):
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured, then settle defaults as transformers does."""
         mesh = current_mesh()
-        raise_first(problems(self, RULES, OWN_FIELDS, mesh))
+        raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
         check_autocast(self.autocast, mesh.device)  # before transformers looks at device 0
         if mesh.device.type == "cpu" and self.bf16:
             self.use_cpu = True  # transformers would look for a GPU that has it
@@ -341,7 +341,7 @@ def check_arguments(arguments: MerakArguments) -> None:
         ArgumentsError: an argument cannot be honoured; the first one is named.
     """
     mesh = current_mesh()
-    raise_first(problems(arguments, RULES, OWN_FIELDS, mesh))
+    raise_first(problems(arguments, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
     raise_first(own_problems(arguments, mesh))
 
 

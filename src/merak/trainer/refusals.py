@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from merak.arguments import MerakArguments
 from merak.core.errors import ArgumentsError
@@ -48,6 +48,8 @@ def refuse_what_ranks_cannot_share(
     Raises:
         ArgumentsError: they do.
     """
+    if issubclass(cls, Seq2SeqTrainer) or isinstance(args, Seq2SeqTrainingArguments):
+        _refuse_generation(cls, args)
     if args is not None and not isinstance(args, MerakArguments):
         raise ArgumentsError(
             f"args is a {type(args).__name__}; MerakTrainer takes merak.MerakArguments, which has "
@@ -71,3 +73,15 @@ def refuse_what_ranks_cannot_share(
                 f"{cls.__name__} overrides {method}, which Merak does not call: the loss is part "
                 "of the traced graph; pass compute_loss_func=… instead."
             )
+
+
+def _refuse_generation(cls: type, args: object) -> None:
+    """What transformers' trainer of sequence to sequence models adds is words that it generates."""
+    if isinstance(args, MerakArguments) and not issubclass(cls, Seq2SeqTrainer):
+        return  # the arguments have refused what they cannot honour
+    name = cls.__name__ if issubclass(cls, Seq2SeqTrainer) else type(args).__name__
+    raise ArgumentsError(
+        f"{name} is for evaluations that generate words (predict_with_generate=True), but "
+        "MerakTrainer runs the model once for each batch, on its labels; use MerakTrainer with "
+        "merak.MerakArguments, save the model, and call generate on it in one process."
+    )
