@@ -69,6 +69,7 @@ class CheckReport:
         evaluation_max_rel_diff: of the outputs of evaluations before, between and after the steps,
             as of gradients; None if nothing was evaluated.
         kept_whole: modules that cannot be traced inside, and ran as one operator each.
+        filled: fields of the model's config that it leaves open, and what the check took for them.
     """
 
     model: str
@@ -83,6 +84,7 @@ class CheckReport:
     reason: str | None = None
     evaluation_max_rel_diff: float | None = None
     kept_whole: list[KeptWhole] = field(default_factory=list)
+    filled: dict[str, Any] = field(default_factory=dict)
 
 
 def check_model(

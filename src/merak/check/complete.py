@@ -24,6 +24,9 @@ ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 BUDGET = 32
 RATIO = 4
+STAGES = 4
+"""From so many layers feature pyramids are made, arXiv:1612.03144."""
+
 CLIP = 8
 """Far from what small weights make of normal numbers."""
 
@@ -116,7 +119,16 @@ def _filled(config: PreTrainedConfig) -> Fields:
     kinds = filled.get("layer_types") or fields.get("layer_types")
     if kinds and not fields.get("rope_parameters", kinds):
         filled["rope_parameters"] = {kind: dict(ROPE) for kind in dict.fromkeys(kinds)}
-    return filled
+    return filled | _staged(config)
+
+
+def _staged(config: PreTrainedConfig) -> Fields:
+    """Layers spread evenly, for models that put the outputs of several together."""
+    layers = next((v for n, v in vars(config).items() if names.LAYERS.match(n) and is_count(v)), 0)
+    is_open = "_out_indices" in vars(config) and len(config.out_indices) == 1
+    if not is_open or layers < STAGES:
+        return {}
+    return {"out_indices": [layers * number // STAGES for number in range(1, STAGES + 1)]}
 
 
 def _value(name: str, config: PreTrainedConfig) -> Any:

@@ -35,3 +35,14 @@ def inner_configs(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedCon
 def inside(inner: PreTrainedConfig, fields: Fields) -> Fields:
     """Changes of a config inside another one, of the same kind as before."""
     return {"model_type": inner.model_type, **fields} if fields else {}
+
+
+def flat(fields: Mapping[str, Any], within: str = "") -> Fields:
+    """Fields by names such as `text_config.use_cache`, without the kinds of the configs inside."""
+    found: Fields = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and "model_type" in value:
+            found |= flat(value, f"{within}{name}.")
+        elif name != "model_type":
+            found[f"{within}{name}"] = value
+    return found

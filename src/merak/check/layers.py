@@ -31,13 +31,33 @@ def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int
     several = 4 if kinds > 1 else 2
     if kinds > 1:
         several = max(several, kinds * (2 if shares(config) else each))
-    layers = min(old, max(least, several, *turns))
+    stages = max((len(indices) for indices in taken_stages(config).values()), default=0)
+    layers = min(old, max(least, several, stages, *turns))
     return _until_all_kinds(config, old, layers)
 
 
 def shares(config: PreTrainedConfig) -> bool:
     """Whether later layers use what earlier ones of their kind have made."""
     return any(vars(config).get(name) for name in names.PART_OF_LAYERS)
+
+
+def taken_stages(config: PreTrainedConfig) -> dict[str, list[int]]:
+    """Fields with the numbers of layers whose outputs a model for images puts together."""
+    if any(name in vars(config) for name in names.DEPTHS):
+        return {}  # stages of several layers each, none of which is left out
+    lists = {n: v for n, v in vars(config).items() if n[0] != "_" and names.STAGES.search(n)}
+    if "_out_indices" in vars(config):
+        lists["out_indices"] = config.out_indices
+    return {n: list(v) for n, v in lists.items() if isinstance(v, (list, tuple)) and len(v) > 1}
+
+
+def nearer(numbers: Sequence[int], old: int, new: int) -> list[int]:
+    """Numbers of layers in a model of fewer layers: as many, in proportion, no two the same."""
+    found: list[int] = []
+    for number in sorted(numbers):
+        place = number * new // old
+        found.append(max(place, found[-1] + 1) if found else place)
+    return found
 
 
 def _until_all_kinds(config: PreTrainedConfig, old: int, layers: int) -> int:

@@ -23,6 +23,8 @@ CHOSEN_EXPERTS = 2
 AXIAL = [4, 8]
 WINDOW = 16
 STATE = 16
+NUM_FILTERS = 8
+"""Channels of a first convolution, which every later one doubles."""
 
 LAYERS = re.compile(
     r"^(num_hidden_layers|n_layers?|num_layers|\w*encoder_layers|\w*decoder_layers|num_blocks"
@@ -62,7 +64,11 @@ OTHERS_WIDTH = re.compile(r"(?<!ffn_)(hidden_size|d_model|embed_dim|hidden_dim)"
 WIDTH_LISTS = ("axial_pos_embds_dim",)
 DEPTHS = ("depths", "block_sizes", "num_block_repeats")
 LAYER_NUMBERS = re.compile(r"(idxs|layer_ids|cross_attention_layers|moe_layers|mlp_only_layers)$")
+STAGES = re.compile(r"out_indices$")
+"""Numbers of layers whose outputs are taken one by one, so that there are as many as before."""
+
 PART_OF_LAYERS = ("num_kv_shared_layers",)
+FILTERS = ("num_filters",)
 STATES = ("mamba_d_state", "state_size", "ssm_state_size", "mamba_chunk_size")
 STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 KINDS = re.compile(r"(layer_types|block_types|layers_block_type|attn_layers|attention_layers)$")

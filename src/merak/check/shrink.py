@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fractions import Fraction
 from types import MappingProxyType
@@ -21,7 +21,15 @@ from transformers import PreTrainedConfig
 
 from merak.check import names
 from merak.check.fields import Fields, inside, is_count
-from merak.check.layers import first_stages, in_turns, num_layers, of_each_kind, shares
+from merak.check.layers import (
+    first_stages,
+    in_turns,
+    nearer,
+    num_layers,
+    of_each_kind,
+    shares,
+    taken_stages,
+)
 from merak.check.relations import agreeing, without_derived
 
 
@@ -99,10 +107,12 @@ class Attempt:
     Args:
         fields: what to change; nothing for the config as it is.
         groups: the rules that were applied.
+        filled: those of the fields that the config leaves open and that are filled by a guess.
     """
 
     fields: Fields
     groups: tuple[Group, ...]
+    filled: Fields = field(default_factory=dict)
 
     @property
     def has_small_inputs(self) -> bool:
@@ -166,8 +176,16 @@ class _Shrinker:
                 changes[name] = inside(value, within.fields(value))
             elif not name.startswith("_") and name not in self.given:
                 changes[name] = _small(name, self.token(name, value), sizes)
+        changes |= self.stages(config, sizes)
         old = vars(config)
-        return {n: v for n, v in changes.items() if v != old[n] and v != {}}
+        return {n: v for n, v in changes.items() if v != old.get(n) and v != {}}
+
+    def stages(self, config: PreTrainedConfig, sizes: _Sizes) -> Fields:
+        """Layers whose outputs are taken, as many as before."""
+        if Group.LAYERS not in self.groups or not sizes.old_layers > sizes.layers:
+            return {}
+        taken = {n: v for n, v in taken_stages(config).items() if n not in self.given}
+        return {n: nearer(v, sizes.old_layers, sizes.layers) for n, v in taken.items()}
 
     def token(self, name: str, value: Any) -> Any:
         """A special token's number within the smaller vocabulary; different ones stay different."""
@@ -309,6 +327,8 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
         return _divided(value, sizes.width_divisor)
     if name in names.STATE_GROUPS:
         return min(value, max(1, new // 2))
+    if name in names.FILTERS:
+        return min(value, names.NUM_FILTERS)
     return min(value, names.STATE) if name in names.STATES else value
 
 

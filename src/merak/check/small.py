@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from merak.check.fields import Fields
 from merak.check.reference import EagerError, FinalError, reference
 from merak.check.training import Job, Outcome
 from merak.core.errors import MerakError, PackageError
@@ -18,10 +19,17 @@ MOST_PARAMETERS = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A job, and what one process made of it."""
+    """A job, and what one process made of it.
+
+    Args:
+        job: what was trained.
+        outcome: what came of it.
+        filled: fields of the model's config that it leaves open and that were filled by a guess.
+    """
 
     job: Job
     outcome: Outcome
+    filled: Fields = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +40,13 @@ class Version:
         jobs: makes jobs that train it on different batches, the most wanted one first.
         is_small: whether it cannot be large, so that it need not be built without weights first.
         is_whole: whether it is the model as the user has it.
+        filled: as of `Trained`.
     """
 
     jobs: Callable[[], Iterable[Job]]
     is_small: bool = False
     is_whole: bool = False
+    filled: Fields = field(default_factory=dict)
 
 
 def first_that_trains(versions: Iterable[Version]) -> Trained:
@@ -72,7 +82,7 @@ def _train(version: Version) -> Trained | MerakError:
             if not failures:
                 _refuse_large(job, version)
             try:
-                return Trained(job, reference(job))
+                return Trained(job, reference(job), version.filled)
             except EagerError as failed:  # perhaps for want of another batch
                 failures.append(failed)
     except MerakError as failed:

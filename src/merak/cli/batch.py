@@ -27,6 +27,9 @@ DEFAULT_IMAGE = 224
 SUBSAMPLING = 8
 """Frames of sound that a model which subsamples them makes one of, at the most."""
 
+DEFAULT_WAVE = 7680
+"""Numbers of a recording where the config does not say how many make a frame."""
+
 DEFAULT_CHOICES = 2
 """Answers to choose from, in multiple-choice models."""
 
@@ -41,12 +44,14 @@ class Column:
         first: the smallest of the whole numbers.
         last: the last one of every row, which is nowhere else in it, such as the token that ends
             a text; None where it is drawn like the others.
+        times: so often it is in a row: at the end of each of so many equal parts.
     """
 
     shape: tuple[int, ...]
     num_values: int | None = None
     first: int = 0
     last: int | None = None
+    times: int = 1
 
     @property
     def meta(self) -> TensorMeta:
@@ -181,6 +186,12 @@ def sound_mask(model_class: type[PreTrainedModel], columns: Columns) -> Columns:
     return {"attention_mask": Column(sound.shape[:2], 1, first=1)}
 
 
+def predicts_pairs(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a model is for telling which texts go with which images."""
+    names = auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
+    return any(model_class.__name__ in _names(value) for value in names)
+
+
 def example_arguments(model_class: type[PreTrainedModel]) -> dict[str, bool]:
     """What a model must be called with beside a batch to give a loss: encoders of pairs do not."""
     taken = inspect.signature(model_class.forward).parameters
@@ -201,7 +212,9 @@ def _draw(column: Column, seed: int) -> torch.Tensor:
         return drawn + column.first
     drawn = torch.randint(column.num_values - 1, column.shape, generator=generator) + column.first
     drawn += drawn >= column.last
-    drawn[..., -1] = column.last
+    length = column.shape[-1]
+    ends = [(part + 1) * length // column.times - 1 for part in range(column.times)]
+    drawn[..., ends] = column.last
     return drawn
 
 
@@ -269,13 +282,24 @@ def _sound(sizes: _Sizes) -> Column:
     strides = getattr(sizes.config, "conv_stride", None)
     if strides:
         return Column((sizes.batch, sizes.sequence * math.prod(strides)))
+    if _bins(sizes) is None:
+        return Column((sizes.batch, DEFAULT_WAVE))
     return _spectrum(sizes)
 
 
-def _spectrum(sizes: _Sizes) -> Column:
+def _bins(sizes: _Sizes) -> int | None:
+    """How many numbers a frame of sound has."""
+    owners = _sound_configs(sizes)
+    return _first(owners, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
+
+
+def _sound_configs(sizes: _Sizes) -> tuple[object, ...]:
     inner = (getattr(sizes.config, name, None) for name in ("audio_config", "encoder_config"))
-    owners = (sizes.config, *inner)
-    bins = _first(owners, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
+    return (sizes.config, *inner)
+
+
+def _spectrum(sizes: _Sizes) -> Column:
+    owners, bins = _sound_configs(sizes), _bins(sizes)
     if bins is None:
         raise CommandError(
             f"{type(sizes.config).__name__} does not say how many numbers a frame of sound has, so "

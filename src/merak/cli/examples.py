@@ -18,6 +18,7 @@ from merak.cli.batch import (
     example_columns,
     further_inputs,
     predicts_classes,
+    predicts_pairs,
     sound_mask,
     visual_field,
 )
@@ -28,6 +29,9 @@ PATCHES = 4
 
 STACKED = (1, 2, 4)
 """How many frames of sound, or changes between them, may be side by side in one."""
+
+SEPARATORS = 3
+"""Behind the question twice, and behind the context."""
 
 _SHAPE = r"^\s*{name} \(.*of shape `\(([^`]*)\)`"
 
@@ -86,6 +90,11 @@ def _all(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and positions > sequence:  # one output for each position there is
         yield Example(example_columns(model_class, config, sequence=positions))
+    separated = _separated(plain, config)
+    if separated is not None:
+        yield Example(separated)
+    if predicts_pairs(model_class):
+        yield Example(everything, pair_loss)
     if predicts_classes(model_class):
         num_labels = int(config.num_labels or 1)
         labels = {"labels": Column((1,), num_labels)}
@@ -103,6 +112,31 @@ def class_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     values = outputs.values() if hasattr(outputs, "values") else outputs
     scores = next(v for v in values if isinstance(v, torch.Tensor) and v.ndim == 2)
     return F.cross_entropy(scores, labels)
+
+
+def pair_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The contrastive loss of pairs, for models that give scores of every image and text.
+
+    Args:
+        outputs: what the model returned; its `logits_per_image` are (images, texts).
+        batch: the batch, whose images belong to its texts in their order.
+
+    Source: arXiv:2103.00020, figure 3.
+    """
+    scores = outputs["logits_per_image"]
+    right = torch.arange(len(scores), device=scores.device)
+    return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+
+
+def _separated(columns: Columns, config: PreTrainedConfig) -> Columns | None:
+    """A question and its context with the three separators that some tokenizers put around them."""
+    separator = getattr(config, "sep_token_id", None)
+    ids = columns.get("input_ids")
+    if ids is None or "start_positions" not in columns or not isinstance(separator, int):
+        return None
+    if not 0 <= separator < int(ids.num_values or 0) or ids.shape[-1] < SEPARATORS:
+        return None
+    return {**columns, "input_ids": replace(ids, last=separator, times=SEPARATORS)}
 
 
 def _in_patches(config: PreTrainedConfig) -> Columns:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workshop, check_against
 from merak.check.complete import completions, lacking
-from merak.check.fields import Fields, merged
+from merak.check.fields import Fields, flat, merged
 from merak.check.names import IMAGE
 from merak.check.shrink import Attempt, Wanted, attempts
 from merak.check.small import Trained, Version, first_that_trains
@@ -81,7 +81,8 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
     trained = small_version(request, layout, options)
     with _folder() as folder:
         report = check_against(trained.outcome, trained.job, Workshop(folder, _launch))
-    return replace(report, seconds=time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return replace(report, seconds=seconds, filled=flat(trained.filled))
 
 
 def small_version(request: Request, layout: Layout, options: CheckOptions) -> Trained:
@@ -101,7 +102,8 @@ def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterat
     for one in _changes(request, wanted):
         most = None if one.has_small_inputs else 1
         jobs = partial(_jobs, request, one.fields, (layout, options), most)
-        yield Version(jobs, one.is_small, is_whole=not one.fields)
+        filled = merged(_padding(request), one.filled)
+        yield Version(jobs, one.is_small, not one.fields, filled)
 
 
 def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
@@ -115,7 +117,7 @@ def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
         for place, one in enumerate(attempts(filled, request.given, wanted)):
             if one.is_small:
                 both = merged(completion, one.fields)
-                found.append((number + place, number, replace(one, fields=both)))
+                found.append((number + place, number, replace(one, fields=both, filled=completion)))
     yield from (one for _, _, one in sorted(found, key=lambda row: row[:2])[1:])
 
 
@@ -151,11 +153,25 @@ def _with_what_lacks(request: Request, completion: Fields, wanted: Wanted) -> Fi
     return completion
 
 
-def _pad(config: PreTrainedConfig) -> None:
-    """Name a padding token where there is none, which decoders that classify texts look for."""
+def _padding(request: Request) -> Fields:
+    """The padding token that `_pad` names, if it does."""
+    source = resolve_model(
+        request.model, request.given, trust_remote_code=request.trust_remote_code
+    )
+    return _pad(source.config)
+
+
+def _pad(config: PreTrainedConfig) -> Fields:
+    """Name a padding token where there is none, which decoders that classify texts look for.
+
+    Returns:
+        What was set.
+    """
     text = config.get_text_config()
-    if getattr(text, "vocab_size", None) and getattr(text, "pad_token_id", None) is None:
-        text.pad_token_id = 0
+    if not getattr(text, "vocab_size", None) or getattr(text, "pad_token_id", None) is not None:
+        return {}
+    text.pad_token_id = 0
+    return {"pad_token_id": 0}
 
 
 def _jobs(

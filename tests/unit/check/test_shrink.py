@@ -7,6 +7,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from merak.check.complete import completions, lacking
+from merak.check.fields import flat
 from merak.check.layers import of_each_kind
 from merak.check.relations import agreeing, without_derived
 from merak.check.shrink import VERSIONS, Wanted, attempts
@@ -165,3 +166,27 @@ def test_a_field_that_one_part_lacks_is_taken_from_another() -> None:
         _ = config.attn_config.rope_theta
     assert lacking(caught.value, config)["attn_config"]["rope_theta"] == 10000.0
     assert lacking(ValueError("else"), config) == {}
+
+
+def test_layers_whose_outputs_are_taken_stay_as_many() -> None:
+    small = smallest(transformers.DPTConfig())
+    assert (small["num_hidden_layers"], small["backbone_out_indices"]) == (4, [0, 1, 2, 3])
+    small = smallest(transformers.Data2VecVisionConfig())
+    assert (small["num_hidden_layers"], small["out_indices"]) == (4, [1, 2, 3, 4])
+    assert "out_indices" not in smallest(transformers.SwinConfig(out_indices=[1, 2, 3, 4]))
+    assert smallest(transformers.DPTConfig(), {"backbone_out_indices": [2, 5, 8, 11]}).get(
+        "backbone_out_indices"
+    ) is None  # fmt: skip
+
+
+def test_layers_to_take_outputs_of_are_chosen_where_the_config_names_one() -> None:
+    config = transformers.BeitConfig()
+    filled = [f["out_indices"] for f in completions(config) if "out_indices" in f]
+    assert filled and all(indices == [3, 6, 9, 12] for indices in filled)
+    small = smallest(transformers.BeitConfig(out_indices=filled[0]))
+    assert (small["num_hidden_layers"], small["out_indices"]) == (4, [1, 2, 3, 4])
+
+
+def test_fields_are_told_by_where_they_are() -> None:
+    fields = {"use_cache": False, "text_config": {"model_type": "x", "rope": {"a": 1}}}
+    assert flat(fields) == {"use_cache": False, "text_config.rope": {"a": 1}}

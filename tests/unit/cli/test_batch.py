@@ -84,6 +84,11 @@ MODELS = [
         TEXT,
         {"input_ids": (2, 8), "bbox": (2, 8, 4), "labels": (2, 8)},
     ),
+    (
+        "PerceiverForImageClassificationLearned",
+        {"d_latents": 16, "num_latents": 4, "num_self_attends_per_block": 2, "image_size": 32},
+        {"pixel_values": (2, 3, 32, 32), "labels": (2,)},
+    ),
     ("ViTForImageClassification", IMAGE, {"pixel_values": (2, 3, 32, 32), "labels": (2,)}),
     (
         "ResNetForImageClassification",
@@ -171,7 +176,7 @@ def test_regression_has_a_number_for_a_label() -> None:
             {},
             "takes past_values, for which there is no example batch; models",
         ),
-        ("DacModel", {}, "DacConfig does not say how many numbers a frame of sound has"),
+        ("UnivNetModel", {}, "UnivNetConfig does not say how many numbers a frame of sound has"),
     ],
 )
 def test_wrong_sizes(name: str, sizes: dict[str, int], said: str) -> None:
@@ -189,3 +194,10 @@ def test_draws_depend_on_the_seed_and_the_column_alone() -> None:
     assert not torch.equal(first["a"], first["b"])
     assert not torch.equal(first["a"], other["a"])
     assert int(first["a"].min()) >= 0 and int(first["a"].max()) < 100
+
+
+def test_a_token_ends_each_part_of_a_row_and_is_nowhere_else() -> None:
+    columns = {"ids": Column((5, 11), 40, last=7, times=3)}
+    drawn = draw_batch(columns, seed=1)["ids"]
+    assert (drawn == 7).nonzero()[:, 1].view(5, 3).tolist() == [[2, 6, 10]] * 5
+    assert int(drawn.max()) < 40
