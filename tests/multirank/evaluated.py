@@ -38,6 +38,7 @@ class Kind:
         ignored: outputs that predictions leave out; None for the model's own.
         streamed: whether the evaluated dataset has no length.
         unlabelled: columns that samples to predict lack.
+        predicted: so many samples to predict; as many as are evaluated meet no new shape.
     """
 
     model: Callable[[], nn.Module]
@@ -48,6 +49,7 @@ class Kind:
     ignored: Sequence[str] | None = None
     streamed: bool = False
     unlabelled: tuple[str, ...] = ()
+    predicted: int = 10
 
 
 class Samples(Dataset[Row]):
@@ -362,7 +364,8 @@ PLAIN = {"label_names": ["labels"]}
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "causal": Kind(
-            causal, words, {"eval_accumulation_steps": 1, "per_device_eval_batch_size": 2}
+            causal, words, {"eval_accumulation_steps": 1, "per_device_eval_batch_size": 2},
+            predicted=7,
         ),
         "experts": Kind(experts, words),
         "states": Kind(states, words, ignored=("cache_params",)),

@@ -176,13 +176,26 @@ def test_regression_has_a_number_for_a_label() -> None:
             {},
             "takes past_values, for which there is no example batch; models",
         ),
-        ("UnivNetModel", {}, "UnivNetConfig does not say how many numbers a frame of sound has"),
     ],
 )
 def test_wrong_sizes(name: str, sizes: dict[str, int], said: str) -> None:
     source = resolve_model(name)
     with pytest.raises(CommandError, match=said):
         example_columns(source.model_class, source.config, **sizes)  # type: ignore[arg-type]
+
+
+def test_frames_of_sound_need_a_size() -> None:
+    source = resolve_model("Speech2TextForConditionalGeneration")
+    vars(source.config)["input_feat_per_channel"] = None
+    said = "Speech2TextConfig does not say how many numbers a frame of sound has"
+    with pytest.raises(CommandError, match=said):
+        example_columns(source.model_class, source.config)
+
+
+def test_a_recording_without_frames_is_a_wave() -> None:
+    source = resolve_model("MoonshineForConditionalGeneration")
+    columns = example_columns(source.model_class, source.config, batch=2, sequence=8)
+    assert columns["input_values"].shape == (2, 7680)
 
 
 def test_draws_depend_on_the_seed_and_the_column_alone() -> None:
