@@ -196,7 +196,7 @@ def experts() -> nn.Module:
 
 def states() -> nn.Module:
     config = transformers.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=2
+        vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=1, time_step_rank=2
     )
     return transformers.MambaForCausalLM(config)
 
