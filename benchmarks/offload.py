@@ -118,7 +118,7 @@ def run_choices(num_ranks: int, options: Any) -> list[dict[str, Any]]:
     """Every choice in turn."""
     job = job_of(options)
     whole = foresee(job, options.microbatches)
-    size = max(whole.moved_bytes().values())
+    size = median(whole.moved_bytes().values())
     even = size / (options.forward_ms / 1e3)
     schedule = whole.layout.schedule
     peaks = [

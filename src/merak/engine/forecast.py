@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -197,13 +198,22 @@ class Forecast:
     def moved_bytes(self) -> dict[int, int]:
         """What each segment moves to host memory for a microbatch if its activations wait there.
 
-        Of values that several segments save, each counts those that it makes.
+        Of values that several segments of a stage save, the first one counts them.
         """
-        return {
-            index: memory.moved_bytes
-            + sum(memory.outputs[n].num_bytes for n in memory.moved_values if n in memory.outputs)
-            for index, memory in self.memory.segments.items()
-        }
+        found: dict[int, int] = {}
+        roots: dict[str, str] = {}
+        sizes: Counter[str] = Counter()
+        for stage in self.layout.partition.stages:
+            counted: set[str] = set()
+            for index in stage:
+                memory = self.memory.segments[index]
+                for name, output in memory.outputs.items():
+                    root = roots[name] = roots.get(output.root, output.root)
+                    sizes[root] = max(sizes[root], output.num_bytes)
+                new = {roots.get(name, name) for name in memory.moved_values} - counted
+                counted |= new
+                found[index] = memory.moved_bytes + sum(sizes[root] for root in new)
+        return found
 
     def _position(
         self,

@@ -12,7 +12,7 @@ from torch import nn
 from merak.core import mesh
 from merak.core.errors import PlanError, ScheduleError, TrainingError
 from merak.data import signature
-from merak.engine.build import build_engine
+from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.offload import LEAST_BYTES, Offload, Stash, enter
@@ -124,6 +124,20 @@ def test_gradients_are_the_same_to_the_last_bit(family: str, options: dict[str, 
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
     assert len(sizes) >= 3 and min(sizes) >= LEAST_BYTES
+
+
+@pytest.mark.parametrize("family", ["gpt2", "skips", "normed"])
+def test_as_much_moves_as_was_foreseen(family: str) -> None:
+    make, batch = MODELS[family]
+    columns = signature(batch(0)).columns
+    options = EngineOptions(offload_activations="full")
+    place = mesh.current_mesh()
+    foreseen = forecast_of(GraphSource(make()), columns, place, options).moved_bytes()
+    engine = build_engine(GraphSource(make()), columns, place, options)
+    sizes = moved_bytes(engine)
+    engine.train_step(0, [columns], [batch(0)], 1.0)
+    # The last segment's backward comes at once, and its activations are on their way all the same.
+    assert sum(sizes) == sum(foreseen.values()) > 0
 
 
 class Late:
