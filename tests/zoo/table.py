@@ -135,6 +135,7 @@ def _reasons(results: Results, name: str) -> Iterable[str]:
 def _plain(reason: str) -> str:
     """A reason in one line of the page, with the paths of packages from their own root."""
     text = re.sub(r"\S*/(site|dist)-packages/", "", " ".join(reason.split()))
+    text = re.sub(r"\S*/(?=(src|tests)/)", "", text)
     text = re.sub(r"^\w+Error: ", "", text)
     text = text if len(text) <= MOST_OF_A_REASON else f"{text[:MOST_OF_A_REASON]} …"
     return re.sub(r"([<>|*_\[\]{}])", r"\\\1", text.replace("`", "'"))
