@@ -35,15 +35,26 @@ class Net(nn.Module):
         return {"loss": self.norm(x).square().mean() + x.sum() / 100}
 
 
+class Branching(nn.Module):
+    """Cannot be traced inside, where it computes in float32 whatever it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.abs().max() > 1e6:
+            x = x / 2
+        return torch.sigmoid(x.float()).type_as(x)
+
+
 class Chaotic(nn.Module):
     """Enlarges the rounding of its products some thousand times, in float32 whatever its type."""
 
-    def __init__(self) -> None:
+    def __init__(self, squash: nn.Module | None = None) -> None:
         super().__init__()
         self.up, self.down, self.last = nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 4)
+        self.squash = squash
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.sigmoid(self.down(torch.tanh(self.up(x))).float())
+        x = self.down(torch.tanh(self.up(x)))
+        x = torch.sigmoid(x.float()) if self.squash is None else self.squash(x)
         for _ in range(12):
             x = torch.full((1,), 4.0) * x * (1 - x)
         return self.last(x).square().mean()
@@ -74,11 +85,14 @@ def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
     assert report.segments == 4
 
 
-def test_what_float64_shows_to_be_rounding_is_right(pool: RankPool) -> None:
-    report = run_case(pool, Case("Chaotic", Chaotic, draw), Layout(tp=2))
+@pytest.mark.parametrize("build", [Chaotic, partial(Chaotic, Branching())])
+def test_what_float64_shows_to_be_rounding_is_right(
+    pool: RankPool, build: Callable[[], nn.Module]
+) -> None:
+    report = run_case(pool, Case("Chaotic", build, draw), Layout(tp=2))
     assert (report.ok, report.reason) == (True, None)
-    assert report.gradient_max_rel_diff is not None and report.gradient_max_rel_diff > 1e-5
-    assert report.tolerance >= report.gradient_max_rel_diff
+    assert report.gradient_max_rel_diff is not None
+    assert report.tolerance >= max(report.gradient_max_rel_diff, 1.1e-5)
 
 
 def test_a_model_that_parts_from_one_process(pool: RankPool) -> None:

@@ -168,9 +168,11 @@ def observe_graph(job: Job, graph: ModelGraph, model: nn.Module) -> Observed:
         given = [known[n] for n in (*segment.parameters, *segment.buffers)]
         given += [columns[n] for n in segment.columns]
         given += [values[n] for n in (*segment.inputs, *segment.derived)]
-        results = runnable(watched.graph)(*given)
+        with computing_in(job.dtype):  # inside of modules that are kept whole
+            results = runnable(watched.graph)(*given)
         values.update(zip(segment.outputs, results, strict=True))
-    values[str(graph.loss)].backward()
+    with computing_in(job.dtype):
+        values[str(graph.loss)].backward()
     return observer.observed
 
 

@@ -243,7 +243,8 @@ def _evaluate_on_ranks(job: Job, engine: Engine, num_steps: int, outcome: Outcom
     with computing_in(job.dtype):
         for columns in signatures:
             engine.outputs(columns)  # traced now, if it has not been yet
-    for number, outputs in enumerate(engine.evaluate(signatures, batches)):
+        found = list(engine.evaluate(signatures, batches))
+    for number, outputs in enumerate(found):
         outcome.evaluations |= _named(outputs, num_steps, number)
 
 
@@ -269,7 +270,8 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
     _evaluate_on_ranks(job, parallel.engine, 0, outcome)
     for step in range(options.steps):
-        outcome.losses.append(float(parallel.step(_own_share(job, mesh, step))))
+        with computing_in(job.dtype):  # inside of modules that are kept whole
+            outcome.losses.append(float(parallel.step(_own_share(job, mesh, step))))
         if step == 0:
             outcome.gradients = _gradients(parallel.engine.parameters)
         _evaluate_on_ranks(job, parallel.engine, step + 1, outcome)
@@ -287,7 +289,8 @@ def observe_on_ranks(job: Job, cache: Path) -> tuple[Place, Observed]:
     mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
     observer = Observer()
     parallel = _parallelize(job, mesh, cache, observer)
-    parallel.step(_own_share(job, mesh, 0))
+    with computing_in(job.dtype):
+        parallel.step(_own_share(job, mesh, 0))
     return (mesh.dp_rank, mesh.tp_rank, mesh.pp_rank), observer.observed
 
 
