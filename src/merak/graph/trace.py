@@ -21,6 +21,7 @@ from merak.graph.call import Call, LossFunction, call_model
 from merak.graph.checks import PassedChecks
 from merak.graph.clean import clean_graph, slice_neighbours
 from merak.graph.ctc import CtcLosses
+from merak.graph.data_attribute import DetachedData
 from merak.graph.draws import Draws, draws_in_torch
 from merak.graph.explain import explain
 from merak.graph.exported import Exported, lift
@@ -157,6 +158,7 @@ def export_model(
                 checks,
                 CtcLosses(),
                 host_draws,
+                DetachedData(),
                 keeping_whole(model, keeping, real, device) as calls,
             ):
                 program = _export(runner, values, symbolic)

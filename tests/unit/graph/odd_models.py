@@ -328,6 +328,20 @@ class Bounded(nn.Module):
         return self.b(torch.relu(self.a(x))).pow(2).mean()
 
 
+class DataAttributes(Layers):
+    """Reads `.data` of weights and of what it computes, and writes into that of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x)) / self.a.weight.data.norm()
+        self.mean.data.mul_(0.9).add_(h.data.mean(0), alpha=0.1)
+        h = self.b(h - self.mean) + h.data
+        return self.c(h).pow(2).mean()
+
+
 class Chunks(Layers):
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.a(x).chunk(2, -1)
@@ -429,7 +443,7 @@ TRAINABLE: tuple[type[nn.Module], ...] = (
     Counter, InnerCounter, ViewedParameters, SharedModule, Frozen, Unused, ComplexValues,
     IntegersCross, WithoutGradient, Autocast, Checkpointed, CheckpointedReentrant, OwnBackward,
     PlainTensors, PlainArguments, DerivedFirst, Recurrent, Normalised, Bounded, Chunks,
-    NumberOfTheBatch,
+    NumberOfTheBatch, DataAttributes,
     Everything, LossTwice, DataclassOutput, ParameterIsLoss,
     PassedThrough,
 )  # fmt: skip

@@ -170,6 +170,19 @@ class WritesParameter(Layers):
         return self.b(torch.relu(self.a(x))).mean()
 
 
+class WritesData(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.weight.data.clamp_(-0.1, 0.1)  # a write into its data
+        return self.b(torch.relu(self.a(x))).mean()
+
+
+class AssignsData(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h.data = h.data * 2  # other data
+        return self.b(h).mean()
+
+
 class DropsLayers(Layers):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -269,9 +282,14 @@ def test_what_is_no_loss(result: Any, said: str) -> None:
 
 
 def test_a_write_into_a_parameter() -> None:
-    said = message(WritesParameter())
-    line = line_of("a write into a parameter")
-    assert said.startswith(f"{__file__}:{line} writes into the parameter a.weight")
+    for model, at in ((WritesParameter(), "a parameter"), (WritesData(), "its data")):
+        line = line_of(f"a write into {at}")
+        assert message(model).startswith(f"{__file__}:{line} writes into the parameter a.weight")
+
+
+def test_a_tensor_that_is_given_other_data() -> None:
+    line = line_of("other data")
+    assert f"{__file__}:{line} assigns to the `.data` of a tensor" in message(AssignsData())
 
 
 def test_a_draw_from_pythons_generator() -> None:
