@@ -39,7 +39,7 @@ import merak
 from merak.core import collectives
 from merak.engine.engine import Engine
 from merak.engine.program import HalvedRun, HalvedSegment, SegmentProgram
-from merak.graph import features
+from merak.graph.tensor_parallel import features
 from merak.parallel import ParallelModel
 from merak.plan.overlap import Layers
 

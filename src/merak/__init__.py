@@ -7,22 +7,22 @@ if TYPE_CHECKING:
     from merak.arguments import MerakArguments
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh, init
-    from merak.graph.features import Column, Replicate, Row, Vocabulary
-    from merak.graph.proxies import empty_weights
+    from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
+    from merak.graph.weights.proxies import empty_weights
     from merak.parallel import ParallelModel, parallelize
     from merak.trainer import MerakTrainer
 
 _HOMES = {
-    "Column": "merak.graph.features",
+    "Column": "merak.graph.tensor_parallel.features",
     "MerakArguments": "merak.arguments",
     "MerakError": "merak.core.errors",
     "MerakTrainer": "merak.trainer",
     "ParallelModel": "merak.parallel",
-    "Replicate": "merak.graph.features",
-    "Row": "merak.graph.features",
-    "Vocabulary": "merak.graph.features",
+    "Replicate": "merak.graph.tensor_parallel.features",
+    "Row": "merak.graph.tensor_parallel.features",
+    "Vocabulary": "merak.graph.tensor_parallel.features",
     "current_mesh": "merak.core.mesh",
-    "empty_weights": "merak.graph.proxies",
+    "empty_weights": "merak.graph.weights.proxies",
     "init": "merak.core.mesh",
     "parallelize": "merak.parallel",
 }

@@ -20,7 +20,7 @@ from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh, init
 from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, take
-from merak.graph.proxies import empty_weights
+from merak.graph.weights.proxies import empty_weights
 from tests.multirank.ranks import RankPool
 
 CPU = torch.device("cpu")

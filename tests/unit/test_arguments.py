@@ -25,8 +25,8 @@ from merak.arguments.rules import Layout, Policy
 from merak.arguments.table import ACCELERATOR, RULES, SECTIONS, SEQ2SEQ
 from merak.core import mesh as meshes
 from merak.core.errors import ArgumentsError, MeshError, ShardError
-from merak.graph.feature_file import parse_features
-from merak.graph.features import Column, Row
+from merak.graph.tensor_parallel.feature_file import parse_features
+from merak.graph.tensor_parallel.features import Column, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from merak.graph.features import Attribute
+from merak.graph.tensor_parallel.features import Attribute
 
 
 def write_features(features: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import current_mesh
 from merak.engine.precision import check_autocast
-from merak.graph.feature_file import parse_features
+from merak.graph.tensor_parallel.feature_file import parse_features
 
 CACHE_VARIABLE = "MERAK_CACHE"
 """The environment variable that names the folder of traced models."""

@@ -33,8 +33,8 @@ from merak.data import signature
 from merak.engine.plans import Plans
 from merak.graph.build import build_graph
 from merak.graph.ir import ModelGraph
-from merak.graph.kept_report import KeptWhole, report_kept
-from merak.graph.tensor_parallel import tensor_parallel
+from merak.graph.kept.report import KeptWhole, report_kept
+from merak.graph.tensor_parallel.split import tensor_parallel
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from merak.checkpoint.ranks import gather_objects, transfer_device
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join
-from merak.graph.tape import Recorder
+from merak.graph.weights.tape import Recorder
 
 State = dict[str, torch.Tensor]
 

@@ -12,9 +12,9 @@ from merak.checkpoint.ranks import take_values_of_first_rank
 from merak.core.errors import WeightsError
 from merak.core.random import set_random_state
 from merak.core.shards import ParameterShard, fill_up, take
-from merak.graph.pretrained import Stored
-from merak.graph.proxies import ATTRIBUTE, Origin, is_building, origin_of
-from merak.graph.tape import Tape, replay
+from merak.graph.weights.pretrained import Stored
+from merak.graph.weights.proxies import ATTRIBUTE, Origin, is_building, origin_of
+from merak.graph.weights.tape import Tape, replay
 
 Draws = Mapping[tuple[Tape, int], tuple[str, int]]
 """(tape, index of a record that draws) → (the parameter it is for, which of its draws it is)."""

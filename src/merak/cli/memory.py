@@ -172,7 +172,7 @@ def memory_report(request: Request) -> MemoryReport:
     from merak.engine.build import forecast_of
     from merak.engine.layout import EngineOptions
     from merak.graph.build import GraphSource
-    from merak.graph.proxies import empty_weights
+    from merak.graph.weights.proxies import empty_weights
 
     mesh = _mesh(request)
     dtype, autocast = _types(request)

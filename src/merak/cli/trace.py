@@ -18,7 +18,7 @@ from merak.cli import options
 from merak.cli.output import count, show, size, stdout_to_stderr
 
 if TYPE_CHECKING:
-    from merak.graph.kept_report import KeptWhole
+    from merak.graph.kept.report import KeptWhole
 
 Degree = Annotated[
     int,
@@ -144,10 +144,10 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     from merak.cli.batch import example_arguments, example_columns
     from merak.cli.model import parse_overrides, resolve_model
     from merak.graph.build import GraphSource, build_timed
-    from merak.graph.kept_report import report_kept
-    from merak.graph.proxies import empty_weights
-    from merak.graph.split_report import report_splits
-    from merak.graph.tensor_parallel import derived
+    from merak.graph.kept.report import report_kept
+    from merak.graph.tensor_parallel.report import report_splits
+    from merak.graph.tensor_parallel.split import derived
+    from merak.graph.weights.proxies import empty_weights
 
     source = resolve_model(
         request.model,
@@ -223,7 +223,7 @@ def peak_rss_bytes() -> int:
 
 
 def _page(report: TraceReport) -> str:
-    from merak.graph.kept_report import kept_lines
+    from merak.graph.kept.report import kept_lines
 
     most = max(report.boundary_tensors, default=0)
     seconds = report.seconds

@@ -39,7 +39,7 @@ from merak.engine.turns import Turns
 from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
-from merak.graph.tp_plan import given_plan
+from merak.graph.tensor_parallel.tp_plan import given_plan
 from merak.plan.balance import Timed
 
 

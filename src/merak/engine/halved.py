@@ -25,12 +25,12 @@ from merak.engine.program import (
     compile_segment,
     has_draws,
 )
-from merak.graph.choice import is_choice
-from merak.graph.halves import Samples, halve, shares
+from merak.graph.chance.choice import is_choice
 from merak.graph.ir import Segment
-from merak.graph.leading import cuts
-from merak.graph.pieces import cut_at_sums, returned_names
 from merak.graph.runnable import Answers, with_answers
+from merak.graph.sub_pipelining.halves import Samples, halve, shares
+from merak.graph.sub_pipelining.leading import cuts
+from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names
 
 logger = logging.getLogger(__name__)
 

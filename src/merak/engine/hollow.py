@@ -25,7 +25,7 @@ from merak.engine.stage import Microbatch, Stage
 from merak.engine.surroundings import Values
 from merak.engine.turns import has_turn
 from merak.engine.weights import Leaves, LiveWeights
-from merak.graph.choice import is_choice
+from merak.graph.chance.choice import is_choice
 from merak.graph.ir import Kind as ValueKind
 from merak.graph.ir import TensorMeta
 from merak.schedule.ir import Action, Kind, Schedule

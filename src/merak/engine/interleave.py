@@ -21,8 +21,8 @@ from merak.core.random import random_state, restore_random_state, set_random_sta
 from merak.engine.program import HalvedRun, HalvedSegment, PieceProgram, SegmentProgram
 from merak.engine.surroundings import Surroundings, Values, add_to
 from merak.engine.whole import propagate
-from merak.graph.halves import Share
-from merak.graph.pieces import Crossing
+from merak.graph.sub_pipelining.halves import Share
+from merak.graph.sub_pipelining.pieces import Crossing
 
 TENSOR_AXIS = "tp"
 

@@ -13,8 +13,8 @@ from merak.core.mesh import Mesh
 from merak.engine.plans import Plans
 from merak.engine.program import Rewrite
 from merak.engine.tied import Reader
-from merak.graph.features import Features
 from merak.graph.ir import ModelGraph
+from merak.graph.tensor_parallel.features import Features
 from merak.plan.balance import Timed, balance
 from merak.plan.cost import segment_costs
 from merak.plan.dear import Dear

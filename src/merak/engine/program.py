@@ -10,13 +10,13 @@ from torch import fx
 
 from merak.core.shards import ParameterShard
 from merak.engine.selective import Kept, keep_operators
-from merak.graph.clean import is_random
-from merak.graph.drawn import is_drawn
-from merak.graph.halves import Share
+from merak.graph.chance.drawn import is_drawn
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
-from merak.graph.pieces import Crossing
 from merak.graph.runnable import Answers, answered, runnable
 from merak.graph.shard import slice_outputs
+from merak.graph.sub_pipelining.halves import Share
+from merak.graph.sub_pipelining.pieces import Crossing
+from merak.graph.tracing.clean import is_random
 from merak.graph.writes import depending_on, find_writes
 
 Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]

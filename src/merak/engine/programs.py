@@ -28,12 +28,12 @@ from merak.engine.program import (
     compile_program,
 )
 from merak.graph.build import GraphSource
-from merak.graph.features import Features
-from merak.graph.halves import samples_of
 from merak.graph.ir import ModelGraph, Segment
-from merak.graph.shapes import Graphs
-from merak.graph.split_report import left_whole
-from merak.graph.tensor_parallel import TensorParallel, tensor_parallel
+from merak.graph.sub_pipelining.halves import samples_of
+from merak.graph.tensor_parallel.features import Features
+from merak.graph.tensor_parallel.report import left_whole
+from merak.graph.tensor_parallel.split import TensorParallel, tensor_parallel
+from merak.graph.tracing.shapes import Graphs
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from merak.core.errors import ScheduleError
 from merak.engine.layout import Layout
 from merak.engine.tied import find_holders
-from merak.graph.choice import optional_parameters
+from merak.graph.chance.choice import optional_parameters
 from merak.schedule.ir import Kind, Schedule
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from merak.core.mesh import Mesh
 from merak.engine.gradients import StageGradients, fill_buckets
 from merak.engine.programs import Programs
-from merak.graph.choice import optional_parameters
+from merak.graph.chance.choice import optional_parameters
 from merak.schedule.ir import Schedule
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from merak.core.random import random_state, restore_random_state
-from merak.graph.choice import is_taken
+from merak.graph.chance.choice import is_taken
 from merak.graph.ir import Segment
 from merak.graph.shard import copy_graph
 from merak.graph.writes import is_mutating

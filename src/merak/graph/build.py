@@ -17,11 +17,11 @@ from merak.graph.cache import Made, cached
 from merak.graph.call import LossFunction
 from merak.graph.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir import ModelGraph, TensorMeta
-from merak.graph.keeping import Keeping
-from merak.graph.kept import connect
+from merak.graph.kept.keeping import Keeping
+from merak.graph.kept.whole import connect
 from merak.graph.shard import shard
-from merak.graph.trace import parameter_names, trace
-from merak.graph.traced import Trace
+from merak.graph.tracing.trace import parameter_names, trace
+from merak.graph.tracing.traced import Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class GraphSource:
         fixed: keyword arguments of the model that are no tensors.
         device: device type the model will run on.
         cache_dir: where traces are kept; None keeps none.
-        autocast: the type of mixed precision, as of `merak.graph.trace.trace`.
+        autocast: the type of mixed precision, as of `merak.graph.tracing.trace.trace`.
 
     It remembers which modules a trace has to keep whole, and the whole parameters' shapes from when
     it is made: once the model is laid out over the ranks, it holds one rank's share of them.

@@ -91,7 +91,7 @@ def _package(module: str) -> str:
 
 def _own_sources() -> str:
     folder = Path(__file__).parent
-    return "".join(file_hash(str(path)) for path in sorted(folder.glob("*.py")))
+    return "".join(file_hash(str(path)) for path in sorted(folder.rglob("*.py")))
 
 
 class _Describer:

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from torch import fx
 
-from merak.graph.clean import is_random
 from merak.graph.ir import Kind, TensorMeta
+from merak.graph.tracing.clean import is_random
 from merak.graph.writes import Writes, find_writes
 
 _GEMMS = frozenset(

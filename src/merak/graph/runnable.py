@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.collectives import gather_copied
 from merak.core.regather import keeping_shares
-from merak.graph.choice import is_choice, is_taken
-from merak.graph.kept import is_kept
-from merak.graph.kept_run import calling
+from merak.graph.chance.choice import is_choice, is_taken
+from merak.graph.kept.run import calling
+from merak.graph.kept.whole import is_kept
 from merak.graph.shard import copy_graph
 from merak.graph.writes import eliminate_dead_code
 

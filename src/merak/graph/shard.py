@@ -17,10 +17,10 @@ from itertools import accumulate
 from torch import fx
 
 from merak.core.errors import TraceError
-from merak.graph.drawn import refuse_late_draws
+from merak.graph.chance.drawn import refuse_late_draws
 from merak.graph.flow import Flow, Span, analyse, is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
-from merak.graph.traced import Trace
+from merak.graph.tracing.traced import Trace
 from merak.graph.writes import eliminate_dead_code
 
 _MAX_GEMMS_PER_BLOCK = 8

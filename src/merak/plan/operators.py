@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir import TensorMeta
-from merak.graph.kept import flops_of, saved_bytes_of
+from merak.graph.kept.whole import flops_of, saved_bytes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from merak.engine.local import LocalParameters
 from merak.engine.relief import explain_step
 from merak.engine.scaling import LossScale
 from merak.graph.build import GraphSource
-from merak.graph.feature_file import parse_features
-from merak.graph.proxies import empty_weights
+from merak.graph.tensor_parallel.feature_file import parse_features
+from merak.graph.weights.proxies import empty_weights
 from merak.trainer.batches import Agreement, Council
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss

@@ -15,7 +15,7 @@ from merak.checkpoint.export import save_pretrained
 from merak.checkpoint.initial import materialize
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
-from merak.graph.proxies import empty_weights
+from merak.graph.weights.proxies import empty_weights
 from tests.unit.checkpoint.models import PRETRAINED, Plain, gpt2
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from merak.checkpoint.initial import materialize
 from merak.core.errors import WeightsError
 from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, join
-from merak.graph.proxies import empty_weights
+from merak.graph.weights.proxies import empty_weights
 from tests.unit.checkpoint.models import FAMILIES, gpt2
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from transformers import (
 from merak.checkpoint.initial import materialize
 from merak.core.errors import WeightsError
 from merak.core.shards import ParameterShard, take
-from merak.graph import pretrained
-from merak.graph.proxies import empty_weights
+from merak.graph.weights import pretrained
+from merak.graph.weights.proxies import empty_weights
 from tests.unit.checkpoint.models import PRETRAINED, bert, gpt2, t5
 
 CPU = torch.device("cpu")

@@ -18,8 +18,13 @@ from torch import fx
 from merak.core import collectives
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join, take
-from merak.graph.features import Features
-from merak.graph.tensor_parallel import attributes_for, given_weights, shard_model, tensor_parallel
+from merak.graph.tensor_parallel.features import Features
+from merak.graph.tensor_parallel.split import (
+    attributes_for,
+    given_weights,
+    shard_model,
+    tensor_parallel,
+)
 from tests.unit.graph import tensor_parallel_cases as cases
 
 

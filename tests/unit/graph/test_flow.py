@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from merak.graph.flow import Flow, Span, analyse, is_embedding, is_weight_gemm
-from merak.graph.trace import trace
+from merak.graph.tracing.trace import trace
 from tests.unit.graph import odd_models
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import metas

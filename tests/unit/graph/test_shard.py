@@ -16,7 +16,7 @@ from merak.graph.build import GraphSource, build_graph
 from merak.graph.call import Call, call_model
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
 from merak.graph.shard import shard, slice_outputs
-from merak.graph.trace import trace
+from merak.graph.tracing.trace import trace
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas

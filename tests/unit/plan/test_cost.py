@@ -8,7 +8,7 @@ from torch import nn
 
 from merak.graph.ir import TensorMeta
 from merak.graph.shard import shard
-from merak.graph.trace import trace
+from merak.graph.tracing.trace import trace
 from merak.plan.balance import balance
 from merak.plan.cost import segment_costs, work_seconds
 from merak.plan.device import preset

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.ir import ModelGraph, TensorMeta
-from merak.graph.kept import is_kept, kept_nodes, saved_bytes_of
+from merak.graph.kept.whole import is_kept, kept_nodes, saved_bytes_of
 from merak.plan.operators import node_work
 from merak.plan.saved import SegmentMemories
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import (
 )
 
 from merak.graph.ir import TensorMeta
-from merak.graph.trace import trace
+from merak.graph.tracing.trace import trace
 from merak.plan.operators import NodeWork, node_work
 
 

@@ -1,0 +1,1 @@
+"""Modules whose inside cannot be traced: kept whole in the graph, as one operator."""

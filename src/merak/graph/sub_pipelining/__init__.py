@@ -1,0 +1,1 @@
+"""Segments for half a microbatch, cut at their all-reduces."""

@@ -1,0 +1,1 @@
+"""How weights are split over the tensor parallel ranks, and every rank's share of a graph."""

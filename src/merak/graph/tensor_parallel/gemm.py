@@ -1,0 +1,262 @@
+"""Matrix products and attention of split operands, by the labels of their dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.tensor_parallel.placement import (
+    AXIS,
+    COPIED,
+    PARTIAL,
+    REPLICATED,
+    Decision,
+    Operand,
+    Operator,
+    Placement,
+    Sharded,
+    shape_of,
+)
+from merak.graph.tensor_parallel.randomness import attend_sharded
+
+aten = torch.ops.aten
+
+Labels = tuple[str | None, ...]
+
+
+def contract(op: Operator, operands: Sequence[Operand], result: Sequence[str | None]) -> Decision:
+    """A sum of products, as einsum has it: dims with one label run together.
+
+    Args:
+        op: the operator.
+        operands: its tensors with a label for every dim; None for dims of size 1 that broadcast.
+        result: the labels of its result; labels not there are summed over.
+
+    Returns:
+        The label that stays split decides: split results where it is among `result`, a partial sum
+        where it is summed over. Whole operands with that label are sliced.
+    """
+    split = {
+        node: (labels[placed.dim], placed)
+        for node, labels in operands
+        if isinstance(placed := op.placement(node), Sharded)
+    }
+    label, lead = _leading_split(op, split, result)
+    needs: dict[fx.Node, Placement] = {}
+    for node, labels in operands:
+        if node in split and split[node][0] != label:
+            needs[node] = COPIED
+        elif label in labels:
+            needs[node] = Sharded(labels.index(label), lead.parts, lead.origin)
+        else:
+            needs[node] = COPIED
+    if label not in result:
+        return Decision(PARTIAL, needs)
+    return Decision(Sharded(list(result).index(label), lead.parts, lead.origin), needs)
+
+
+def _leading_split(
+    op: Operator,
+    split: dict[fx.Node, tuple[str | None, Sharded]],
+    result: Sequence[str | None],
+) -> tuple[str | None, Sharded]:
+    """The label that stays split; operands split along a summed label give way to one in result."""
+    labels = {label for label, _ in split.values()}
+    kept = labels if len(labels) == 1 else labels & set(result)
+    if len(kept) != 1:
+        raise op.error("multiplies operands that are split along different dims")
+    (label,) = kept
+    placed = [p for found, p in split.values() if found == label]
+    if any(p.parts != placed[0].parts for p in placed):
+        ways = " and ".join(str(p.parts) for p in placed)
+        raise op.error(f"multiplies operands whose fused parts differ: {ways}")
+    return label, placed[0]
+
+
+def linear(op: Operator) -> Decision:
+    """linear: the weight is (outputs, inputs)."""
+    x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
+    rows: Labels = tuple(f"row{i}" for i in range(len(shape_of(x)) - 1))
+    result = (*rows, "out")
+    operands: list[Operand] = [
+        (x, (*rows, "in")),
+        (weight, ("out", "in")),
+    ]
+    if bias is None:
+        return contract(op, operands, result)
+    decision = contract(op, [*operands, (bias, ("out",)[: len(shape_of(bias))])], result)
+    return _with_bias(op, decision, bias)
+
+
+def addmm(op: Operator) -> Decision:
+    """addmm: the weight is (inputs, outputs)."""
+    bias, x, weight = op.arg("self"), op.arg("mat1"), op.arg("mat2")
+    operands: list[Operand] = [
+        (bias, _broadcast(bias, ("row", "out"))),
+        (x, ("row", "in")),
+        (weight, ("in", "out")),
+    ]
+    decision = contract(op, operands, ("row", "out"))
+    return _with_bias(op, decision, bias)
+
+
+def _with_bias(op: Operator, decision: Decision, bias: fx.Node) -> Decision:
+    """Where the result is a partial sum, every rank adds its share of the whole bias."""
+    if decision.output != PARTIAL:
+        return decision
+    if isinstance(op.placement(bias), Sharded):
+        raise op.error("adds a split bias to a sum over the ranks")
+    return replace(decision, needs={**decision.needs, bias: PARTIAL})
+
+
+def matmul(op: Operator) -> Decision:
+    """matmul, mm, bmm: leading dims broadcast."""
+    a, b = op.node.args[0], op.node.args[1]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    labels_a, labels_b, result = _matmul_labels(shape_of(a), shape_of(b))
+    return contract(op, [(a, labels_a), (b, labels_b)], result)
+
+
+def grouped(op: Operator) -> Decision:
+    """_grouped_mm: rows in groups, each with its own weight of (groups, inputs, outputs)."""
+    args: Any = op.node.args
+    x, weight, *rest = args
+    if (len(shape_of(x)), len(shape_of(weight))) != (2, 3) or any(rest[1:]):
+        raise op.error("multiplies groups in another form than rows by a stack of weights")
+    operands: list[Operand] = [(x, ("row", "in")), (weight, ("group", "in", "out"))]
+    placed = [(labels, op.placement(n)) for n, labels in operands]
+    if any(isinstance(p, Sharded) and labels[p.dim] in ("row", "group") for labels, p in placed):
+        raise op.error("multiplies groups of rows that are split")
+    return contract(op, operands, ("row", "out"))
+
+
+def convolution(op: Operator) -> Decision:
+    """conv1d, conv2d, conv3d over whole pixels: the weight is (outputs, inputs, …)."""
+    x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
+    if op.arg("groups", 1) != 1:
+        raise op.error("convolves in groups, with operands that are split")
+    pixels = tuple(f"pixel{i}" for i in range(len(shape_of(x)) - 2))
+    kernel = tuple(f"kernel{i}" for i in range(len(pixels)))
+    operands: list[Operand] = [(x, ("row", "in", *pixels)), (weight, ("out", "in", *kernel))]
+    if any(p.dim > 1 for n in (x, weight) if isinstance(p := op.placement(n), Sharded)):
+        raise op.error("convolves pixels that are split")
+    result = ("row", "out", *pixels)
+    if bias is None:
+        return contract(op, operands, result)
+    return _with_bias(op, contract(op, [*operands, (bias, ("out",))], result), bias)
+
+
+def baddbmm(op: Operator) -> Decision:
+    """baddbmm: the summand is added to products that are split along the batch."""
+    summand, a, b = op.arg("self"), op.arg("batch1"), op.arg("batch2")
+    result = ("batch", "row", "out")
+    operands: list[Operand] = [
+        (summand, _broadcast(summand, result)),
+        (a, ("batch", "row", "in")),
+        (b, ("batch", "in", "out")),
+    ]
+    decision = contract(op, operands, result)
+    if decision.output == PARTIAL:
+        raise op.error("adds to products that are summed over a split dim")
+    return decision
+
+
+def einsum(op: Operator) -> Decision:
+    """einsum with plain letters and an explicit result."""
+    equation, tensors = op.node.args[0], op.node.args[1]
+    assert isinstance(equation, str) and isinstance(tensors, (list, tuple))
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation or any(len(set(t)) != len(t) for t in left.split(",")):
+        raise op.error(f"computes {equation!r}, which has no plain letters or no explicit result")
+    operands = [(n, _broadcast(n, letters)) for n, letters in zip(tensors, left.split(","))]
+    return contract(op, operands, tuple(right))
+
+
+def _broadcast(node: fx.Node, result: Sequence[str | None]) -> Labels:
+    """The last labels of `result` for an operand; None for dims of size 1, which broadcast."""
+    shape = shape_of(node)
+    labels = tuple(result)[len(result) - len(shape) :]
+    return tuple(None if size == 1 else label for size, label in zip(shape, labels, strict=True))
+
+
+def _matmul_labels(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Labels, Labels, Labels]:
+    num_batch = max(len(a), len(b)) - 2
+    names = [f"batch{i}" for i in range(max(num_batch, 0))]
+
+    def batch(shape: tuple[int, ...]) -> Labels:
+        lead = shape[:-2]
+        found = names[len(names) - len(lead) :]
+        return tuple(None if size == 1 else name for size, name in zip(lead, found, strict=True))
+
+    labels_a = (*batch(a), "row", "in") if len(a) > 1 else ("in",)
+    labels_b = (*batch(b), "in", "out") if len(b) > 1 else ("in",)
+    result = (*names, *labels_a[-2:-1], *(labels_b[-1:] if len(b) > 1 else ()))
+    return labels_a, labels_b, result
+
+
+def attention(op: Operator) -> Decision:
+    """scaled_dot_product_attention over split heads; grouped kv-heads and masks follow.
+
+    Fewer kv-heads than ranks stay whole: every rank picks those that its queries read.
+    """
+    query, key, value = op.arg("query"), op.arg("key"), op.arg("value")
+    mask, grouped = op.arg("attn_mask"), bool(op.arg("enable_gqa", False))
+    lead = _split_heads(op, query, (key, value))
+    kv_whole = grouped and all(
+        op.placement(n) == REPLICATED and shape_of(n)[lead.dim] % op.degree for n in (key, value)
+    )
+    needs: dict[fx.Node, Placement] = {query: lead}
+    for node in (key, value):
+        size = shape_of(node)[lead.dim]
+        wanted = Sharded(lead.dim, (size,) if grouped else lead.parts, lead.origin)
+        if op.placement(node) not in (REPLICATED, wanted):
+            raise op.error("attends over queries, keys and values that are split differently")
+        one_for_all = size == 1 and not grouped and op.placement(node) == REPLICATED
+        needs[node] = COPIED if kv_whole or one_for_all else wanted
+        if not kv_whole and not one_for_all:
+            op.local(size)
+    if mask is not None:
+        needs[mask] = _mask_need(op, mask, len(shape_of(query)), lead)
+    dropout_p = op.arg("dropout_p", 0.0)
+    if not dropout_p and not kv_whole:
+        return Decision(lead, needs)
+    args = (query, key, value, mask, dropout_p, bool(op.arg("is_causal", False)))
+    kwargs = {
+        "scale": op.arg("scale"),
+        "enable_gqa": grouped,
+        "layout": (lead.dim, lead.parts, AXIS),
+        "kv_whole": kv_whole,
+        "rows": op.arg("rows"),
+    }
+    return Decision(lead, needs, attend_sharded, args, kwargs)
+
+
+def _split_heads(op: Operator, query: fx.Node, others: Sequence[fx.Node]) -> Sharded:
+    """How the queries must lie: as they do, or as their whole heads are split like the keys'."""
+    split = [p for n in (query, *others) if isinstance(p := op.placement(n), Sharded)]
+    if not split or split[0].dim >= len(shape_of(query)) - 2:
+        raise op.error("attends over heads that are whole, or split inside")
+    lead, grouped = split[0], bool(op.arg("enable_gqa", False))
+    if op.placement(query) == REPLICATED and grouped:
+        return Sharded(lead.dim, (shape_of(query)[lead.dim],), lead.origin)
+    if grouped and len(lead.parts) > 1:
+        raise op.error("attends over fused query heads that share kv-heads")
+    return lead
+
+
+def _mask_need(op: Operator, mask: fx.Node, num_dims: int, lead: Sharded) -> Placement:
+    shape = shape_of(mask)
+    dim = lead.dim - (num_dims - len(shape))
+    placed = op.placement(mask)
+    if dim < 0 or shape[dim] == 1:
+        if isinstance(placed, Sharded):
+            raise op.error("has a mask that is split, but not by heads")
+        return COPIED
+    wanted = Sharded(dim, lead.parts, lead.origin)
+    if isinstance(placed, Sharded) and placed != wanted:
+        raise op.error("has a mask that is split, but not by heads as the queries are")
+    return wanted

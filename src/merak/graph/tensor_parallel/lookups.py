@@ -1,0 +1,195 @@
+"""Look-ups in split tables, losses over split classes, and what vocabularies are padded with.
+
+A vocabulary is split whether or not the degree divides it: shares are rounded up, and the last
+ranks' are filled up with padding. Values there are never looked at and their gradients are zero, as
+long as nothing runs along the split dim; so only operators pass that work on each class by itself
+and have finite derivatives, and what ends the split must know of the padding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.classes import (
+    log_softmax_of_share,
+    logsumexp_of_share,
+    nll_of_share,
+    pick_of_share,
+    sum_of_share,
+)
+from merak.core.vocabulary import cross_entropy_of_share, embedding_of_share
+from merak.graph.tensor_parallel.placement import (
+    AXIS,
+    PARTIAL,
+    REPLICATED,
+    Decision,
+    Operator,
+    Placement,
+    Rule,
+    Sharded,
+    family,
+    is_padded,
+    positive,
+    shape_of,
+)
+
+aten = torch.ops.aten
+
+
+def reads_padding(op: Operator) -> bool:
+    """Whether an operand is filled up with padding on some rank."""
+    return any(is_padded(placed, op.degree) for placed in op.sharded().values())
+
+
+def decide_padded(op: Operator, rule: Rule | None) -> Decision:
+    """What becomes of an operator on values with padding.
+
+    Args:
+        op: the operator.
+        rule: its rule for split values; None if it has none.
+
+    Raises:
+        ShardError: padding would count in its result or in a gradient.
+    """
+    name = family(op.node.target).rstrip("_")
+    over_classes = OVER_CLASSES.get(name)
+    if over_classes is not None and _runs_along_split(op):
+        return over_classes(op)
+    if rule is None or name not in _EACH_BY_ITSELF:
+        raise op.error("has no rule for a split dim that the ranks' number does not divide")
+    if name == "div" and op.node.args[1] in op.sharded():
+        raise op.error("divides by values that are padded")
+    decision = rule(op)
+    if not is_padded(decision.output, op.degree):
+        raise op.error("sums over a dim that the ranks' number does not divide")
+    return decision
+
+
+_EACH_BY_ITSELF = frozenset(
+    "linear addmm mm matmul view reshape _unsafe_view flatten unflatten transpose permute t "
+    "numpy_T unsqueeze squeeze contiguous clone alias detach to _to_copy type_as slice narrow "
+    "select add sub rsub mul div neg tanh sigmoid relu gelu silu clamp where masked_fill".split()
+)
+"""Operators with which padding stays apart: finite, and with finite derivatives."""
+
+
+def _runs_along_split(op: Operator) -> bool:
+    """Whether an operator's dims, if it is given any, have the split one among them."""
+    (operand, placed), *_ = op.sharded().items()
+    dims: Any = op.arg("dim")
+    if dims is None or dims == []:
+        return True
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    return placed.dim in {positive(dim, len(shape_of(operand))) for dim in dims}
+
+
+def _layout(op: Operator, operand: fx.Node, dim: int) -> tuple[int, int, str]:
+    """How the classes along a dim of an operand are split over ranks."""
+    placed = op.placement(operand)
+    if not isinstance(op.degree, int):
+        raise op.error("must see all samples of a microbatch")
+    if not isinstance(placed, Sharded) or placed.dim != dim or len(placed.parts) > 1:
+        raise op.error(f"runs along dim {dim} of values that are split otherwise")
+    return dim, placed.parts[0], AXIS
+
+
+def embedding(op: Operator) -> Decision:
+    """embedding of split rows: every rank's own, zeros for those of others, to be summed."""
+    weight, indices = op.arg("weight"), op.arg("indices")
+    _, size, axis = _layout(op, weight, 0)
+    padding_idx, by_freq = op.arg("padding_idx", -1), op.arg("scale_grad_by_freq", False)
+    args = (weight, indices, padding_idx, by_freq, op.arg("sparse", False), size, axis)
+    return Decision(PARTIAL, {indices: REPLICATED}, embedding_of_share, args, {})
+
+
+def cross_entropy(op: Operator) -> Decision:
+    """cross_entropy_loss over split classes: the ranks exchange a few numbers a position."""
+    logits, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
+    layout = _layout(op, logits, min(1, len(shape_of(logits)) - 1))
+    if target.meta["tensor"].dtype.is_floating_point:
+        raise op.error("takes a loss to probabilities of all classes")
+    needs: dict[fx.Node, Placement] = {target: REPLICATED}
+    needs |= {weight: REPLICATED} if weight is not None else {}
+    smoothing = op.arg("label_smoothing", 0.0)
+    reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
+    args = (logits, target, weight, reduction, ignored, smoothing, layout)
+    positions = math.prod(shape_of(target))
+    sums = (positions, (3 if smoothing else 2) * positions)
+    return Decision(REPLICATED, needs, cross_entropy_of_share, args, {}, sums=sums)
+
+
+def nll(op: Operator) -> Decision:
+    """nll_loss over split classes: a summand of every rank."""
+    operand, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
+    layout = _layout(op, operand, min(1, len(shape_of(operand)) - 1))
+    needs: dict[fx.Node, Placement] = {target: REPLICATED}
+    needs |= {weight: REPLICATED} if weight is not None else {}
+    reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
+    args = (operand, target, weight, reduction, ignored, layout)
+    return Decision(PARTIAL, needs, nll_of_share, args, {})
+
+
+def log_softmax(op: Operator) -> Decision:
+    """log_softmax along the split dim: the ranks exchange a few numbers a position."""
+    operand = op.arg("self")
+    shape = shape_of(operand)
+    layout = _layout(op, operand, positive(op.arg("dim"), len(shape)))
+    placed = op.placement(operand)
+    assert isinstance(placed, Sharded)
+    positions = math.prod(shape) // shape[placed.dim]
+    args = (operand, op.arg("dtype"), layout)
+    return Decision(placed, {}, log_softmax_of_share, args, {}, sums=(positions, positions))
+
+
+def logsumexp(op: Operator) -> Decision:
+    """logsumexp along the split dim."""
+    operand, dims = op.arg("self"), op.arg("dim")
+    shape = shape_of(operand)
+    if len(dims) > 1:
+        raise op.error("runs along several dims, of which one is split")
+    layout = _layout(op, operand, positive(dims[0], len(shape)))
+    positions = math.prod(shape) // shape[layout[0]]
+    args = (operand, op.arg("keepdim", False), layout)
+    return Decision(REPLICATED, {}, logsumexp_of_share, args, {}, sums=(positions, positions))
+
+
+def pick(op: Operator) -> Decision:
+    """gather along the split dim, by a whole index: what the rank has, to be summed."""
+    operand, index = op.arg("self"), op.arg("index")
+    layout = _layout(op, operand, positive(op.arg("dim"), len(shape_of(operand))))
+    if op.placement(index) != REPLICATED:
+        raise op.error("picks by an index that is split")
+    return Decision(PARTIAL, {index: REPLICATED}, pick_of_share, (operand, index, layout), {})
+
+
+def total(op: Operator) -> Decision:
+    """sum and mean over a dim with padding, and others."""
+    (operand, placed), *_ = op.sharded().items()
+    shape = shape_of(operand)
+    asked = op.arg("dim")
+    asked = [asked] if isinstance(asked, int) else asked
+    dims = [positive(d, len(shape)) for d in asked or range(len(shape))]
+    layout = _layout(op, operand, placed.dim)
+    args = (operand, dims, bool(op.arg("keepdim", False)), op.arg("dtype"), layout)
+    count = math.prod(shape[d] for d in dims)
+    mean = family(op.node.target) == "mean"
+    then = ((aten.div.Scalar, (count,)),) if mean else ()
+    return Decision(PARTIAL, {}, sum_of_share, args, {}, then=then)
+
+
+OVER_CLASSES: dict[str, Rule] = {
+    "embedding": embedding,
+    "cross_entropy_loss": cross_entropy,
+    "nll_loss": nll,
+    "nll_loss_nd": nll,
+    "log_softmax": log_softmax,
+    "logsumexp": logsumexp,
+    "gather": pick,
+    "sum": total,
+    "mean": total,
+}
+"""What becomes of operators that run along a vocabulary, by their families."""

@@ -1,0 +1,253 @@
+"""Carry the split of the weights through a segment: how every value then lies on the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir import Kind, Segment, TensorMeta
+from merak.graph.tensor_parallel.features import Attribute, Column, Replicate, Row, Vocabulary
+from merak.graph.tensor_parallel.memory import refuse_lost_writes
+from merak.graph.tensor_parallel.placement import (
+    REPLICATED,
+    Decision,
+    Mixed,
+    Operator,
+    Placed,
+    Placement,
+    Sharded,
+    family,
+)
+from merak.graph.tensor_parallel.rules import decide
+
+_GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
+_SAME = frozenset(("to", "_to_copy", "contiguous", "clone", "alias", "detach"))
+
+
+@dataclass(frozen=True, slots=True)
+class Propagation:
+    """How the values of one segment lie, and what becomes of its operators.
+
+    Args:
+        placements: by node of the segment's graph, before operands are converted.
+        decisions: by operator.
+        outputs: how results leave the segment that do not leave it whole.
+        scatters: whether a sum becomes shares by a reduce-scatter, and shares that enter split work
+            become whole by an all-gather whose backward is one; else through whole values.
+    """
+
+    placements: Mapping[fx.Node, Placed]
+    decisions: Mapping[fx.Node, Decision]
+    outputs: Mapping[fx.Node, Placement] = field(default_factory=dict)
+    scatters: bool = False
+
+    def leaving(self, node: fx.Node) -> Placement:
+        """How a result of the segment lies for those that read it."""
+        return self.outputs.get(node, REPLICATED)
+
+
+def propagate(
+    graph: fx.Graph,
+    weights: Mapping[str, Placement],
+    degree: int,
+    rule: Callable[[Operator], Decision] = decide,
+    inside: Collection[fx.Node] = (),
+    entering: Mapping[fx.Node, Placement] = MappingProxyType({}),
+) -> Propagation:
+    """Walk a segment in order and decide for every operator how it works on what is split.
+
+    This is all that a search over assignments needs: it costs no tensors, and what a decision asks
+    of operands (`Decision.needs`) are the collectives that it costs.
+
+    Args:
+        graph: the segment's operators.
+        weights: how parameters lie, by name; replicated where not named.
+        degree: the number of ranks.
+        rule: decides about an operator; `decide_or_gather` where nothing may fail.
+        inside: operators on whole values to count to the work that is split: then these values
+            enter it instead of the results.
+        entering: how values of other segments lie that are not whole.
+
+    Returns:
+        Placements and decisions.
+
+    Raises:
+        ShardError: an operator that cannot work on what is split, or a write that would be lost.
+    """
+    placements: dict[fx.Node, Placed] = {}
+    decisions: dict[fx.Node, Decision] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
+            placements[node] = weights.get(node.meta["name"], REPLICATED)
+        elif node.op == "call_function":
+            decision = rule(Operator(node, placements, degree, node in inside))
+            decisions[node] = decision
+            placements[node] = REPLICATED if decision.then else decision.output
+        elif node.op != "output":
+            placements[node] = entering.get(node, REPLICATED)
+    refuse_lost_writes(graph, placements, decisions)
+    return Propagation(placements, decisions)
+
+
+def decide_or_gather(op: Operator) -> Decision:
+    """What becomes of one operator; one that cannot work on split operands gets them whole.
+
+    Raises:
+        ShardError: it writes into an operand, of which a whole copy would be of no use; or reads
+            one of which only some parts are split.
+    """
+    try:
+        return decide(op)
+    except ShardError:
+        writes = getattr(getattr(op.node.target, "_schema", None), "is_mutable", False)
+        if writes or any(isinstance(op.raw(n), Mixed) for n in op.node.all_input_nodes):
+            raise
+        return Decision(REPLICATED, dict.fromkeys(op.sharded(), REPLICATED))
+
+
+def place_weights(
+    segment: Segment, parameters: Mapping[str, TensorMeta], attributes: Mapping[str, Attribute]
+) -> dict[str, Sharded]:
+    """How the parameters of a segment lie that a feature dict splits.
+
+    Args:
+        segment: the segment.
+        parameters: what every parameter is, by name.
+        attributes: from `resolve_features`.
+
+    Returns:
+        Placements by parameter name; replicated parameters are left out.
+
+    Raises:
+        ShardError: an attribute that does not fit the parameter or how the graph uses it.
+    """
+    placed: dict[str, Sharded] = {}
+    for node in segment.graph.find_nodes(op="placeholder"):
+        if node.meta["kind"] is not Kind.PARAMETER:
+            continue
+        name = node.meta["name"]
+        dim = _split_dim(node, name, len(parameters[name].shape), attributes.get(name))
+        if dim is not None:
+            attribute = attributes[name]
+            relative = attribute.parts if isinstance(attribute, (Column, Row)) else (1,)
+            parts = _part_sizes(name, parameters[name].shape[dim], relative)
+            placed[name] = Sharded(dim, parts, name)
+    return placed
+
+
+def _split_dim(node: fx.Node, name: str, num_dims: int, attribute: Attribute | None) -> int | None:
+    if attribute is None or isinstance(attribute, Replicate):
+        return None
+    if isinstance(attribute, Vocabulary):
+        found = vocabulary_dim(node)
+        if found is None:
+            raise ShardError(
+                f"{name} cannot be split over a vocabulary: its rows are not looked up, nor are "
+                "they the outputs of a head; give it another attribute in the feature dict."
+            )
+        return found
+    if num_dims < 2:
+        return 0 if isinstance(attribute, Column) and num_dims == 1 else None
+    dims = weight_dims(node)
+    if len(dims) != 1:
+        how = "no matrix product multiplies by it" if not dims else "it is used in two ways"
+        raise ShardError(
+            f"{name} cannot be a {type(attribute).__name__} weight: {how}; give it Replicate() in "
+            "the feature dict, or leave it out."
+        )
+    ((out_dim, in_dim),) = dims
+    return out_dim if isinstance(attribute, Column) else in_dim
+
+
+def vocabulary_dim(node: fx.Node) -> int | None:
+    """Along which dim of a parameter a vocabulary lies: rows looked up, or outputs of a product.
+
+    Returns:
+        The dim; None where it has no such dim, or several.
+    """
+    if len(node.meta["tensor"].shape) == 1:
+        return 0
+    found = {out for out, _ in weight_dims(node)}
+    found |= {0 for user in node.users if family(user.target) == "embedding"}
+    return found.pop() if len(found) == 1 else None
+
+
+def weight_dims(node: fx.Node) -> tuple[tuple[int, int], ...]:
+    """(output dim, input dim) of a parameter, for every way in which matrix products use it."""
+    meta = node.meta["tensor"]
+    dims = tuple(range(len(meta.shape)))
+    return tuple(dict.fromkeys(_gemm_dims(node, dims))) if len(dims) > 1 else ()
+
+
+def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(output dim, input dim) of a weight in every matrix product that uses it.
+
+    Args:
+        node: the weight, or a view of it.
+        dims: for every dim of `node`, which dim of the weight it is.
+    """
+    for user in node.users:
+        name = family(user.target)
+        if name in _SAME and user.args[0] is node:
+            yield from _gemm_dims(user, dims)
+        elif name in ("t", "numpy_T", "transpose", "permute", "swapaxes"):
+            yield from _gemm_dims(user, _permuted(user, dims))
+        elif name == "linear" and user.args[1] is node:
+            yield dims[0], dims[1]
+        elif name in ("mm", "matmul", "bmm") and user.args[1] is node:
+            yield dims[-1], dims[-2]
+        elif name in ("mm", "matmul", "bmm"):
+            yield dims[-2], dims[-1]
+        elif (name == "addmm" and user.args[2] is node) or (
+            name in _GROUPED and user.args[1] is node
+        ):
+            yield dims[-1], dims[-2]
+        elif name in ("conv1d", "conv2d", "conv3d") and user.args[1] is node:
+            yield dims[0], dims[1]
+
+
+def _permuted(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
+    name = family(node.target)
+    if name == "permute":
+        order = node.args[1]
+        assert isinstance(order, (list, tuple))
+        return tuple(dims[int(str(d))] for d in order)
+    if name in ("t", "numpy_T"):
+        return dims[::-1]
+    a, b = int(str(node.args[1])), int(str(node.args[2]))
+    swapped = list(dims)
+    swapped[a], swapped[b] = dims[b], dims[a]
+    return tuple(swapped)
+
+
+def _part_sizes(name: str, size: int, parts: tuple[int, ...]) -> tuple[int, ...]:
+    total = sum(parts)
+    if not parts or min(parts) < 1 or any(size * part % total for part in parts):
+        raise ShardError(
+            f"{name} has a size of {size}, which cannot be in parts of relative sizes {parts}; "
+            "correct `parts` in the feature dict."
+        )
+    return tuple(size * part // total for part in parts)
+
+
+def capacities(propagation: Propagation) -> dict[str, int]:
+    """The number of pieces that the layers' split dims can be cut into.
+
+    Follow what a weight splits through a propagation of degree 1: wherever its values are seen as
+    heads, every fused part is a number of heads. What divides all of these numbers fits.
+
+    Returns:
+        By the parameter that starts the split, the greatest number of ranks that fits; so does
+        whatever divides it.
+    """
+    found: dict[str, int] = {}
+    for placed in propagation.placements.values():
+        for each in placed if isinstance(placed, tuple) else (placed,):
+            if isinstance(each, Sharded):
+                found[each.origin] = math.gcd(found.get(each.origin, 0), *each.parts)
+    return found

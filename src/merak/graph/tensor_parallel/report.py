@@ -1,0 +1,174 @@
+"""What tensor parallelism makes of a model, for people to read: what it splits, and why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from merak.core.shards import share_of
+from merak.graph.ir import ModelGraph, Segment
+from merak.graph.tensor_parallel.cost import (
+    FORWARD,
+    Transfer,
+    has_gradient,
+    parameter_nodes,
+    weights_only,
+)
+from merak.graph.tensor_parallel.derive import Split, limits_of
+from merak.graph.tensor_parallel.placement import Copied, Mixed, Replicated, Sharded, family
+from merak.graph.tensor_parallel.propagate import weight_dims
+from merak.graph.tensor_parallel.sequence_shares import Laid
+from merak.graph.tensor_parallel.split import TensorParallel
+from merak.graph.tensor_parallel.vocabulary import vocabularies
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """How one segment is split.
+
+    Args:
+        split: how each split parameter lies, by name: "column", "row (64, 64)",
+            "vocabulary", ….
+        whole: why each other parameter is whole, by name.
+        forward: collectives of activations in its forward.
+        backward: those in its backward.
+        shared: values of activations, of those outside split work, that lie in shares of the
+            sequence.
+        values: how many there are outside split work.
+        gathered: operators outside split work that take whole what lies in shares.
+    """
+
+    split: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    forward: int = 0
+    backward: int = 0
+    shared: int = 0
+    values: int = 0
+    gathered: tuple[str, ...] = ()
+
+
+def report_splits(model: ModelGraph, parallel: TensorParallel) -> tuple[SegmentReport, ...]:
+    """How every segment of a model is split."""
+    reasons, tables = whole_reasons(model, parallel), vocabularies(model)
+    model, parallel = parallel.fit(model)
+    return tuple(_report(segment, parallel, reasons, tables) for segment in model.segments)
+
+
+def whole_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:
+    """Why parameters are whole on every rank, by name."""
+    degree, pieces = parallel.deriver.degree, limits_of(model)
+    found = dict.fromkeys(vocabularies(model), "splitting its vocabulary costs more than it saves")
+    for name in model.parameters:
+        count = pieces.get(name)
+        if name in found or name in parallel.weights:
+            continue
+        if count is None:
+            found[name] = "it works on whole values"
+        elif count % degree:
+            found[name] = f"its outputs are {count} pieces, which tp={degree} does not divide"
+        else:
+            found[name] = "splitting it costs more than it saves"
+    return {name: why for name, why in found.items() if name not in parallel.weights}
+
+
+def left_whole(model: ModelGraph, parallel: TensorParallel) -> str | None:
+    """A sentence about weights that the degree leaves whole; None if they are few."""
+    degree = parallel.deriver.degree
+    if not parallel.weights.keys() - vocabularies(model):
+        but, rest = (" but the vocabulary", "the rest") if parallel.weights else ("", "all")
+        return (
+            f"tp={degree} splits nothing{but} of this model, so that every rank trains {rest} of "
+            "it: any other split would gather more than it saves; `merak trace --tp` lists why, "
+            "and dp or pp would use the ranks."
+        )
+    sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
+    pieces = limits_of(model)
+    whole = [n for n, count in pieces.items() if count % degree and n not in parallel.weights]
+    kept, split = sum(sizes[n] for n in whole), sum(sizes[n] for n in parallel.weights)
+    if kept <= 0.05 * (kept + split):
+        return None
+    name = max(whole, key=lambda n: sizes[n])
+    return (
+        f"tp={degree} leaves {kept / (kept + split):.0%} of what could be split whole on every "
+        f"rank: the outputs of {name}, for one, are {pieces[name]} pieces, which it does not "
+        "divide; `merak trace --tp` lists all."
+    )
+
+
+def _report(
+    segment: Segment,
+    parallel: TensorParallel,
+    reasons: Mapping[str, str],
+    tables: Collection[str],
+) -> SegmentReport:
+    found = parallel.split(segment)
+    nodes = parameter_nodes(segment.graph)
+    split = {
+        name: _of_vocabulary(found.weights[name], parallel.deriver.degree)
+        if name in tables and len(found.weights[name].parts) == 1
+        else describe(found.weights[name], [out for out, _ in weight_dims(node)])
+        for name, node in nodes.items()
+        if name in found.weights
+    }
+    whole = {name: reasons[name] for name in nodes if name not in split}
+    if parallel.shares is None:
+        return SegmentReport(split, whole, *_counted(found.transfers))
+    shares = parallel.shares.segments[segment.index]
+    counts = (*_counted(shares.transfers), *_on_shares(segment, shares.laid))
+    return SegmentReport(split, whole, *counts, gathered_for(segment, shares.laid))
+
+
+def _counted(transfers: Sequence[Transfer]) -> tuple[int, int]:
+    """Collectives of activations in the forward, and in the backward."""
+    sent = [transfer.kind in FORWARD for transfer in transfers if not transfer.of_weights]
+    return sent.count(True), sent.count(False)
+
+
+def _on_shares(segment: Segment, laid: Laid) -> tuple[int, int]:
+    """How many of the values outside split work lie in shares, and how many there are."""
+    weights = weights_only(segment.graph)
+    found = [
+        node in laid.shares or node in laid.propagation.outputs
+        for node, placed in laid.propagation.placements.items()
+        if node.op == "call_function" and node not in weights and has_gradient(node)
+        if node in laid.shares or isinstance(placed, Replicated | Copied)
+    ]
+    return found.count(True), len(found)
+
+
+def gathered_for(segment: Segment, laid: Laid) -> tuple[str, ...]:
+    """The operators outside split work for which shares are gathered, and where they are."""
+    found = (
+        f"{family(node.target)} in {node.meta.get('module') or segment.name}"
+        for node, decision in laid.propagation.decisions.items()
+        if isinstance(decision.output, Replicated)
+        if any(
+            isinstance(need, Replicated) and isinstance(laid.propagation.placements[n], Sharded)
+            for n, need in decision.needs.items()
+        )
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _of_vocabulary(placed: Split, degree: int) -> str:
+    """A split vocabulary in words, with the rows that it is filled up by."""
+    (size,) = placed.parts
+    padding = share_of(size, degree) * degree - size
+    return f"vocabulary ({size} and {padding} of padding)" if padding else "vocabulary"
+
+
+def describe(placed: Split, outputs: Sequence[int]) -> str:
+    """An attribute in words: "column", "row", with the sizes of fused parts.
+
+    Args:
+        placed: how the parameter lies.
+        outputs: its output dims in matrix products; none for other parameters, which are split
+            along with some outputs.
+    """
+    words = "row" if outputs and placed.dim not in outputs else "column"
+    if len(placed.parts) == 1:
+        return words
+    whole = placed.whole if isinstance(placed, Mixed) else frozenset[int]()
+    sizes = (f"{size} whole" if i in whole else str(size) for i, size in enumerate(placed.parts))
+    return f"{words} ({', '.join(sizes)})"

@@ -1,0 +1,268 @@
+"""Write a segment's graph anew for one rank's share: local sizes, and the collectives between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.collectives import (
+    copy_parts_to,
+    copy_to,
+    gather_copied,
+    gather_from,
+    leave_copied,
+    own_slice,
+    reduce_from,
+    scatter_sum,
+    slice_to,
+    summand_of,
+)
+from merak.core.errors import ShardError
+from merak.graph.ir import TensorMeta
+from merak.graph.tensor_parallel.placement import (
+    AXIS,
+    COPIED,
+    REPLICATED,
+    Copied,
+    Decision,
+    Mixed,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+    local_meta,
+    need_of,
+    where,
+)
+from merak.graph.tensor_parallel.propagate import Propagation
+
+
+def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
+    """The graph that every rank runs on its share.
+
+    Args:
+        graph: the segment's graph; left as it is.
+        propagation: what becomes of its operators.
+        degree: the number of ranks.
+
+    Returns:
+        A new graph with the same placeholders and outputs; every output is replicated, unless the
+        propagation says otherwise.
+
+    Raises:
+        ShardError: operators that do not fit their local operands.
+    """
+    rewriter = _Rewriter(propagation, degree)
+    new = rewriter.run(graph)
+    _check_shapes(rewriter.split)
+    return new
+
+
+class _Rewriter:
+    """Copies nodes into a new graph; every conversion of a value is inserted once."""
+
+    def __init__(self, propagation: Propagation, degree: int) -> None:
+        self.propagation = propagation
+        self.degree = degree
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self.split: list[fx.Node] = []
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        for node in graph.nodes:
+            if node.op == "output":
+                self.leave(node)
+            elif node.op == "call_function":
+                self.env[node] = self.operator(node, self.propagation.decisions[node])
+            else:
+                self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
+                self.env[node].meta = self.local(node)
+                self.enter(node)
+        return self.graph
+
+    def leave(self, output: fx.Node) -> None:
+        leaving = self.propagation.leaving
+        self.graph.output(fx.map_arg(output.args[0], lambda n: self.convert(n, leaving(n))))
+
+    def enter(self, node: fx.Node) -> None:
+        """A whole weight whose gradient the ranks make together."""
+        meta = node.meta["tensor"]
+        placed = self.propagation.placements[node]
+        if not isinstance(meta, TensorMeta) or not meta.requires_grad:
+            return
+        if isinstance(placed, Copied):
+            self.env[node] = self.insert(copy_to, (self.env[node], AXIS), node, COPIED)
+        elif isinstance(placed, Mixed):
+            local = tuple(
+                size if i in placed.whole else size // self.degree
+                for i, size in enumerate(placed.parts)
+            )
+            args = (self.env[node], placed.dim, local, tuple(sorted(placed.whole)), AXIS)
+            self.env[node] = self.insert(copy_parts_to, args, node, placed)
+
+    def local(self, node: fx.Node) -> dict[str, Any]:
+        placed = self.propagation.placements[node]
+        local = local_meta(node.meta["tensor"], placed, self.degree)
+        return {**node.meta, "tensor": local, "origin": node.name}
+
+    def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
+        def operand(n: fx.Node) -> fx.Node:
+            return self.convert(n, need_of(n, decision, self.propagation.placements))
+
+        args = node.args if decision.args is None else decision.args
+        kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
+        target = decision.target or node.target
+        assert callable(target)
+        new = self.call(target, fx.map_arg(args, operand), fx.map_arg(kwargs, operand), node)
+        new.meta = self.local(node)
+        if decision.output != REPLICATED:
+            self.split.append(new)
+        if getattr(getattr(target, "_schema", None), "is_mutable", False):
+            self.converted.clear()  # conversions made before the write hold old numbers
+        if not decision.then:
+            return new
+        new = self.call(reduce_from, (new, AXIS), {}, node)
+        for step, further in decision.then:
+            whole = fx.map_arg(further, lambda n: self.convert(n, REPLICATED))
+            new = self.call(step, (new, *whole), {}, node)
+        return new
+
+    def call(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        origin: fx.Node,
+    ) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {**origin.meta, "origin": origin.name}
+        return new
+
+    def convert(self, node: fx.Node, need: Placement | None) -> fx.Node:
+        """The new graph's value of an old node, lying as it must; None takes it as it lies."""
+        placed = self.propagation.placements[node]
+        if need is None or placed == need:
+            return self.env[node]
+        assert not isinstance(placed, tuple)
+        if isinstance(need, Copied) and not node.meta["tensor"].requires_grad:
+            return self.convert(node, REPLICATED)
+        if isinstance(placed, Copied) and not node.meta["tensor"].requires_grad:
+            placed = REPLICATED
+            if need == REPLICATED:
+                return self.env[node]
+        if (node, need) not in self.converted:
+            self.converted[node, need] = self.conversion(node, placed, need)
+        return self.converted[node, need]
+
+    def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
+        if self.propagation.scatters and isinstance(placed, (Partial, Sharded)):
+            scattered = self.scattered(node, placed, need)
+            if scattered is not None:
+                return scattered
+        if isinstance(placed, Copied) and isinstance(need, Sharded):
+            args = (self.env[node], need.dim, need.parts, AXIS)
+            return self.insert(own_slice, args, node, need)
+        if isinstance(placed, Copied):
+            return self.insert(leave_copied, (self.env[node], AXIS), node, need)
+        if isinstance(need, Partial):
+            return self.insert(summand_of, (self.convert(node, REPLICATED), AXIS), node, need)
+        if isinstance(need, Copied):
+            return self.insert(copy_to, (self.convert(node, REPLICATED), AXIS), node, need)
+        if isinstance(need, Sharded):
+            assert not isinstance(placed, Sharded), f"{node} is split along two dims"
+            whole = self.convert(node, REPLICATED)
+            return self.insert(slice_to, (whole, need.dim, need.parts, AXIS), node, need)
+        if isinstance(placed, Partial):
+            return self.insert(reduce_from, (self.env[node], AXIS), node, need)
+        assert isinstance(placed, Sharded) and isinstance(need, Replicated)
+        args = (self.env[node], placed.dim, placed.parts, AXIS)
+        return self.insert(gather_from, args, node, need)
+
+    def scattered(
+        self, node: fx.Node, placed: Partial | Sharded, need: Placement
+    ) -> fx.Node | None:
+        """A conversion from or to shares with no all-reduce; None where there is no such."""
+        if isinstance(placed, Partial):
+            if not isinstance(need, Sharded):
+                return None
+            args = (self.env[node], need.dim, need.parts, AXIS)
+            return self.insert(scatter_sum, args, node, need)
+        if isinstance(need, Copied):
+            args = (self.env[node], placed.dim, placed.parts, AXIS)
+            return self.insert(gather_copied, args, node, need)
+        if isinstance(need, Sharded):
+            args = (self.convert(node, COPIED), need.dim, need.parts, AXIS)
+            return self.insert(own_slice, args, node, need)
+        return None
+
+    def insert(
+        self, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, placed: Placement
+    ) -> fx.Node:
+        new = self.call(target, args, {}, node)
+        kept = {k: v for k, v in new.meta.items() if k in ("source", "module", "origin")}
+        new.meta = {**kept, "tensor": local_meta(node.meta["tensor"], placed, self.degree)}
+        return new
+
+
+def _check_shapes(nodes: Sequence[fx.Node]) -> None:
+    """Run the operators that work on shares, on operands without numbers.
+
+    Raises:
+        ShardError: an operator that does not take its local operands, or yields another shape than
+            the rules say.
+    """
+    empty: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            _check_operator(node, empty)
+
+
+def _check_operator(node: fx.Node, empty: dict[fx.Node, Any]) -> None:
+    def operand(n: fx.Node) -> Any:
+        if n not in empty:
+            empty[n] = _empty(n.meta["tensor"])
+        return empty[n]
+
+    args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    try:
+        with torch.no_grad():
+            result = node.target(*_on_meta(args), **_on_meta(kwargs))
+        found = _shapes(result)
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        found = f"an error ({reason[0] if reason else type(error).__name__})"
+    if found != (expected := _shapes(node.meta["tensor"])):
+        raise ShardError(
+            f"the share of {node.name} ({where(node)}) should be {expected} on every rank "
+            f"but gives {found}; give the layers before it Replicate() in the feature dict."
+        )
+
+
+def _empty(meta: Any) -> Any:
+    if isinstance(meta, tuple):
+        return tuple(_empty(m) for m in meta)
+    if not isinstance(meta, TensorMeta):
+        return meta
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+
+
+def _on_meta(value: Any) -> Any:
+    """Devices among the arguments become the one where nothing is computed."""
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, dict):
+        return {k: _on_meta(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on_meta(v) for v in value)
+    return value
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_shapes(v) for v in value)
+    return tuple(value.shape) if isinstance(value, (torch.Tensor, TensorMeta)) else None

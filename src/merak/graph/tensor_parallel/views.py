@@ -1,0 +1,181 @@
+"""Views of split values: how a split dim lies after reshaping, and the local sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from merak.graph.tensor_parallel.placement import (
+    REPLICATED,
+    Decision,
+    Degree,
+    Operator,
+    Sharded,
+    listed_parts,
+    positive,
+    shape_of,
+)
+
+aten = torch.ops.aten
+
+
+def reshaped(
+    old: Sequence[int], new: Sequence[int], placed: Sharded, degree: Degree
+) -> Sharded | None:
+    """How a split value lies after it is reshaped.
+
+    Dims are merged and split in groups of equal size. Inside its group, a split dim with `left`
+    elements before it and `right` after it is the group's flat dim with `left` times its parts,
+    each `right` times as large; a new dim must cut the same flat parts.
+
+    Args:
+        old: the whole shape before.
+        new: the whole shape after.
+        placed: how the value lies before.
+        degree: the number of ranks.
+
+    Returns:
+        How it lies after; None if no dim of the new shape is split so.
+    """
+    for olds, news in _groups(old, new):
+        if placed.dim not in olds:
+            continue
+        if len(olds) == len(news) == 1:
+            return Sharded(news[0], placed.parts, placed.origin)
+        left = math.prod(old[d] for d in olds if d < placed.dim)
+        right = math.prod(old[d] for d in olds if d > placed.dim)
+        flat = tuple(size * right for size in placed.parts) * left
+        for dim in reversed(news):
+            left = math.prod(new[d] for d in news if d < dim)
+            right = math.prod(new[d] for d in news if d > dim)
+            parts = _unflatten(flat, left, right, degree)
+            if parts is not None and sum(parts) == new[dim]:
+                return Sharded(dim, parts, placed.origin)
+    return None
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Neighbouring dims of both shapes that hold the same elements; dims of size 1 left out."""
+    olds = [d for d, size in enumerate(old) if size != 1]
+    news = [d for d, size in enumerate(new) if size != 1]
+    while olds and news:
+        a, b = [olds.pop(0)], [news.pop(0)]
+        while (p := math.prod(old[d] for d in a)) != (q := math.prod(new[d] for d in b)):
+            if p < q:
+                a.append(olds.pop(0))
+            else:
+                b.append(news.pop(0))
+        yield a, b
+
+
+def _unflatten(
+    flat: tuple[int, ...], left: int, right: int, degree: Degree
+) -> tuple[int, ...] | None:
+    if len(flat) % left:
+        return None
+    head = flat[: len(flat) // left]
+    if head * left != flat or any(size % right or size // right % degree for size in head):
+        return None
+    return tuple(size // right for size in head)
+
+
+def view(op: Operator) -> Decision:
+    """view, reshape, flatten, view_as, …: rewritten to reshape with local sizes."""
+    operand, new = op.node.args[0], shape_of(op.node)
+    placed = op.placement(operand)
+    if not isinstance(placed, Sharded):  # view_as: only the shape comes from a split value
+        return Decision(
+            REPLICATED, target=aten.reshape.default, args=(operand, list(new)), kwargs={}
+        )
+    after = reshaped(shape_of(operand), new, placed, op.degree)
+    if after is None:
+        raise op.error(
+            f"reshapes {list(shape_of(operand))}, split over dim {placed.dim} in parts of "
+            f"{listed_parts(placed)}, to {list(new)}, where no dim is split so"
+        )
+    asked = op.arg("size", op.arg("shape"))
+    sizes = list(asked) if asked is not None and op.arg("dim") is None else list(new)
+    if sizes[after.dim] != -1:
+        sizes[after.dim] = op.local(new[after.dim], after)
+    return Decision(after, target=aten.reshape.default, args=(operand, sizes), kwargs={})
+
+
+def transpose(op: Operator) -> Decision:
+    """transpose.int, swapaxes, t: two dims change places."""
+    (operand, placed), *_ = op.sharded().items()
+    num_dims = len(shape_of(operand))
+    a = positive(op.arg("dim0", op.arg("axis0", 0)), num_dims)
+    b = positive(op.arg("dim1", op.arg("axis1", 1)), num_dims)
+    dim = {a: b, b: a}.get(placed.dim, placed.dim)
+    return Decision(Sharded(dim, placed.parts, placed.origin))
+
+
+def reverse(op: Operator) -> Decision:
+    """numpy_T: all dims in reverse order."""
+    (operand, placed), *_ = op.sharded().items()
+    dim = len(shape_of(operand)) - 1 - placed.dim
+    return Decision(Sharded(dim, placed.parts, placed.origin))
+
+
+def permute(op: Operator) -> Decision:
+    """permute: dims in another order."""
+    (operand, placed), *_ = op.sharded().items()
+    order = [positive(d, len(shape_of(operand))) for d in op.arg("dims")]
+    return Decision(Sharded(order.index(placed.dim), placed.parts, placed.origin))
+
+
+def unsqueeze(op: Operator) -> Decision:
+    """unsqueeze: a new dim of size 1."""
+    _, placed = next(iter(op.sharded().items()))
+    new = positive(op.arg("dim"), len(shape_of(op.node)))
+    return Decision(Sharded(placed.dim + (new <= placed.dim), placed.parts, placed.origin))
+
+
+def squeeze(op: Operator) -> Decision:
+    """squeeze: dims of size 1 go; a dim whose local size is 1 stays."""
+    (operand, placed), *_ = op.sharded().items()
+    old = shape_of(operand)
+    asked: Any = op.arg("dim")
+    asked = range(len(old)) if asked is None else [asked] if isinstance(asked, int) else asked
+    gone = sorted(d for d in (positive(d, len(old)) for d in asked) if old[d] == 1)
+    dim = placed.dim - sum(d < placed.dim for d in gone)
+    after = Sharded(dim, placed.parts, placed.origin)
+    return Decision(after, target=aten.squeeze.dims, args=(operand, gone), kwargs={})
+
+
+def expand(op: Operator) -> Decision:
+    """expand, expand_as, broadcast_to: rewritten to expand with local sizes."""
+    operand = op.node.args[0]
+    placed = op.placement(operand)
+    new = list(shape_of(op.node))
+    if not isinstance(placed, Sharded):  # expand_as: only the shape comes from a split value
+        return Decision(REPLICATED, target=aten.expand.default, args=(operand, new), kwargs={})
+    dim = placed.dim + len(new) - len(shape_of(operand))
+    sizes = list(op.arg("size", new))
+    if sizes[dim] != -1:
+        sizes[dim] = op.local(new[dim])
+    after = Sharded(dim, placed.parts, placed.origin)
+    return Decision(after, target=aten.expand.default, args=(operand, sizes), kwargs={})
+
+
+def repeat(op: Operator) -> Decision:
+    """repeat: copies of the whole along a dim become fused parts."""
+    (operand, placed), *_ = op.sharded().items()
+    repeats = op.arg("repeats")
+    dim = placed.dim + len(repeats) - len(shape_of(operand))
+    return Decision(Sharded(dim, placed.parts * repeats[dim], placed.origin))
+
+
+def repeat_interleave(op: Operator) -> Decision:
+    """repeat_interleave by a number: every element several times in a row."""
+    (operand, placed), *_ = op.sharded().items()
+    times, dim = op.arg("repeats"), op.arg("dim")
+    if not isinstance(times, int) or dim is None:
+        raise op.error("repeats elements of a split value unevenly or flattens it")
+    same = positive(dim, len(shape_of(operand))) != placed.dim
+    parts = placed.parts if same else tuple(size * times for size in placed.parts)
+    kept = {k: v for k, v in op.node.kwargs.items() if k != "output_size"}
+    return Decision(Sharded(placed.dim, parts, placed.origin), kwargs=kept)

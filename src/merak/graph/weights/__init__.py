@@ -1,0 +1,1 @@
+"""Models without weights: where every parameter's numbers come from."""
