@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,9 @@ from merak.cli import options
 from merak.cli.output import count, show, size, stdout_to_stderr
 
 if TYPE_CHECKING:
+    from merak.graph.ir import Segment
     from merak.graph.kept.report import KeptWhole
+    from merak.graph.tensor_parallel.report import SegmentReport
 
 Degree = Annotated[
     int,
@@ -189,21 +191,22 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
         tp=request.tp,
         tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (sum(shapes.values()) or 1),
         sequence_parallel=request.sequence_parallel,
-        parts=[
-            Part(
-                segment.name,
-                sum(shapes[name] for name in segment.parameters),
-                found.split,
-                found.whole,
-                found.forward,
-                found.backward,
-                found.shared,
-                found.values,
-                list(found.gathered),
-            )
-            for segment, found in zip(segments, split, strict=True)
-        ],
+        parts=[_part(*pair, shapes) for pair in zip(segments, split, strict=True)],
         kept_whole=report_kept(timed.graph),
+    )
+
+
+def _part(segment: Segment, found: SegmentReport, shapes: Mapping[str, int]) -> Part:
+    return Part(
+        segment.name,
+        sum(shapes[name] for name in segment.parameters),
+        found.split,
+        found.whole,
+        found.forward,
+        found.backward,
+        found.shared,
+        found.values,
+        list(found.gathered),
     )
 
 

@@ -40,7 +40,6 @@ from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.tp_plan import given_plan
-from merak.plan.balance import Timed
 
 
 def build_engine(
@@ -66,23 +65,8 @@ def build_engine(
     check_max_shapes(options.max_shapes)
     forecast = forecast_of(source, sample, mesh, options)
     layout = forecast.layout
-    wish = wish_for_halves(options)
-    if options.zero == 3 and wish == "on":
-        raise ScheduleError(
-            "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
-            "the halves of several in turns; use zero=2, or sub_pipelining='off'."
-        )
-    if layout.offloaded and wish == "on":
-        raise ScheduleError(
-            f"offload_activations={options.offload_activations!r} moves the activations of whole "
-            "segments, but sub_pipelining='on' runs them in halves; leave one of the two."
-        )
-    in_halves = choose_halves(
-        "off" if options.zero == 3 or layout.offloaded else wish,
-        layout,
-        mesh,
-        lambda: segment_times(layout.graph, options, mesh, source.cache_dir),
-    )
+    times = partial(segment_times, layout.graph, options, mesh, source.cache_dir)
+    in_halves = choose_halves(_wish_for_halves(layout, options), layout, mesh, times)
     programs = Programs(source, mesh, layout, forecast.rewrite, in_halves, options)
     if not layout.schedule.is_synchronous:
         refuse_tied(layout, programs.owners)
@@ -99,13 +83,25 @@ def build_engine(
     keep_less = None
     may_give_up = layout.schedule.is_synchronous and (options.zero != 3 or can_give_up())
     if may_change(options.recompute) and may_give_up:
-
-        def times() -> Sequence[Timed]:
-            return segment_times(layout.graph, options, mesh, source.cache_dir)
-
         profile = partial(speeds, mesh, source.cache_dir)
         keep_less = Backoff(forecast, times, profile, programs).keep_less
     return _assemble(layout, programs, names, mesh, options, keep_less)
+
+
+def _wish_for_halves(layout: Layout, options: EngineOptions) -> str:
+    """`wish_for_halves`, where parameters and activations are not handled by whole segments."""
+    wish = wish_for_halves(options)
+    if options.zero == 3 and wish == "on":
+        raise ScheduleError(
+            "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
+            "the halves of several in turns; use zero=2, or sub_pipelining='off'."
+        )
+    if layout.offloaded and wish == "on":
+        raise ScheduleError(
+            f"offload_activations={options.offload_activations!r} moves the activations of whole "
+            "segments, but sub_pipelining='on' runs them in halves; leave one of the two."
+        )
+    return "off" if options.zero == 3 or layout.offloaded else wish
 
 
 def forecast_of(
@@ -137,15 +133,12 @@ def forecast_of(
         rewriter(graph, features, mesh.tp, sequence=options.sequence_parallel),
         options,
     )
-
-    def times() -> Sequence[Timed]:
-        return segment_times(graph, options, mesh, source.cache_dir)
-
+    times = partial(segment_times, graph, options, mesh, source.cache_dir)
     if plans.takes_costs:
         plans = plans_for_costs(forecast, times)
         refuse_sharing(plans.base.schedule, options.zero)
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
-    return settle_recompute(forecast, times, lambda: speeds(mesh, source.cache_dir))
+    return settle_recompute(forecast, times, partial(speeds, mesh, source.cache_dir))
 
 
 def _assemble(
@@ -166,23 +159,16 @@ def _assemble(
     if sharded is not None:
         parameters |= sharded.hollow
     trained, arrivals = _trained(programs, (parameters, sharded), mesh, options, progress)
+    weights = partial(_weights, layout, programs, (parameters, shared), arrivals)
     offload = Offload(mesh.device) if layout.offloaded else None
     stages = {
         stage: Stage(
-            stage,
-            _weights(stage, layout, programs, (parameters, shared), arrivals),
-            programs.buffers,
-            waiting,
-            mesh.device,
-            sharded,
-            offload,
+            stage, weights(stage), programs.buffers, waiting, mesh.device, sharded, offload
         )
         for stage, waiting in programs.waiting.items()
     }
     relief = Relief(is_armed=keep_less is not None)
-    transfers = Transfers(mesh, progress, relief, max_open_sends=4 * mesh.pp)
-    evaluated = channels_of_pipe(layout.stage_rank)
-    transfers.connect(channels_of(layout.plans.base.steps) | evaluated)
+    transfers = _connected(layout, mesh, progress, relief)
     reduced = reduced_of(programs, layout.schedule, parameters, shared, options.bucket_bytes)
     engine = Engine(
         Parts(
@@ -210,11 +196,24 @@ def _assemble(
             keep_less=keep_less,
         )
     )
+    _watch(engine, progress, mesh, options)
+    return engine
+
+
+def _connected(layout: Layout, mesh: Mesh, progress: Progress, relief: Relief) -> Transfers:
+    """The ways between the stages, those of training and of evaluation."""
+    transfers = Transfers(mesh, progress, relief, max_open_sends=4 * mesh.pp)
+    evaluated = channels_of_pipe(layout.stage_rank)
+    transfers.connect(channels_of(layout.plans.base.steps) | evaluated)
+    return transfers
+
+
+def _watch(engine: Engine, progress: Progress, mesh: Mesh, options: EngineOptions) -> None:
+    """Tell of a hang for as long as the engine lives."""
     if mesh.world_size > 1:
         watch = Watch(progress, mesh, options.hang_limit_s)
         watch.start()
         weakref.finalize(engine, watch.stop)
-    return engine
 
 
 def _shared(layout: Layout) -> frozenset[str]:
@@ -225,11 +224,11 @@ def _shared(layout: Layout) -> frozenset[str]:
 
 
 def _weights(
-    stage: int,
     layout: Layout,
     programs: Programs,
     held: tuple[Mapping[str, nn.Parameter], frozenset[str]],
     arrivals: Arrivals | None,
+    stage: int,
 ) -> Weights:
     parameters, shared = held
     if layout.schedule.is_synchronous:

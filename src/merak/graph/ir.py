@@ -14,6 +14,7 @@ user's model, the batch's column, or the name of a value from an earlier segment
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -80,6 +81,31 @@ class Segment:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     derived: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, index: int, name: str, graph: fx.Graph, outputs: Iterable[str]) -> Segment:
+        """A segment of a graph whose placeholders say what they stand for.
+
+        Args:
+            index: position in the model's list of segments.
+            name: for people to read.
+            graph: its placeholders carry "kind" and "name".
+            outputs: names of what the graph returns.
+        """
+        read: dict[Kind, list[str]] = {kind: [] for kind in Kind}
+        for node in graph.find_nodes(op="placeholder"):
+            read[node.meta["kind"]].append(node.meta["name"])
+        return cls(
+            index=index,
+            name=name,
+            graph=graph,
+            parameters=tuple(read[Kind.PARAMETER]),
+            buffers=tuple(read[Kind.BUFFER]),
+            columns=tuple(read[Kind.COLUMN]),
+            inputs=tuple(read[Kind.VALUE]),
+            outputs=tuple(outputs),
+            derived=tuple(read[Kind.DERIVED]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

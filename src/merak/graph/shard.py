@@ -199,18 +199,7 @@ class _Builder:
         for node in (*outputs, *by_kind[Kind.VALUE], *by_kind[Kind.DERIVED]):
             if isinstance(node.meta["tensor"], TensorMeta):  # else a number, never sent
                 self.values[node.name] = node.meta["tensor"]
-        names = {kind: tuple(_label(n) for n in found) for kind, found in by_kind.items()}
-        return Segment(
-            index=index,
-            name=name,
-            graph=graph,
-            parameters=names[Kind.PARAMETER],
-            buffers=names[Kind.BUFFER],
-            columns=names[Kind.COLUMN],
-            inputs=names[Kind.VALUE],
-            outputs=tuple(n.name for n in outputs),
-            derived=names[Kind.DERIVED],
-        )
+        return Segment.of(index, name, graph, (n.name for n in outputs))
 
     def _kind(self, node: fx.Node) -> Kind:
         if node.op == "placeholder":
@@ -261,20 +250,4 @@ def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
     kept = [(n, v) for n, v in zip(segment.outputs, result, strict=True) if n in wanted]
     graph.output(tuple(value for _, value in kept))
     eliminate_dead_code(graph)
-    read: dict[Kind, tuple[str, ...]] = {
-        kind: tuple(
-            n.meta["name"] for n in graph.find_nodes(op="placeholder") if n.meta["kind"] is kind
-        )
-        for kind in Kind
-    }
-    return Segment(
-        index=segment.index,
-        name=segment.name,
-        graph=graph,
-        parameters=read[Kind.PARAMETER],
-        buffers=read[Kind.BUFFER],
-        columns=read[Kind.COLUMN],
-        inputs=read[Kind.VALUE],
-        outputs=tuple(name for name, _ in kept),
-        derived=read[Kind.DERIVED],
-    )
+    return Segment.of(segment.index, segment.name, graph, (name for name, _ in kept))

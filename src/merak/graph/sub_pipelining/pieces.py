@@ -162,18 +162,7 @@ def part_of(
     for node in own:
         env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output(tuple(env[n] for n in outputs))
-    names = {kind: tuple(name(n) for n in found) for kind, found in by_kind.items()}
-    return Segment(
-        index=segment.index,
-        name=segment.name,
-        graph=graph,
-        parameters=names[Kind.PARAMETER],
-        buffers=names[Kind.BUFFER],
-        columns=names[Kind.COLUMN],
-        inputs=names[Kind.VALUE],
-        outputs=tuple(name(n) for n in outputs),
-        derived=names[Kind.DERIVED],
-    )
+    return Segment.of(segment.index, segment.name, graph, map(name, outputs))
 
 
 def _source(node: fx.Node) -> fx.Node:

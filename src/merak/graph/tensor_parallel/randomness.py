@@ -11,6 +11,8 @@ depends on the tensor parallel degree.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn import functional
@@ -101,18 +103,24 @@ def attend_sharded(
         weights = _attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
         dropped = weights * _noise_slice(weights, dropout_p, layout, rows)
         return (dropped @ _repeat_heads(value, query, enable_gqa).to(dropped.dtype)).to(query.dtype)
-    generator = torch.cuda.default_generators[query.device.index or 0]
+    with _own_draws(query.device, layout, rows):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+@contextmanager
+def _own_draws(device: torch.device, layout: Layout | None, rows: Rows | None) -> Iterator[None]:
+    """The generator of a GPU, keyed by the rank's place; afterwards as far on as every rank's."""
+    generator = torch.cuda.default_generators[device.index or 0]
     seed, offset = generator.initial_seed(), generator.get_offset()
     position = axis_rank(layout[2]) if layout is not None else 0
     start = rows[1] if rows is not None else 0
     generator.manual_seed(seed_for(seed, offset, "attention", position, start))
-    result = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    yield
     used = generator.get_offset()
     generator.manual_seed(seed)
     generator.set_offset(offset + used)
-    return result
 
 
 def _attention_weights(
