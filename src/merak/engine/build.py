@@ -29,6 +29,7 @@ from merak.engine.records import clock_of
 from merak.engine.refusals import refuse_dropping, refuse_sharing, refuse_tied
 from merak.engine.relief import Relief
 from merak.engine.replicas import reduced_of
+from merak.engine.settling import refuse_settling
 from merak.engine.sharded import Sharded, can_give_up, replace_parameters
 from merak.engine.stage import Stage
 from merak.engine.stage_costs import plans_for_costs
@@ -71,6 +72,7 @@ def build_engine(
     if not layout.schedule.is_synchronous:
         refuse_tied(layout, programs.owners)
     refuse_dropping(layout, options.zero)
+    refuse_settling(layout, options.zero)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,

@@ -18,8 +18,10 @@ from merak.engine.exchange import Exchange
 from merak.engine.microbatches import Microbatches
 from merak.engine.norms import clip_gradients, global_norm
 from merak.engine.parts import Parts, Signature
+from merak.engine.program import Program
 from merak.engine.records import StepRecord, gather_records
 from merak.engine.relief import StepGivenUp, agree, explained
+from merak.engine.settling import settle
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
@@ -135,6 +137,7 @@ class Engine:
             most, least = self._counts(len(signatures))
             self._parts.reducer.every_microbatch = most == least
             self._check_shared(most, least)
+        settle(self._parts, self._programs(signatures, True), batches)
         while True:
             self._parts.trained.start_step()
             written = self._written(signatures) if self._parts.relief.is_armed else {}
@@ -152,6 +155,11 @@ class Engine:
                 reasons = given_up.reasons
             self._undo(written)
             self._keep_less(step, reasons)
+
+    def _programs(self, signatures: Sequence[Signature], training: bool) -> list[Program]:
+        """What runs for some microbatches; without any, what would for the usual ones."""
+        found = [self._parts.program_for(signature, training) for signature in signatures]
+        return found or [self._parts.base]
 
     def _run(
         self, microbatches: Sequence[Microbatch], update: Update | None, loss_scale: float
@@ -305,6 +313,7 @@ class Engine:
         Returns:
             Per microbatch the model's outputs by name that this rank's stages make.
         """
+        settle(self._parts, self._programs(signatures, False), batches)
         results = []
         try:
             rest = self._share_evaluation(signatures)

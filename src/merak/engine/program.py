@@ -11,7 +11,7 @@ from torch import fx
 from merak.core.shards import ParameterShard
 from merak.engine.selective import Kept, keep_operators
 from merak.graph.chance.drawn import is_drawn
-from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.graph.ir import Kind, ModelGraph, Segment, Settled, TensorMeta
 from merak.graph.runnable import Answers, answered, runnable
 from merak.graph.shard import slice_outputs
 from merak.graph.sub_pipelining.halves import Share
@@ -197,6 +197,7 @@ class Program:
         shards: how the parameters of this rank's stages are split over tp.
         constants: tensors of the trace's own, by name; another shape's may have the same names.
         fixed_values: what `fixed` has computed, once it has.
+        settled: what is written into parameters before the stages run.
     """
 
     stages: dict[int, StageProgram]
@@ -209,6 +210,7 @@ class Program:
     shards: dict[str, ParameterShard]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
+    settled: tuple[Settled, ...] = ()
 
     @property
     def chooses(self) -> bool:
@@ -273,11 +275,12 @@ def compile_program(
         stages=stages,
         fixed=fixed,
         derived=varying,
-        columns=_columns(stages, varying, graph.columns),
+        columns=_columns(stages, varying, graph),
         values=graph.values,
         outputs=tuple(graph.outputs),
         loss=graph.loss,
         shards=shards,
+        settled=graph.settled,
     )
 
 
@@ -345,10 +348,14 @@ def _depends_on_columns(graph: fx.Graph) -> set[str]:
 
 
 def _columns(
-    stages: Mapping[int, StageProgram], derived: SegmentProgram, columns: Mapping[str, TensorMeta]
+    stages: Mapping[int, StageProgram], derived: SegmentProgram, graph: ModelGraph
 ) -> tuple[str, ...]:
     read = set(derived.segment.columns)
+    parameters: set[str] = set()
     for stage in stages.values():
         for program in stage.segments:
             read.update(program.segment.columns)
-    return tuple(name for name in columns if name in read)
+            parameters.update(program.segment.parameters)
+    for one in graph.settled:
+        read.update(one.columns if one.parameter in parameters else ())
+    return tuple(name for name in graph.columns if name in read)

@@ -180,6 +180,11 @@ class Sharded:
     def _share(self, name: str) -> Any:
         return self._modules[name].own[self._places[name]]
 
+    def share(self, name: str) -> torch.Tensor:
+        """This replica's rows of a parameter, in the type that is stepped."""
+        found: torch.Tensor = self._share(name).to_local().detach()
+        return found
+
     def _modules_of(self, names: Sequence[str]) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(self._modules[n] for n in names if n in self._modules))
 

@@ -109,6 +109,29 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Settled:
+    """What a model writes into one of its parameters while it runs, before it reads it.
+
+    Doing it again changes nothing more, so it is done before the segments run, and none of them
+    does it.
+
+    Args:
+        parameter: its name.
+        graph: the operators that write; its placeholders are the parameter, and the buffers and
+            columns below; it returns nothing.
+        buffers: names of the buffers that it reads.
+        columns: names of the columns that it reads.
+        elementwise: whether every element is written by itself, so that a share of them is, too.
+    """
+
+    parameter: str
+    graph: fx.Graph
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    elementwise: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGraph:
     """A traced model, cut into segments.
 
@@ -122,6 +145,7 @@ class ModelGraph:
         columns: the batch it was traced with, by column.
         outputs: the model's own output names (loss, logits, …) → value names.
         loss: the value name of the loss; None when the model was traced for prediction alone.
+        settled: what is written into parameters before the segments run.
     """
 
     segments: tuple[Segment, ...]
@@ -133,6 +157,7 @@ class ModelGraph:
     columns: dict[str, TensorMeta]
     outputs: dict[str, str]
     loss: str | None
+    settled: tuple[Settled, ...] = ()
 
     def boundary(self, cut: int) -> tuple[str, ...]:
         """The values that cross the cut before segment `cut`: made before it, read at or after."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from merak.graph.ir import ModelGraph, Segment
+from merak.graph.ir import ModelGraph, Segment, Settled
+
+Part = TypeVar("Part", Segment, Settled)
+"""Something with a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +73,23 @@ def pack_model(model: ModelGraph) -> dict[str, Any]:
     return whole | {
         "segments": [_pack_segment(segment) for segment in model.segments],
         "prologue": _pack_segment(model.prologue),
+        "settled": [_pack_segment(one) for one in model.settled],
     }
 
 
 def unpack_model(packed: dict[str, Any]) -> ModelGraph:
     """The model graph that `pack_model` was given."""
     segments = tuple(_unpack_segment(segment) for segment in packed["segments"])
-    return ModelGraph(
-        **packed | {"segments": segments, "prologue": _unpack_segment(packed["prologue"])}
-    )
+    settled = tuple(_unpack_segment(one) for one in packed["settled"])
+    prologue = _unpack_segment(packed["prologue"])
+    return ModelGraph(**packed | {"segments": segments, "prologue": prologue, "settled": settled})
 
 
-def _pack_segment(segment: Segment) -> tuple[Segment, tuple[PackedNode, ...]]:
+def _pack_segment(segment: Part) -> tuple[Part, tuple[PackedNode, ...]]:
     return replace(segment, graph=None), pack(segment.graph)  # type: ignore[arg-type]
 
 
-def _unpack_segment(packed: tuple[Segment, tuple[PackedNode, ...]]) -> Segment:
+def _unpack_segment(packed: tuple[Part, tuple[PackedNode, ...]]) -> Part:
     segment, nodes = packed
     return replace(segment, graph=unpack(nodes))
 

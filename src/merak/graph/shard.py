@@ -61,6 +61,7 @@ def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
         columns=trace.columns,
         outputs={name: node.name for name, node in kept.items()},
         loss=kept["loss"].name if "loss" in kept else None,
+        settled=trace.settled,
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.errors import TraceError
 from merak.graph.ir import Kind
 
 aten = torch.ops.aten
@@ -138,21 +137,12 @@ def settle_writes(graph: fx.Graph) -> None:
     A column that is written is copied first: a recomputation must find it as it was. What is read
     of a buffer after the last write into it is read from a copy made right then: later segments
     may be on other ranks, and the next microbatch writes again.
-
-    Raises:
-        TraceError: an operator writes into a parameter.
     """
     writes = find_writes(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for memory, writers in writes.writers.items():
         sources = [m for m in writes.members[memory] if m.op == "placeholder"]
         for source in sources:
-            if source.meta["kind"] is Kind.PARAMETER:
-                raise TraceError(
-                    f"{writers[0].meta['source']} writes into the parameter {source.meta['name']} "
-                    "while the model runs, which stages cannot do in step; write into a buffer, "
-                    "or change the parameter between steps."
-                )
             if source.meta["kind"] is Kind.COLUMN:
                 _copy_column(graph, source, memory)
         if any(source.meta["kind"] is Kind.BUFFER for source in sources):

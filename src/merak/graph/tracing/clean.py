@@ -14,7 +14,7 @@ from torch import fx
 from merak.graph.ir import Kind, TensorMeta
 from merak.graph.tracing.autocast import SETTLED, write_out_autocast
 from merak.graph.tracing.explain import UntraceableError, refuse_dynamic_shape
-from merak.graph.writes import eliminate_dead_code, settle_writes, written_by
+from merak.graph.writes import written_by
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def clean_graph(graph: fx.Graph) -> frozenset[str]:
         The source files its nodes come from.
 
     Raises:
-        TraceError: a shape that depends on numbers, or a write into a parameter.
+        TraceError: a shape that depends on numbers.
     """
     _inline_subgraphs(graph)
     sources: set[str] = set()
@@ -75,8 +75,6 @@ def clean_graph(graph: fx.Graph) -> frozenset[str]:
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         _drop_empty_parts(node)
-    settle_writes(graph)
-    eliminate_dead_code(graph)
     return frozenset(sources)
 
 

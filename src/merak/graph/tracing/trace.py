@@ -25,6 +25,7 @@ from merak.graph.kept.keeping import Keeping
 from merak.graph.kept.memory import refuse_lost_writes
 from merak.graph.kept.record import Real, keeping_whole
 from merak.graph.kept.whole import attach
+from merak.graph.settled import take_out_writes
 from merak.graph.tracing.checks import PassedChecks
 from merak.graph.tracing.clean import clean_graph, slice_neighbours
 from merak.graph.tracing.ctc import CtcLosses
@@ -44,6 +45,7 @@ from merak.graph.tracing.functions import kept_functions, refuse_seen_through
 from merak.graph.tracing.quiet import quiet_failures
 from merak.graph.tracing.retrace import trace_keeping
 from merak.graph.tracing.traced import Trace
+from merak.graph.writes import eliminate_dead_code, settle_writes
 
 
 def trace(
@@ -195,6 +197,9 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     graph = exported.graph
     constants = lift(exported)
     sources = clean_graph(graph)
+    settled = take_out_writes(graph, constants)
+    settle_writes(graph)
+    eliminate_dead_code(graph)
     slice_neighbours(graph, constants)
     refuse_seen_through(graph)
     refuse_lost_writes(graph)
@@ -208,6 +213,7 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         columns=dict(columns),
         sources=sources,
         num_choices=exported.num_choices,
+        settled=settled,
     )
 
 

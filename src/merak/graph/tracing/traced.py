@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from merak.graph.ir import TensorMeta
+from merak.graph.ir import Settled, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Trace:
         sources: files whose code the trace ran through.
         num_choices: how many choices by chance were answered for it; what they depend on, a truth
             each, the graph returns after the outputs. `graph.choices` makes them none.
+        settled: what is written into parameters before the graph runs.
     """
 
     graph: fx.Graph
@@ -35,3 +36,4 @@ class Trace:
     columns: dict[str, TensorMeta]
     sources: frozenset[str] = field(default_factory=frozenset)
     num_choices: int = 0
+    settled: tuple[Settled, ...] = ()

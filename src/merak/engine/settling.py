@@ -1,0 +1,143 @@
+"""What a model writes into its parameters while it runs, done before the microbatches run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from merak.core.errors import ScheduleError
+from merak.core.shards import ParameterShard, join, take
+from merak.engine.layout import Layout
+from merak.engine.parts import Parts
+from merak.engine.program import Program
+from merak.graph.chance.choice import optional_parameters
+from merak.graph.ir import Settled
+from merak.graph.runnable import runnable
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def settle(parts: Parts, programs: Sequence[Program], batches: Sequence[Batch]) -> None:
+    """Write into this rank's parameters what the model would; called alike on all replicas.
+
+    Args:
+        parts: what the engine is made of.
+        programs: of this replica's microbatches.
+        batches: their columns.
+
+    Raises:
+        ScheduleError: replicas hold shares of a parameter that is not written share by share.
+    """
+    every = {one.parameter: one for program in programs for one in program.settled}
+    own = {name: one for name, one in every.items() if name in parts.parameters}
+    if not own:
+        return
+    refuse_shares(own.values(), parts.zero)
+    parts.trained.wait()
+    for one in own.values():
+        lookups = _lookups(parts, one, programs, batches)
+        buffers = {**parts.buffers, **programs[0].constants}
+        _settle(parts, one, [{**buffers, **batch} for batch in lookups])
+
+
+def _lookups(
+    parts: Parts, one: Settled, programs: Sequence[Program], batches: Sequence[Batch]
+) -> list[Batch]:
+    """The columns that are read for it, of every microbatch of all replicas; else nothing, once."""
+    if not one.columns:
+        return [{}]
+    own = [{name: batch[name] for name in one.columns} for batch in batches]
+    group = parts.mesh.group("dp")
+    if group is None:
+        return list(own)
+    found: list[list[Batch]] = [[] for _ in range(dist.get_world_size(group))]
+    with parts.progress.waiting(f"what is looked up in {one.parameter} by", parts.mesh.peers("dp")):
+        dist.all_gather_object(found, own, group=group)
+    device = parts.mesh.device
+    return [{n: t.to(device) for n, t in batch.items()} for each in found for batch in each]
+
+
+@torch.no_grad()
+def _settle(parts: Parts, one: Settled, given: Sequence[Batch]) -> None:
+    """Write one parameter, and what the optimizer steps for it."""
+    name = one.parameter
+    item = parts.trained.items.get(name)
+    if parts.sharded is not None and name in parts.sharded.hollow:
+        share = parts.sharded.share(name)
+        low = share.to(parts.parameters[name].dtype)
+        _follow(share, low, _run(one, low.clone(), given))
+        return
+    data = parts.parameters[name].detach()
+    rows = None if item is None or not item.is_master else item.own_rows()
+    before = None if rows is None else rows.clone()
+    shard = parts.base.shards.get(name)
+    if shard is None or one.elementwise:
+        _run(one, data, given)
+    else:
+        data.copy_(take(_run(one, _whole(parts, data, shard), given), shard, parts.mesh.tp_rank))
+    if item is not None and rows is not None and before is not None:
+        _follow(item.stepped.detach(), before, rows)
+
+
+def _run(one: Settled, value: torch.Tensor, given: Sequence[Batch]) -> torch.Tensor:
+    write = runnable(one.graph)
+    for batch in given:
+        write(value, *(batch[name] for name in (*one.buffers, *one.columns)))
+    return value
+
+
+def _follow(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+    """What was written is the new value of a master; it knows more of the rest."""
+    torch.where(before == after, master, after.to(master.dtype), out=master)
+
+
+def _whole(parts: Parts, share: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
+    """A parameter that is split over tp, put together for a moment."""
+    group = parts.mesh.group("tp")
+    shares = [torch.empty_like(share) for _ in range(shard.degree)]
+    with parts.progress.waiting("the shares of a parameter of", parts.mesh.peers("tp")):
+        dist.all_gather(shares, share.contiguous(), group=group)
+    return join(shares, shard)
+
+
+def refuse_shares(settled: Collection[Settled], zero: int) -> None:
+    """Shares of a parameter know nothing of each other.
+
+    Raises:
+        ScheduleError: one of those is not written element by element.
+    """
+    for one in settled:
+        if zero == 3 and not one.elementwise:
+            raise ScheduleError(
+                f"zero=3 holds shares of {one.parameter!r}, into which the model writes more than "
+                "one share at a time while it runs; use zero=2."
+            )
+
+
+def refuse_settling(layout: Layout, zero: int) -> None:
+    """What the model writes into its parameters is written before a step, on all that hold them.
+
+    Args:
+        layout: the model, laid out.
+        zero: what replicas share.
+
+    Raises:
+        ScheduleError: the layout's steps do not allow that.
+    """
+    refuse_shares(layout.graph.settled, zero)
+    names = {one.parameter for one in layout.graph.settled}
+    if names and not layout.schedule.is_synchronous:
+        raise ScheduleError(
+            f"schedule={layout.schedule.name!r} updates weights inside a step, and the model "
+            f"writes into the parameter {min(names)!r} while it runs; use a synchronous schedule "
+            "such as '1f1b'."
+        )
+    for segment in layout.graph.segments:
+        if found := names & set(optional_parameters(segment)):
+            raise ScheduleError(
+                f"the model writes into the parameter {min(found)!r} while it runs, which a step "
+                "may leave out, by chance or by the values of a batch; change the parameter "
+                "between steps."
+            )
