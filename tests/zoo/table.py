@@ -42,6 +42,7 @@ def main() -> None:
     results: dict[tuple[str, str], Result] = {}
     for file in files:
         results |= {key: r for key, r in read(file).items() if r.reason != RUNNING}
+    results = _trained_in_both(results) | results
     page.write_text("".join(render(results, architectures())), encoding="utf-8")
 
 
@@ -68,6 +69,12 @@ def render(results: Results, tasks: Mapping[str, str]) -> Iterable[str]:
     for name in sorted(tasks):
         for reason in dict.fromkeys(_reasons(results, name)):
             yield f"- `{name}`: {reason}\n"
+
+
+def _trained_in_both(results: Results) -> dict[tuple[str, str], Result]:
+    """Who is evaluated between steps is trained there too, with tp and pp."""
+    (both,) = (name for name in LAYOUTS if name != EVALUATE and LAYOUTS[name] == LAYOUTS[EVALUATE])
+    return {(name, both): r for (name, layout), r in results.items() if layout == EVALUATE}
 
 
 def _row(cells: Sequence[str]) -> Iterable[str]:
