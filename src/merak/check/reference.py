@@ -37,7 +37,7 @@ def reference(job: Job) -> Outcome:
     except MerakError:
         raise
     except Exception as error:
-        holds = isinstance(error, ImportError) or _is_without_loss(error)
+        holds = isinstance(error, ImportError) or is_without_loss(error)
         kind = FinalError if holds else EagerError
         raise kind(why_not(case, error)) from error
     if not all(math.isfinite(loss) for loss in outcome.losses):
@@ -63,7 +63,7 @@ def why_not(case: Case, error: Exception) -> str:
     said = " ".join(lines[:2]).rstrip(".") or type(error).__name__
     if isinstance(error, ImportError):
         return missing_package(case.name, error)
-    if _is_without_loss(error):
+    if is_without_loss(error):
         return f"{case.name} returns no loss for these columns; pass a loss function."
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -73,7 +73,8 @@ def why_not(case: Case, error: Exception) -> str:
     )
 
 
-def _is_without_loss(error: Exception) -> bool:
+def is_without_loss(error: BaseException) -> bool:
+    """Whether a model failed for giving no loss."""
     return isinstance(error, KeyError) and error.args == ("loss",)
 
 

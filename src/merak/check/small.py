@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,13 +37,14 @@ class Version:
     """One version of a model.
 
     Args:
-        jobs: makes jobs that train it on different batches, the most wanted one first.
+        jobs: makes jobs that train it on different batches, the most wanted one first; it is given
+            the reasons why those before did not train, which grow meanwhile.
         is_small: whether it cannot be large, so that it need not be built without weights first.
         is_whole: whether it is the model as the user has it.
         filled: as of `Trained`.
     """
 
-    jobs: Callable[[], Iterable[Job]]
+    jobs: Callable[[Sequence[MerakError]], Iterable[Job]]
     is_small: bool = False
     is_whole: bool = False
     filled: Fields = field(default_factory=dict)
@@ -78,7 +79,7 @@ def _train(version: Version) -> Trained | MerakError:
     """A version trained on the first of its batches with which it trains, else the first reason."""
     failures: list[MerakError] = []
     try:
-        for job in version.jobs():
+        for job in version.jobs(failures):
             if not failures:
                 _refuse_large(job, version)
             try:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
+from merak.cli.columns import Column, Columns
+from merak.cli.documented import DEFAULT_WAVE, Known, described, documented_column
 from merak.cli.errors import CommandError
-from merak.core.random import seed_for
-from merak.graph.ir import TensorMeta
 
 DEFAULT_SEQUENCE = 512
 """Tokens of a sequence where neither the user nor the model says less."""
@@ -27,40 +26,11 @@ DEFAULT_IMAGE = 224
 SUBSAMPLING = 8
 """Frames of sound that a model which subsamples them makes one of, at the most."""
 
-DEFAULT_WAVE = 7680
-"""Numbers of a recording where the config does not say how many make a frame."""
+DEFAULT_VOCABULARY = 128
+"""Different characters, for models that read them without a vocabulary."""
 
 DEFAULT_CHOICES = 2
 """Answers to choose from, in multiple-choice models."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column of an example batch.
-
-    Args:
-        shape: its sizes, the batch first.
-        num_values: so many different whole numbers; None for floating point numbers.
-        first: the smallest of the whole numbers.
-        last: the last one of every row, which is nowhere else in it, such as the token that ends
-            a text; None where it is drawn like the others.
-        times: so often it is in a row: at the end of each of so many equal parts.
-    """
-
-    shape: tuple[int, ...]
-    num_values: int | None = None
-    first: int = 0
-    last: int | None = None
-    times: int = 1
-
-    @property
-    def meta(self) -> TensorMeta:
-        """The column without its numbers."""
-        dtype = torch.float32 if self.num_values is None else torch.int64
-        return TensorMeta(self.shape, dtype)
-
-
-Columns = dict[str, Column]
 
 
 class Task(Enum):
@@ -101,7 +71,12 @@ class _Sizes:
 
     @property
     def vocabulary(self) -> int:
-        return int(self.config.get_text_config().vocab_size)
+        size = getattr(self.config.get_text_config(), "vocab_size", None)
+        return size if isinstance(size, int) else DEFAULT_VOCABULARY
+
+    @property
+    def known(self) -> Known:
+        return Known(self.sequence, self.image, self.vocabulary)
 
     @property
     def image(self) -> tuple[int, int]:
@@ -139,7 +114,7 @@ def example_columns(
     sizes = _Sizes(batch, _sequence(config, sequence), _task(model_class), config)
     taken = inspect.signature(model_class.forward).parameters
     main = _main_input(model_class, taken)
-    columns = {main: INPUTS[main](sizes)}
+    columns = _made(model_class, (main, *_required(model_class)), sizes)
     if example_arguments(model_class):  # a loss of pairs, of which the main input is one half
         columns |= {name: make(sizes) for name, make in INPUTS.items() if name in taken}
     if "decoder_input_ids" in taken and not _shifts_labels(config):
@@ -153,13 +128,45 @@ def example_columns(
 def _main_input(model_class: type[PreTrainedModel], taken: Mapping[str, object]) -> str:
     """The argument that the model is mainly about, or another one that may stand in for it."""
     main = model_class.main_input_name
-    found = next((name for name in (main, *INPUTS) if name in INPUTS and name in taken), None)
+    known = {*INPUTS, *described(model_class)}
+    found = next((name for name in (main, *INPUTS) if name in known and name in taken), None)
     if found is None:
         raise CommandError(
             f"{model_class.__name__} takes {main}, for which there is no example batch; "
-            f"models that take {' or '.join(INPUTS)} have one."
+            f"models that take {' or '.join(INPUTS)}, or whose documentation says the shape of "
+            "what they take, have one."
         )
     return found
+
+
+def _required(model_class: type[PreTrainedModel]) -> Iterator[str]:
+    """The arguments that a model's forward cannot do without."""
+    empty = inspect.Parameter.empty
+    _, *taken = inspect.signature(model_class.forward).parameters.values()
+    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    yield from (p.name for p in taken if p.default is empty and p.kind not in varying)
+
+
+def _made(model_class: type[PreTrainedModel], names: Iterable[str], sizes: _Sizes) -> Columns:
+    """Columns for arguments, of those that are known or documented."""
+    documented = described(model_class)
+    found: Columns = {}
+    for name in names:
+        if name in INPUTS:
+            found[name] = INPUTS[name](sizes)
+        elif name in documented:
+            found[name] = documented_column(documented[name], sizes.config, sizes.known)
+    return found
+
+
+def documented_inputs(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    sequence: int,
+    names: Iterable[str],
+) -> Columns:
+    """Columns of one sample for arguments of a model's forward that it turns out to need."""
+    return _made(model_class, names, _Sizes(1, sequence, _task(model_class), config))
 
 
 def further_inputs(
@@ -196,26 +203,6 @@ def example_arguments(model_class: type[PreTrainedModel]) -> dict[str, bool]:
     """What a model must be called with beside a batch to give a loss: encoders of pairs do not."""
     taken = inspect.signature(model_class.forward).parameters
     return {"return_loss": True} if "return_loss" in taken else {}
-
-
-def draw_batch(columns: Mapping[str, Column], *, seed: int) -> dict[str, torch.Tensor]:
-    """Random numbers for the columns, the same for the same seed, on the CPU."""
-    return {name: _draw(column, seed_for(seed, name)) for name, column in columns.items()}
-
-
-def _draw(column: Column, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if column.num_values is None:
-        return torch.randn(column.shape, generator=generator)
-    if column.last is None:
-        drawn = torch.randint(column.num_values, column.shape, generator=generator)
-        return drawn + column.first
-    drawn = torch.randint(column.num_values - 1, column.shape, generator=generator) + column.first
-    drawn += drawn >= column.last
-    length = column.shape[-1]
-    ends = [(part + 1) * length // column.times - 1 for part in range(column.times)]
-    drawn[..., ends] = column.last
-    return drawn
 
 
 def _task(model_class: type[PreTrainedModel]) -> Task:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
-from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from merak.check.reference import is_without_loss
 from merak.cli.batch import (
-    Column,
-    Columns,
+    TARGETS,
+    documented_inputs,
     example_columns,
     further_inputs,
     predicts_classes,
@@ -22,6 +20,9 @@ from merak.cli.batch import (
     sound_mask,
     visual_field,
 )
+from merak.cli.columns import Column, Columns
+from merak.cli.documented import asked_for, described, is_target
+from merak.cli.losses import class_loss, outputs_loss, pair_loss
 from merak.graph.call import LossFunction
 
 PATCHES = 4
@@ -32,6 +33,9 @@ STACKED = (1, 2, 4)
 
 SEPARATORS = 3
 """Behind the question twice, and behind the context."""
+
+MOST_ASKED = 8
+"""So many things a model may turn out to need, one after the other."""
 
 _SHAPE = r"^\s*{name} \(.*of shape `\(([^`]*)\)`"
 
@@ -52,7 +56,10 @@ class Example:
 
 
 def examples(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, sequence: int
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    sequence: int,
+    failures: Sequence[BaseException] = (),
 ) -> Iterator[Example]:
     """Batches of one sample that a model may train on, the plainest first.
 
@@ -60,15 +67,22 @@ def examples(
         model_class: the architecture.
         config: its config.
         sequence: tokens of a sequence.
+        failures: what the batches before failed with, one each; it grows while the caller tries
+            them, and what the last one says is given next.
 
     Raises:
         CommandError: there is no batch for such a model.
     """
     seen: list[Example] = []
     for example in _all(model_class, config, sequence):
-        if example not in seen:
-            seen.append(example)
-            yield example
+        if example in seen:
+            continue
+        seen.append(example)
+        yield example
+        for asked in _asked(model_class, config, sequence, (example, failures)):
+            if asked not in seen:
+                seen.append(asked)
+                yield asked
 
 
 def _all(
@@ -99,33 +113,46 @@ def _all(
         num_labels = int(config.num_labels or 1)
         labels = {"labels": Column((1,), num_labels)}
         yield Example(plain | labels, class_loss, ("labels",))
+    for columns in (plain, everything):
+        inputs = {n: c for n, c in columns.items() if n not in TARGETS and not is_target(n)}
+        yield Example(inputs, outputs_loss)
 
 
-def class_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The cross entropy of a model's scores of classes, for models that compute no loss.
+def _asked(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    sequence: int,
+    tried: tuple[Example, Sequence[BaseException]],
+) -> Iterator[Example]:
+    """An example with what the model says it lacks, one thing after the other."""
+    example, failures = tried
+    documented = described(model_class)
+    for _ in range(MOST_ASKED):
+        if not failures:
+            return
+        error = _origin(failures[-1])
+        others = [name for name in documented if name not in example.columns]
+        if is_without_loss(error):
+            names = [name for name in others if is_target(name)]
+            columns = documented_inputs(model_class, config, sequence, names)
+            loss_fn = None if columns else outputs_loss
+            if example.loss_fn is not None:
+                return
+            example = replace(example, columns=example.columns | columns, loss_fn=loss_fn)
+        else:
+            names = asked_for(error, others)
+            columns = documented_inputs(model_class, config, sequence, names)
+            if not columns:
+                return
+            example = replace(example, columns=example.columns | columns)
+        yield example
 
-    Args:
-        outputs: what the model returned; its first tensor with a row of scores for each sample.
-        batch: the batch, `labels` among its columns, (microbatch,), whole numbers.
-    """
-    labels = batch["labels"]
-    values = outputs.values() if hasattr(outputs, "values") else outputs
-    scores = next(v for v in values if isinstance(v, torch.Tensor) and v.ndim == 2)
-    return F.cross_entropy(scores, labels)
 
-
-def pair_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The contrastive loss of pairs, for models that give scores of every image and text.
-
-    Args:
-        outputs: what the model returned; its `logits_per_image` are (images, texts).
-        batch: the batch, whose images belong to its texts in their order.
-
-    Source: arXiv:2103.00020, figure 3.
-    """
-    scores = outputs["logits_per_image"]
-    right = torch.arange(len(scores), device=scores.device)
-    return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+def _origin(error: BaseException) -> BaseException:
+    """What an error comes from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _separated(columns: Columns, config: PreTrainedConfig) -> Columns | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,8 @@ from merak.check.fields import Fields, flat, merged
 from merak.check.names import IMAGE
 from merak.check.shrink import Attempt, Wanted, attempts
 from merak.check.small import Trained, Version, first_that_trains
-from merak.cli.batch import Column, draw_batch, example_arguments
+from merak.cli.batch import example_arguments
+from merak.cli.columns import Column, draw_batch
 from merak.cli.errors import CommandError
 from merak.cli.examples import examples
 from merak.cli.launch import Work, run_ranks, under_torchrun
@@ -179,13 +180,14 @@ def _jobs(
     changes: Mapping[str, Any],
     how: tuple[Layout, CheckOptions],
     most: int | None,
+    failures: Sequence[MerakError],
 ) -> Iterator[Job]:
     """Jobs for a version: the same model, on batches of several kinds, so many at most."""
     source = request.source(changes)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else DEFAULT_SEQUENCE
     asked = request.sequence or min(DEFAULT_SEQUENCE, longest)
-    for example in islice(examples(source.model_class, source.config, asked), most):
+    for example in islice(examples(source.model_class, source.config, asked, failures), most):
         columns = example.columns
         if changes:
             columns = {name: _small_image(source, name, c) for name, c in columns.items()}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from merak.cli.batch import Column, draw_batch, example_arguments, example_columns
+from merak.cli.batch import example_arguments, example_columns
+from merak.cli.columns import Column, draw_batch
 from merak.cli.errors import CommandError
 from merak.cli.examples import examples
 from merak.cli.model import resolve_model
