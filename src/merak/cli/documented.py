@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -165,8 +165,7 @@ def _series(name: str, config: PreTrainedConfig) -> int | None:
     context = next(_numbers(config, "context_length"), None)
     if context is None or not name.startswith("past"):
         return None
-    lags = getattr(config, "lags_sequence", None) or [0]
-    return context + max(lags)
+    return context + max(map(int, getattr(config, "lags_sequence", None) or [0]))
 
 
 def _numbers(config: PreTrainedConfig, field: str) -> Iterator[int]:
@@ -184,7 +183,7 @@ def is_target(name: str) -> bool:
     return bool({"label", "labels", "target", "targets"} & set(words)) or name == "future_values"
 
 
-def asked_for(error: BaseException, names: Mapping[str, Any]) -> list[str]:
+def asked_for(error: BaseException, names: Iterable[str]) -> list[str]:
     """The names that an error speaks of: in its words, else in the line that it comes from.
 
     Args:

@@ -172,11 +172,6 @@ def test_regression_has_a_number_for_a_label() -> None:
         ("GPT2LMHeadModel", {"batch": 0}, "--batch 0 has no samples"),
         ("GPT2LMHeadModel", {"sequence": 0}, "--seq 0 has no tokens"),
         ("GPT2LMHeadModel", {"sequence": 2000}, "--seq 2000 is more than the model's 1024 posit"),
-        (
-            "PatchTSTForPrediction",
-            {},
-            "takes past_values, for which there is no example batch; models",
-        ),
     ],
 )
 def test_wrong_sizes(name: str, sizes: dict[str, int], said: str) -> None:
