@@ -16,6 +16,9 @@ from merak.graph.call import LossFunction
 _PROBABILITIES = ("drop", "noise", "jitter", "mask_time_prob", "mask_feature_prob")
 """Parts of the names of attributes that hold a probability, or the size, of random draws."""
 
+_FACTORS = "_rescale"
+"""Ends the names of attributes that hold the most, and one over the least, of a factor drawn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -54,6 +57,8 @@ class Case:
 def switch_off_draws(model: nn.Module) -> None:
     """Set every probability of dropout, layer drop and noise of a model, and of its config, to 0.
 
+    Factors that are drawn become 1.
+
     Args:
         model: the model; its modules' attributes and their configs change in place.
     """
@@ -73,3 +78,5 @@ def _zero_probabilities(owner: object) -> None:
     for name, value in list(getattr(owner, "__dict__", {}).items()):
         if isinstance(value, float) and any(part in name.lower() for part in _PROBABILITIES):
             setattr(owner, name, 0.0)
+        if isinstance(value, float) and name.endswith(_FACTORS):
+            setattr(owner, name, 1.0)

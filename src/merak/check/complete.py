@@ -27,11 +27,15 @@ RATIO = 4
 STAGES = 4
 """From so many layers feature pyramids are made, arXiv:1612.03144."""
 
+CHANNELS = (16, 16)
+"""Of two convolutions after each other, where a config says nothing of them."""
+
 CLIP = 8
 """Far from what small weights make of normal numbers."""
 
 _SHARED_EXPERTS = re.compile(r"^(n|num)_shared_experts$")
 _BUDGET = re.compile(r"_budget$")
+_CHANNELS = re.compile(r"(_out_channels|_hidden_sizes)$")
 _CLIP = re.compile(r"^clip_")
 _RATIO = re.compile(r"_compress_ratio$")
 _MAIN_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -148,6 +152,8 @@ def _value(name: str, config: PreTrainedConfig) -> Any:
     if names.KINDS.search(name):
         layers = next((v for n, v in numbers.items() if names.LAYERS.match(n)), 0)
         return [BASE_KIND] * layers or None
+    if _CHANNELS.search(name):
+        return list(CHANNELS)
     return next((value for rule, value in _SIZES if rule.search(name)), None)
 
 

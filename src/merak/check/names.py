@@ -37,6 +37,7 @@ MAIN_HEADS = (
 )  # fmt: skip
 HEADS = re.compile(r"(heads?$|n_heads|num_attention_heads)")
 KV_HEADS = re.compile(r"(key_value_heads|kv_heads|kv_n_heads|query_groups)$")
+HEADS_BY_LAYER = re.compile(r"heads_per_layer$")
 HEAD_SIZES = re.compile(
     r"(head_dim$|^rotary_dim$|d_head$|headdim$|^d_kv$|^kv_channels$|^dim_head$|head_size$)"
 )

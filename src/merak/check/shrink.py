@@ -314,6 +314,8 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
         return [_divided(part, sizes.width_divisor) for part in value]
     if _is_width_by_layer(name, value, sizes):
         return [_divided(part, sizes.width_divisor) for part in value]
+    if names.HEADS_BY_LAYER.search(name) and isinstance(value, (list, tuple)):
+        return [_narrower(name.removesuffix("_per_layer"), part, sizes) for part in value]
     if not is_count(value) or value <= 0:
         return value
     new, old = sizes.heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -114,7 +114,7 @@ def example_columns(
     sizes = _Sizes(batch, _sequence(config, sequence), _task(model_class), config)
     taken = inspect.signature(model_class.forward).parameters
     main = _main_input(model_class, taken)
-    columns = _made(model_class, (main, *_required(model_class)), sizes)
+    columns = _made(model_class, [main, *_required(model_class)], sizes)
     if example_arguments(model_class):  # a loss of pairs, of which the main input is one half
         columns |= {name: make(sizes) for name, make in INPUTS.items() if name in taken}
     if "decoder_input_ids" in taken and not _shifts_labels(config):
@@ -128,9 +128,8 @@ def example_columns(
 def _main_input(model_class: type[PreTrainedModel], taken: Mapping[str, object]) -> str:
     """The argument that the model is mainly about, or another one that may stand in for it."""
     main = model_class.main_input_name
-    known = {*INPUTS, *described(model_class)}
-    found = next((name for name in (main, *INPUTS) if name in known and name in taken), None)
-    if found is None:
+    found = next((name for name in (main, *INPUTS) if name in INPUTS and name in taken), main)
+    if found not in INPUTS and found not in described(model_class):
         raise CommandError(
             f"{model_class.__name__} takes {main}, for which there is no example batch; "
             f"models that take {' or '.join(INPUTS)}, or whose documentation says the shape of "
@@ -147,26 +146,42 @@ def _required(model_class: type[PreTrainedModel]) -> Iterator[str]:
     yield from (p.name for p in taken if p.default is empty and p.kind not in varying)
 
 
-def _made(model_class: type[PreTrainedModel], names: Iterable[str], sizes: _Sizes) -> Columns:
+def _made(model_class: type[PreTrainedModel], names: Collection[str], sizes: _Sizes) -> Columns:
     """Columns for arguments, of those that are known or documented."""
+    documented = _described_columns(model_class, names, sizes)
+    known = {name: INPUTS[name](sizes) for name in names if name in INPUTS}
+    return {name: (documented | known)[name] for name in names if name in documented | known}
+
+
+def _described_columns(
+    model_class: type[PreTrainedModel], names: Collection[str], sizes: _Sizes
+) -> Columns:
     documented = described(model_class)
-    found: Columns = {}
-    for name in names:
-        if name in INPUTS:
-            found[name] = INPUTS[name](sizes)
-        elif name in documented:
-            found[name] = documented_column(documented[name], sizes.config, sizes.known)
-    return found
+    return {
+        name: documented_column(documented[name], sizes.config, sizes.known)
+        for name in names
+        if name in documented
+    }
 
 
-def documented_inputs(
+def asked_columns(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     sequence: int,
-    names: Iterable[str],
+    names: Collection[str],
 ) -> Columns:
     """Columns of one sample for arguments of a model's forward that it turns out to need."""
     return _made(model_class, names, _Sizes(1, sequence, _task(model_class), config))
+
+
+def documented_columns(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    sequence: int,
+    names: Collection[str],
+) -> Columns:
+    """Columns of one sample for arguments of a model's forward, as it documents them."""
+    return _described_columns(model_class, names, _Sizes(1, sequence, _task(model_class), config))
 
 
 def further_inputs(

@@ -23,8 +23,11 @@ DEFAULT_WAVE = 7680
 DEFAULT_PATCH = 16
 """Pixels of a patch's side where the config does not say."""
 
-_ARGUMENT = re.compile(r"^\s*(\w+) \(`?.*?(\w*)Tensor`? of shape `\(([^`]*)\)`", re.MULTILINE)
-_BATCH = re.compile(r"^(batch|bs$)")
+_ARGUMENT = re.compile(
+    r"^\s*(\w+) \(`?[^:`]*?(\w*)Tensor`? of shape ([^:]*?)\):\s*$", re.MULTILINE
+)
+_SHAPE = re.compile(r"\(([^()]*)\)")
+_BATCH = re.compile(r"(batch|batch_size|bs)")
 _SEQUENCE = re.compile(r"(seq_length|seq_len|sequence_length)$")
 _SIDE = re.compile(r"(^height$|^width$|^(image|frame)_size$)")
 _PATCHES = re.compile(r"(^num_patches|_num_patches)$")
@@ -80,9 +83,16 @@ def described(model_class: type[PreTrainedModel]) -> dict[str, Described]:
 
 def _arguments(text: str) -> Iterator[Described]:
     for match in _ARGUMENT.finditer(text):
-        name, tensor, shape = match.groups()
-        sizes = tuple(word.strip() for word in shape.split(",") if word.strip())
-        yield Described(name, _kind(name, tensor), sizes)
+        name, tensor, shapes = match.groups()
+        ways = [_words(shape) for shape in _SHAPE.findall(shapes)]
+        # Batches are split into samples, so of several ways one that counts nothing but them first.
+        sizes = next((words for words in ways if words and _BATCH.fullmatch(words[0])), ())
+        if sizes:
+            yield Described(name, _kind(name, tensor), sizes)
+
+
+def _words(shape: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in shape.split(",") if word.strip())
 
 
 def _kind(name: str, tensor: str) -> Kind:
@@ -132,7 +142,7 @@ def _plain(word: str) -> str:
 def _factor(word: str, name: str, config: PreTrainedConfig, known: Known) -> int:
     if word.isdigit():
         return int(word)
-    if _BATCH.match(word):
+    if _BATCH.fullmatch(word):
         return 1
     if _SIDE.search(word):
         return known.image[word == "width"]

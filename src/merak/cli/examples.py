@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from merak.check.reference import is_without_loss
 from merak.cli.batch import (
     TARGETS,
-    documented_inputs,
+    asked_columns,
+    documented_columns,
     example_columns,
     further_inputs,
     predicts_classes,
@@ -36,8 +36,6 @@ SEPARATORS = 3
 
 MOST_ASKED = 8
 """So many things a model may turn out to need, one after the other."""
-
-_SHAPE = r"^\s*{name} \(.*of shape `\(([^`]*)\)`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,8 @@ def _all(
         sound = masked["input_features"]
         wide = replace(sound, shape=(*sound.shape[:-1], times * sound.shape[-1]))
         yield Example(masked | {"input_features": wide})
-    for columns in (plain, everything):
-        yield Example(_documented(model_class, config, columns, sequence))
+    documented = [_documented(model_class, config, c, sequence) for c in (plain, everything)]
+    yield from map(Example, documented)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and positions > sequence:  # one output for each position there is
         yield Example(example_columns(model_class, config, sequence=positions))
@@ -113,7 +111,7 @@ def _all(
         num_labels = int(config.num_labels or 1)
         labels = {"labels": Column((1,), num_labels)}
         yield Example(plain | labels, class_loss, ("labels",))
-    for columns in (plain, everything):
+    for columns in (plain, everything, *documented):
         inputs = {n: c for n, c in columns.items() if n not in TARGETS and not is_target(n)}
         yield Example(inputs, outputs_loss)
 
@@ -134,14 +132,14 @@ def _asked(
         others = [name for name in documented if name not in example.columns]
         if is_without_loss(error):
             names = [name for name in others if is_target(name)]
-            columns = documented_inputs(model_class, config, sequence, names)
+            columns = asked_columns(model_class, config, sequence, names)
             loss_fn = None if columns else outputs_loss
             if example.loss_fn is not None:
                 return
             example = replace(example, columns=example.columns | columns, loss_fn=loss_fn)
         else:
             names = asked_for(error, others)
-            columns = documented_inputs(model_class, config, sequence, names)
+            columns = asked_columns(model_class, config, sequence, names)
             if not columns:
                 return
             example = replace(example, columns=example.columns | columns)
@@ -181,21 +179,8 @@ def _documented(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, columns: Columns, sequence: int
 ) -> Columns:
     """The columns in the shapes that the documentation of the model's forward gives them."""
-    text = inspect.getdoc(model_class.forward) or ""
-    sizes = {"batch_size": 1, "sequence_length": sequence, "seq_length": sequence}
     found = dict(columns)
-    for name, column in columns.items():
-        match = re.search(_SHAPE.format(name=re.escape(name)), text, re.MULTILINE)
-        words = re.split(r"[,*]", match[1]) if match else []
-        shape = [_size(word.strip(), config, sizes) for word in words if word.strip()]
-        known = tuple(size for size in shape if size is not None)
-        if len(known) == len(shape) > len(column.shape):
-            found[name] = replace(column, shape=known)
+    for name, column in documented_columns(model_class, config, sequence, columns).items():
+        if len(column.shape) > len(columns[name].shape):
+            found[name] = replace(columns[name], shape=column.shape)
     return found
-
-
-def _size(word: str, config: PreTrainedConfig, sizes: dict[str, int]) -> int | None:
-    if word.isdigit():
-        return int(word)
-    value = sizes.get(word, getattr(config, word.removeprefix("config."), None))
-    return value if isinstance(value, int) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
+from merak.check.fields import merged
 from merak.cli.errors import CommandError
 from merak.cli.words import near
 from merak.core.errors import MerakError, PackageError
@@ -62,7 +63,11 @@ class ModelSource:
 
 
 def resolve_model(
-    model: str, overrides: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+    model: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    lacking: Collection[str] = (),
 ) -> ModelSource:
     """Find a model by class name, or by the folder or file of its config.
 
@@ -72,6 +77,7 @@ def resolve_model(
         overrides: fields of the config to change.
         trust_remote_code: whether code that is in the folder may run, where its config says that
             the model is made of it.
+        lacking: fields of the overrides that the model reads though its config has none such.
 
     Raises:
         CommandError: there is no such class, folder, or field, or code that is not trusted.
@@ -80,13 +86,13 @@ def resolve_model(
     changes = dict(overrides or {})
     if not path.exists():
         model_class = class_by_name(model)
-        config = _change(_default_config(model_class), {}, changes)
+        config = _changed_default(model_class, changes, lacking)
         return ModelSource(model_class, config, None)
     file = path / CONFIG_FILE if path.is_dir() else path
     stored = read_object(file)
     config_class, model_class = _stored_classes(file, stored, trust_remote_code)
     has_weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
-    config = _change(_parse_config(config_class, stored), stored, changes)
+    config = _change(_parse_config(config_class, stored), stored, changes, lacking)
     return ModelSource(model_class, config, path if has_weights else None)
 
 
@@ -154,6 +160,19 @@ def _default_config(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
     return _parse_config(config_class, {})
 
 
+def _changed_default(
+    model_class: type[PreTrainedModel], changes: Mapping[str, Any], lacking: Collection[str]
+) -> PreTrainedConfig:
+    try:
+        config = _default_config(model_class)
+    except CommandError:
+        if model_class.config_class is None or not changes:
+            raise
+        # The defaults alone do not fit together; with the changes they may.
+        return _parse_config(model_class.config_class, changes)
+    return _change(config, {}, changes, lacking)
+
+
 def _stored_config_class(file: Path, stored: Mapping[str, Any]) -> type[PreTrainedConfig]:
     kind = str(stored.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -205,18 +224,44 @@ def _architecture(file: Path, stored: Mapping[str, Any]) -> str:
 
 
 def _change(
-    config: PreTrainedConfig, stored: Mapping[str, Any], changes: Mapping[str, Any]
+    config: PreTrainedConfig,
+    stored: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    lacking: Collection[str],
 ) -> PreTrainedConfig:
     if not changes:
         return config
     fields: dict[str, Any] = dict(stored)
     for name, value in changes.items():
-        _check_field(config, name)
+        if name not in lacking:
+            _check_field(config, name)
         field = type(config).attribute_map.get(name, name)
         old = fields.get(field)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        fields[field] = {**old, **value} if both else value  # type: ignore[dict-item]
+        if isinstance(value, Mapping):
+            value = _with_defaults(type(config), field, value)
+            value = merged(old, value) if isinstance(old, Mapping) else value
+        fields[field] = value
     return _parse_config(type(config), fields)
+
+
+def _with_defaults(
+    owner: type[PreTrainedConfig], field: str, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Changes of a config inside another, with what that one's class sets in it by default.
+
+    Its defaults in there are not those of its own class.
+    """
+    spec = getattr(owner, "sub_configs_defaults", {}).get(field)
+    inner = getattr(spec, "config_class", spec)
+    kind = getattr(spec, "model_type", None) or getattr(inner, "model_type", None)
+    if kind is None or changes.get("model_type", kind) != kind:
+        return dict(changes)
+    found: type[PreTrainedConfig] = CONFIG_MAPPING.get(kind, inner)
+    nested = {
+        name: _with_defaults(found, name, value) if isinstance(value, Mapping) else value
+        for name, value in changes.items()
+    }
+    return merged(getattr(spec, "init_kwargs", {}), nested)
 
 
 def _check_field(config: PreTrainedConfig, name: str) -> None:

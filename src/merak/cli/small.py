@@ -59,7 +59,13 @@ class Request:
     def source(self, changes: Mapping[str, Any]) -> ModelSource:
         """The model's class and config, with further changes of fields the user has not set."""
         fields = merged(changes, self.given)
-        source = resolve_model(self.model, fields, trust_remote_code=self.trust_remote_code)
+        # What a model lacks in its config, and was found for it, its config does not know.
+        source = resolve_model(
+            self.model,
+            fields,
+            trust_remote_code=self.trust_remote_code,
+            lacking=changes.keys() - self.given.keys(),
+        )
         _pad(source.config)
         return source
 
@@ -190,7 +196,7 @@ def _jobs(
     for example in islice(examples(source.model_class, source.config, asked, failures), most):
         columns = example.columns
         if changes:
-            columns = {name: _small_image(source, name, c) for name, c in columns.items()}
+            columns = _small_images(source, columns)
         # A config does not travel: its class may come from the model's own folder.
         case = Case(
             source.name,
@@ -203,13 +209,21 @@ def _jobs(
         yield Job(case, *how)
 
 
-def _small_image(source: ModelSource, name: str, column: Column) -> Column:
-    """Smaller images for models whose config leaves their size open."""
+def _small_images(source: ModelSource, columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Smaller images, and what there is for their pixels, if the config leaves their size open."""
     owners = (source.config, getattr(source.config, "vision_config", None))
-    is_image = name == "pixel_values" and len(column.shape) == 4
-    if not is_image or any(getattr(o, "image_size", None) for o in owners):
-        return column
-    return replace(column, shape=(*column.shape[:2], IMAGE, IMAGE))
+    image = columns.get("pixel_values")
+    is_image = image is not None and len(image.shape) == 4
+    if image is None or not is_image or any(getattr(o, "image_size", None) for o in owners):
+        return dict(columns)
+    return {
+        name: replace(c, shape=(*c.shape[:-2], IMAGE, IMAGE)) if _has_pixels(c, image) else c
+        for name, c in columns.items()
+    }
+
+
+def _has_pixels(column: Column, image: Column) -> bool:
+    return len(column.shape) > 2 and column.shape[-2:] == image.shape[-2:]
 
 
 def _build(request: Request, changes: Mapping[str, Any]) -> nn.Module:
