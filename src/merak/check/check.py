@@ -70,6 +70,8 @@ class CheckReport:
             as of gradients; None if nothing was evaluated.
         kept_whole: modules that cannot be traced inside, and ran as one operator each.
         filled: fields of the model's config that it leaves open, and what the check took for them.
+        columns: what the batches hold.
+        loss: name of the loss function where the model computes no loss; else None.
     """
 
     model: str
@@ -85,6 +87,8 @@ class CheckReport:
     evaluation_max_rel_diff: float | None = None
     kept_whole: list[KeptWhole] = field(default_factory=list)
     filled: dict[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
+    loss: str | None = None
 
 
 def check_model(

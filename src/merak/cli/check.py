@@ -91,6 +91,8 @@ def _page(report: CheckReport) -> str:
             f"largest relative difference of an output in evaluation: "
             f"{report.evaluation_max_rel_diff:.1e}"
         )
+    if report.loss is not None:
+        compared.append(f"the model computes no loss, and the check took: {report.loss}")
     if report.filled:
         fields = ", ".join(f"{name}={value!r}" for name, value in report.filled.items())
         compared.append(f"the config leaves open, and the check took: {fields}")

@@ -23,9 +23,7 @@ DEFAULT_WAVE = 7680
 DEFAULT_PATCH = 16
 """Pixels of a patch's side where the config does not say."""
 
-_ARGUMENT = re.compile(
-    r"^\s*(\w+) \(`?[^:`]*?(\w*)Tensor`? of shape ([^:]*?)\):\s*$", re.MULTILINE
-)
+_ARGUMENT = re.compile(r"^\s*(\w+) \(`?[^:`]*?(\w*)Tensor`? of shape ([^:]*?)\):\s*$", re.MULTILINE)
 _SHAPE = re.compile(r"\(([^()]*)\)")
 _BATCH = re.compile(r"(batch|batch_size|bs)")
 _SEQUENCE = re.compile(r"(seq_length|seq_len|sequence_length)$")

@@ -237,9 +237,10 @@ def _change(
             _check_field(config, name)
         field = type(config).attribute_map.get(name, name)
         old = fields.get(field)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = merged(old, value)
+        elif isinstance(value, Mapping):
             value = _with_defaults(type(config), field, value)
-            value = merged(old, value) if isinstance(old, Mapping) else value
         fields[field] = value
     return _parse_config(type(config), fields)
 
@@ -251,8 +252,8 @@ def _with_defaults(
 
     Its defaults in there are not those of its own class.
     """
-    spec = getattr(owner, "sub_configs_defaults", {}).get(field)
-    inner = getattr(spec, "config_class", spec)
+    spec: Any = getattr(owner, "sub_configs_defaults", {}).get(field)
+    inner: Any = getattr(spec, "config_class", spec)
     kind = getattr(spec, "model_type", None) or getattr(inner, "model_type", None)
     if kind is None or changes.get("model_type", kind) != kind:
         return dict(changes)

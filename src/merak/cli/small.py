@@ -89,7 +89,14 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
     with _folder() as folder:
         report = check_against(trained.outcome, trained.job, Workshop(folder, _launch))
     seconds = time.perf_counter() - started
-    return replace(report, seconds=seconds, filled=flat(trained.filled))
+    case = trained.job.case
+    return replace(
+        report,
+        seconds=seconds,
+        filled=flat(trained.filled),
+        columns=tuple(case.batch(0, 1)),
+        loss=getattr(case.loss_fn, "__name__", None),
+    )
 
 
 def small_version(request: Request, layout: Layout, options: CheckOptions) -> Trained:

@@ -143,6 +143,7 @@ def filled(config: PreTrainedConfig) -> list[dict[str, Any]]:
         (transformers.Dots1Config(), "num_experts_per_tok", 2),
         (transformers.EsmConfig(), "vocab_size", 128),
         (transformers.XmodConfig(), "default_language", "en_XX"),
+        (transformers.Sapiens2HeadConfig(), "conv_out_channels", [16, 16]),
         (transformers.Lfm2MoeConfig(), "layer_types", ["full_attention"] * 32),
     ],
 )
@@ -190,3 +191,13 @@ def test_layers_to_take_outputs_of_are_chosen_where_the_config_names_one() -> No
 def test_fields_are_told_by_where_they_are() -> None:
     fields = {"use_cache": False, "text_config": {"model_type": "x", "rope": {"a": 1}}}
     assert flat(fields) == {"use_cache": False, "text_config.rope": {"a": 1}}
+
+
+def test_heads_by_layer_are_scaled_as_heads_are() -> None:
+    config = transformers.Sapiens2Config()
+    fields = next(attempts(config, {})).fields
+    by_layer = fields["num_key_value_heads_per_layer"]
+    heads, old = fields["num_attention_heads"], config.num_attention_heads
+    assert old in config.num_key_value_heads_per_layer
+    assert heads in by_layer and max(by_layer) <= heads
+    assert len(by_layer) == fields["num_hidden_layers"]

@@ -91,3 +91,44 @@ def test_overrides_are_an_object() -> None:
         parse_overrides("n_layer=4")
     with pytest.raises(CommandError, match="is not a JSON object"):
         parse_overrides("[4]")
+
+
+def test_a_config_inside_keeps_what_its_owner_sets_in_it() -> None:
+    """Its own class has other defaults: it gives images, and the outputs of one layer alone."""
+    plain = resolve_model("Tipsv2DptForSemanticSegmentation").config.backbone_config
+    fields = {"backbone_config": {"model_type": plain.model_type, "hidden_size": 128}}
+    changed = resolve_model("Tipsv2DptForSemanticSegmentation", fields).config.backbone_config
+    assert changed.hidden_size == 128 != plain.hidden_size
+    assert changed.reshape_hidden_states == plain.reshape_hidden_states is False
+    assert changed.out_indices == plain.out_indices and len(plain.out_indices) == 4
+
+
+def test_a_stored_config_inside_wins_over_its_owners_defaults(tmp_path: Path) -> None:
+    config = resolve_model("Tipsv2DptForSemanticSegmentation").config
+    stored = config.to_dict() | {"architectures": ["Tipsv2DptForSemanticSegmentation"]}
+    stored["backbone_config"] |= {"reshape_hidden_states": True}
+    (tmp_path / "config.json").write_text(json.dumps(stored), encoding="utf-8")
+    fields = {"backbone_config": {"model_type": "tipsv2_vision_model", "hidden_size": 128}}
+    changed = resolve_model(str(tmp_path), fields).config.backbone_config
+    assert changed.reshape_hidden_states is True
+    assert changed.hidden_size == 128
+
+
+def test_fields_that_a_model_lacks_may_be_set_all_the_same() -> None:
+    fields = {"num_key_value_heads": 4}
+    with pytest.raises(CommandError, match="has no field 'num_key_value_heads'"):
+        resolve_model("MoonshineStreamingForConditionalGeneration", fields)
+    lacking = resolve_model(
+        "MoonshineStreamingForConditionalGeneration", fields, lacking=["num_key_value_heads"]
+    )
+    assert lacking.config.num_key_value_heads == 4
+
+
+def test_defaults_that_do_not_fit_together_may_be_mended() -> None:
+    """The class's own defaults are refused by the class."""
+    name = "Gemma4AssistantForCausalLM"
+    with pytest.raises(CommandError, match="hidden_size_per_layer_input must be 0, got 256"):
+        resolve_model(name)
+    text = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+    text |= {"vocab_size_per_layer_input": 0}
+    assert resolve_model(name, {"text_config": text}).config.text_config.hidden_size > 0
