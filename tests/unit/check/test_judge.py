@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from merak.check.judge import Verdict, judge
 from merak.check.reference import reference
 from merak.check.small import Version, first_that_trains
 from merak.check.training import Outcome, train_alone
+from merak.core.errors import MerakError
 from merak.core.shards import ParameterShard
 
 OPTIONS = CheckOptions(num_microbatches=2, steps=2)
@@ -179,7 +181,7 @@ def test_a_buffer_that_forward_moves_is_no_draw() -> None:
 
 def test_the_first_version_that_trains_is_taken() -> None:
     def versions(*models: type[nn.Module]) -> list[Version]:
-        return [Version(lambda m=model: [job_of(m)]) for model in models]  # type: ignore[misc]
+        return [Version(lambda _, m=model: [job_of(m)]) for model in models]  # type: ignore[misc]
 
     trained = first_that_trains(versions(Endless, Net))
     assert trained.job.case.name == "Net"
@@ -187,5 +189,14 @@ def test_the_first_version_that_trains_is_taken() -> None:
         first_that_trains(versions(Broken, Net))
     with pytest.raises(EagerError, match="losses are inf"):  # the first reason
         first_that_trains(versions(Endless, Endless))
-    other_batch = Version(lambda: [job_of(Endless), job_of(Net)])
+    other_batch = Version(lambda _: [job_of(Endless), job_of(Net)])
     assert first_that_trains([other_batch]).job.case.name == "Net"
+
+
+def test_what_a_batch_failed_with_is_known_to_the_next() -> None:
+    def jobs(failures: Sequence[MerakError]) -> Iterator[Job]:
+        yield job_of(Endless)
+        assert "losses are inf" in str(failures[-1])
+        yield job_of(Net)
+
+    assert first_that_trains([Version(jobs)]).job.case.name == "Net"
