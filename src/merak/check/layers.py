@@ -57,7 +57,8 @@ def nearer(numbers: Sequence[int], old: int, new: int) -> list[int]:
     for number in sorted(numbers):
         place = number * new // old
         found.append(max(place, found[-1] + 1) if found else place)
-    return found
+    # Layers near the end leave too few numbers behind them.
+    return [min(place, new - left) for left, place in enumerate(reversed(found))][::-1]
 
 
 def _until_all_kinds(config: PreTrainedConfig, old: int, layers: int) -> int:

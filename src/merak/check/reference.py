@@ -52,7 +52,8 @@ def reference(job: Job) -> Outcome:
     if draws:
         raise FinalError(
             f"{case.name} draws random numbers while it runs even with every dropout at 0, so two "
-            "runs of one process differ already; switch what draws off in its config."
+            "runs of one process differ already; give its noise in the batch, or switch what draws "
+            "off in its config."
         )
     return outcome
 
@@ -73,7 +74,7 @@ def why_not(case: Case, error: Exception) -> str:
     )
 
 
-def is_without_loss(error: BaseException) -> bool:
+def is_without_loss(error: BaseException | None) -> bool:
     """Whether a model failed for giving no loss."""
     return isinstance(error, KeyError) and error.args == ("loss",)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from merak.check.fields import Fields
-from merak.check.reference import EagerError, FinalError, reference
+from merak.check.reference import EagerError, FinalError, is_without_loss, reference
 from merak.check.training import Job, Outcome
 from merak.core.errors import MerakError, PackageError
 
@@ -92,7 +92,8 @@ def _train(version: Version) -> Trained | MerakError:
         said = f"its config cannot be used: {type(failed).__name__}: {failed}"
         failures.append(EagerError(said))
     assert failures, "no jobs"
-    return failures[0]
+    # That one batch gave no loss says nothing where another one failed for its own reason.
+    return next((f for f in failures if not is_without_loss(f.__cause__)), failures[0])
 
 
 class _TooLarge(EagerError):

@@ -31,6 +31,9 @@ PATCHES = 4
 STACKED = (1, 2, 4)
 """How many frames of sound, or changes between them, may be side by side in one."""
 
+FRAMES = 4
+"""Images of a film, where the config does not say."""
+
 SEPARATORS = 3
 """Behind the question twice, and behind the context."""
 
@@ -130,20 +133,25 @@ def _asked(
             return
         error = _origin(failures[-1])
         others = [name for name in documented if name not in example.columns]
-        if is_without_loss(error):
-            names = [name for name in others if is_target(name)]
-            columns = asked_columns(model_class, config, sequence, names)
-            loss_fn = None if columns else outputs_loss
-            if example.loss_fn is not None:
-                return
-            example = replace(example, columns=example.columns | columns, loss_fn=loss_fn)
-        else:
-            names = asked_for(error, others)
-            columns = asked_columns(model_class, config, sequence, names)
-            if not columns:
-                return
+        is_lossless = is_without_loss(error)
+        wanted = list(filter(is_target, others)) if is_lossless else asked_for(error, others)
+        columns = asked_columns(model_class, config, sequence, wanted)
+        if is_lossless and not columns and example.loss_fn is None:
+            example = replace(example, loss_fn=outputs_loss)
+        elif columns := columns or _as_video(error, example.columns, config):
             example = replace(example, columns=example.columns | columns)
+        else:
+            return
         yield example
+
+
+def _as_video(error: BaseException, columns: Columns, config: PreTrainedConfig) -> Columns:
+    """Several images in place of each, for a model that finds a dimension missing."""
+    image = columns.get("pixel_values")
+    if image is None or len(image.shape) != 4 or "expected 5, got 4" not in str(error):
+        return {}
+    frames = int(visual_field(config, "num_frames", FRAMES))
+    return {"pixel_values": replace(image, shape=(1, frames, *image.shape[1:]))}
 
 
 def _origin(error: BaseException) -> BaseException:

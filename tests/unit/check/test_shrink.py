@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from merak.check.complete import completions, lacking
 from merak.check.fields import flat
-from merak.check.layers import of_each_kind
+from merak.check.layers import nearer, of_each_kind
 from merak.check.relations import agreeing, without_derived
 from merak.check.shrink import VERSIONS, Wanted, attempts
 
@@ -201,3 +201,9 @@ def test_heads_by_layer_are_scaled_as_heads_are() -> None:
     assert old in config.num_key_value_heads_per_layer
     assert heads in by_layer and max(by_layer) <= heads
     assert len(by_layer) == fields["num_hidden_layers"]
+
+
+def test_layers_to_take_outputs_of_are_layers_of_the_small_model() -> None:
+    assert nearer([3, 6, 9, 12], 12, 4) == [1, 2, 3, 4]
+    assert nearer([9, 10, 11, 12], 12, 4) == [1, 2, 3, 4]
+    assert nearer([2, 11], 12, 4) == [0, 3]
