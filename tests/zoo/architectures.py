@@ -21,6 +21,19 @@ LISTS: Mapping[str, Mapping[str, str | Sequence[str]]] = {
     "speech to text": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     "speech to characters": auto.MODEL_FOR_CTC_MAPPING_NAMES,
     "audio classification": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    "multiple choice": auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    "next sentences": auto.MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES,
+    "video classification": auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES,
+    "speakers": auto.MODEL_FOR_AUDIO_XVECTOR_MAPPING_NAMES,
+    "classes of moments of sound": auto.MODEL_FOR_AUDIO_FRAME_CLASSIFICATION_MAPPING_NAMES,
+    "depth": auto.MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES,
+    "hidden parts of images": auto.MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES,
+    "classes of series": auto.MODEL_FOR_TIME_SERIES_CLASSIFICATION_MAPPING_NAMES,
+    "numbers about series": auto.MODEL_FOR_TIME_SERIES_REGRESSION_MAPPING_NAMES,
+    "forecasts": auto.MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES,
+    "questions about images": auto.MODEL_FOR_VISUAL_QUESTION_ANSWERING_MAPPING_NAMES,
+    "questions about documents": auto.MODEL_FOR_DOCUMENT_QUESTION_ANSWERING_MAPPING_NAMES,
+    "questions about tables": auto.MODEL_FOR_TABLE_QUESTION_ANSWERING_MAPPING_NAMES,
 }
 """transformers' lists by what the models are for."""
 

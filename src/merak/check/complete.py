@@ -30,6 +30,9 @@ STAGES = 4
 CHANNELS = (16, 16)
 """Of two convolutions after each other, where a config says nothing of them."""
 
+PREDICTED = 8
+"""Moments that a forecast has."""
+
 CLIP = 8
 """Far from what small weights make of normal numbers."""
 
@@ -37,6 +40,7 @@ _SHARED_EXPERTS = re.compile(r"^(n|num)_shared_experts$")
 _BUDGET = re.compile(r"_budget$")
 _CHANNELS = re.compile(r"(_out_channels|_hidden_sizes)$")
 _CLIP = re.compile(r"^clip_")
+_PREDICTED = re.compile(r"^prediction_length$")
 _RATIO = re.compile(r"_compress_ratio$")
 _MAIN_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
@@ -167,5 +171,6 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = (
     (_BUDGET, BUDGET),
     (_RATIO, RATIO),
     (_CLIP, CLIP),
+    (_PREDICTED, PREDICTED),
 )
 """Numbers that do not depend on others, by the name of the field."""

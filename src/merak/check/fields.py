@@ -25,6 +25,15 @@ def merged(changes: Mapping[str, Any], given: Mapping[str, Any]) -> Fields:
     return fields
 
 
+def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a model's text; of several ones, none of which is the main one, all of it."""
+    try:
+        found: PreTrainedConfig = config.get_text_config()
+    except ValueError:
+        return config
+    return found
+
+
 def inner_configs(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
     """The configs inside a config, each with the name of its field."""
     for name, value in vars(config).items():

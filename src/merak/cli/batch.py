@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
+from merak.check.fields import text_part
 from merak.cli.columns import Column, Columns
 from merak.cli.documented import DEFAULT_WAVE, Known, described, documented_column
 from merak.cli.errors import CommandError
@@ -73,7 +74,7 @@ class _Sizes:
 
     @property
     def vocabulary(self) -> int:
-        size = getattr(self.config.get_text_config(), "vocab_size", None)
+        size = getattr(text_part(self.config), "vocab_size", None)
         return size if isinstance(size, int) else DEFAULT_VOCABULARY
 
     @property
@@ -235,7 +236,7 @@ def _names(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _sequence(config: PreTrainedConfig, asked: int | None) -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(text_part(config), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else None
     if asked is None:
         return min(DEFAULT_SEQUENCE, longest or DEFAULT_SEQUENCE)
@@ -271,7 +272,7 @@ def _token_ids(sizes: _Sizes) -> Column:
 
 def _end_of_text(sizes: _Sizes) -> int | None:
     """The token that ends a text: some models read a whole text's class off its place."""
-    end = getattr(sizes.config.get_text_config(), "eos_token_id", None)
+    end = getattr(text_part(sizes.config), "eos_token_id", None)
     fits = isinstance(end, int) and 0 <= end < sizes.vocabulary
     return end if fits and sizes.task is Task.SAMPLES else None
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import re
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -207,11 +209,13 @@ def asked_for(error: BaseException, names: Iterable[str]) -> list[str]:
 
 
 def _lines(error: BaseException) -> Iterator[str]:
-    """The lines of code that an error went through, the one that it comes from first."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(inspect.getframeinfo(trace))
-        trace = trace.tb_next
-    for frame in reversed(frames):
-        yield "".join(frame.code_context or ())
+    """The code that an error went through, where it comes from first."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        first, last = frame.lineno or 1, frame.end_lineno or frame.lineno or 1
+        yield "".join(linecache.getlines(frame.filename)[first - 1 : last])
+
+
+def with_companions(targets: Collection[str], names: Collection[str]) -> list[str]:
+    """Targets, and the arguments that go with them, as `future_time` does with `future_values`."""
+    kinds = {target.split("_")[0] for target in targets if "_" in target}
+    return [name for name in names if name in targets or name.split("_")[0] in kinds]

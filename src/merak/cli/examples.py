@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from merak.check.fields import text_part
 from merak.check.reference import is_without_loss
 from merak.cli.batch import (
     TARGETS,
@@ -21,7 +22,7 @@ from merak.cli.batch import (
     visual_field,
 )
 from merak.cli.columns import Column, Columns
-from merak.cli.documented import asked_for, described, is_target
+from merak.cli.documented import asked_for, described, is_target, with_companions
 from merak.cli.losses import class_loss, outputs_loss, pair_loss
 from merak.graph.call import LossFunction
 
@@ -102,7 +103,7 @@ def _all(
         yield Example(masked | {"input_features": wide})
     documented = [_documented(model_class, config, c, sequence) for c in (plain, everything)]
     yield from map(Example, documented)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(text_part(config), "max_position_embeddings", None)
     if isinstance(positions, int) and positions > sequence:  # one output for each position there is
         yield Example(example_columns(model_class, config, sequence=positions))
     separated = _separated(plain, config)
@@ -134,7 +135,8 @@ def _asked(
         error = _origin(failures[-1])
         others = [name for name in documented if name not in example.columns]
         is_lossless = is_without_loss(error)
-        wanted = list(filter(is_target, others)) if is_lossless else asked_for(error, others)
+        targets = [name for name in others if is_target(name)]
+        wanted = with_companions(targets, others) if is_lossless else asked_for(error, others)
         columns = asked_columns(model_class, config, sequence, wanted)
         if is_lossless and not columns and example.loss_fn is None:
             example = replace(example, loss_fn=outputs_loss)
@@ -165,7 +167,7 @@ def _separated(columns: Columns, config: PreTrainedConfig) -> Columns | None:
     """A question and its context with the three separators that some tokenizers put around them."""
     separator = getattr(config, "sep_token_id", None)
     ids = columns.get("input_ids")
-    if ids is None or "start_positions" not in columns or not isinstance(separator, int):
+    if ids is None or not isinstance(separator, int):
         return None
     if not 0 <= separator < int(ids.num_values or 0) or ids.shape[-1] < SEPARATORS:
         return None

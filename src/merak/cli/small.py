@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workshop, check_against
 from merak.check.complete import completions, lacking
-from merak.check.fields import Fields, flat, merged
+from merak.check.fields import Fields, flat, merged, text_part
 from merak.check.names import IMAGE
 from merak.check.shrink import Attempt, Wanted, attempts
 from merak.check.small import Trained, Version, first_that_trains
@@ -181,7 +181,7 @@ def _pad(config: PreTrainedConfig) -> Fields:
     Returns:
         What was set.
     """
-    text = config.get_text_config()
+    text = text_part(config)
     if not getattr(text, "vocab_size", None) or getattr(text, "pad_token_id", None) is not None:
         return {}
     text.pad_token_id = 0
@@ -197,7 +197,7 @@ def _jobs(
 ) -> Iterator[Job]:
     """Jobs for a version: the same model, on batches of several kinds, so many at most."""
     source = request.source(changes)
-    limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(text_part(source.config), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else DEFAULT_SEQUENCE
     asked = request.sequence or min(DEFAULT_SEQUENCE, longest)
     for example in islice(examples(source.model_class, source.config, asked, failures), most):

@@ -7,7 +7,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from merak.check.complete import completions, lacking
-from merak.check.fields import flat
+from merak.check.fields import flat, text_part
 from merak.check.layers import nearer, of_each_kind
 from merak.check.relations import agreeing, without_derived
 from merak.check.shrink import VERSIONS, Wanted, attempts
@@ -143,6 +143,7 @@ def filled(config: PreTrainedConfig) -> list[dict[str, Any]]:
         (transformers.Dots1Config(), "num_experts_per_tok", 2),
         (transformers.EsmConfig(), "vocab_size", 128),
         (transformers.XmodConfig(), "default_language", "en_XX"),
+        (transformers.InformerConfig(), "prediction_length", 8),
         (transformers.Sapiens2HeadConfig(), "conv_out_channels", [16, 16]),
         (transformers.Lfm2MoeConfig(), "layer_types", ["full_attention"] * 32),
     ],
@@ -207,3 +208,10 @@ def test_layers_to_take_outputs_of_are_layers_of_the_small_model() -> None:
     assert nearer([3, 6, 9, 12], 12, 4) == [1, 2, 3, 4]
     assert nearer([9, 10, 11, 12], 12, 4) == [1, 2, 3, 4]
     assert nearer([2, 11], 12, 4) == [0, 3]
+
+
+def test_the_text_of_several_is_the_whole() -> None:
+    several = transformers.MusicgenConfig()
+    assert text_part(several) is several
+    one = transformers.LlavaConfig()
+    assert text_part(one) is one.text_config

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from merak.check.reference import EagerError
 from merak.cli.batch import example_columns
 from merak.cli.columns import draw_batch
+from merak.cli.documented import with_companions
 from merak.cli.errors import CommandError
 from merak.cli.examples import Example, examples
 from merak.cli.losses import outputs_loss
@@ -107,6 +108,13 @@ def test_what_a_model_asks_for_is_given_next() -> None:
     failures.append(failure(fourth, loss_is_given=False))
     last = next(batches)
     assert last.loss_fn is outputs_loss
+
+
+def test_what_goes_with_a_target_is_given_with_it() -> None:
+    names = ["future_values", "past_mask", "future_mask", "labels", "token_ids"]
+    assert with_companions(["future_values", "labels"], names) == [
+        "future_values", "future_mask", "labels",
+    ]  # fmt: skip
 
 
 def test_masks_and_switches() -> None:
