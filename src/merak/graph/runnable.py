@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merak.core.collectives import gather_copied
 from merak.core.regather import keeping_shares
 from merak.graph.chance.choice import is_choice, is_taken
+from merak.graph.kept.picks import calling_picks, is_picks
 from merak.graph.kept.run import calling
 from merak.graph.kept.whole import is_kept
 from merak.graph.shard import copy_graph
@@ -81,11 +82,13 @@ def with_answers(graph: fx.Graph, answers: Answers) -> fx.Graph:
 
 
 def _function(graph: fx.Graph) -> Function:
-    if any(is_kept(node) for node in graph.nodes):
+    if any(is_kept(node) or is_picks(node) for node in graph.nodes):
         graph, _ = copy_graph(graph)
         for node in graph.nodes:
             if is_kept(node):
                 node.target = calling(node.meta["kept"])
+            elif is_picks(node):
+                node.target = calling_picks(node.meta["picks"])
     forward = fx.GraphModule(torch.nn.Module(), graph).forward
     if any(node.target is gather_copied for node in graph.nodes):
         return keeping_shares(forward)

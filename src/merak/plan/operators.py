@@ -142,6 +142,7 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
     special: dict[str, Callable[[fx.Node], NodeWork]] = {
         "einsum": _einsum,
         "kept_module": _kept_module,
+        "picked": _kept_module,
         "embedding": _embedding,
         "embedding_of_share": _embedding,
         "scaled_dot_product_attention": lambda node: _attention(node, device_type),

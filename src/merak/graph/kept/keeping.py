@@ -11,6 +11,7 @@ from typing import TypeVar
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.graph.kept.picks import Picking
 from merak.graph.kept.probe import CannotKeep
 from merak.graph.tracing.explain import UntraceableError, causes
 
@@ -29,6 +30,7 @@ class Keeping:
         by_batch: whether choices that hang on the batch alone are traced both ways, as those that
             hang on chance are.
         asks_batch: whether a trace that failed had come by such a choice.
+        picking: what becomes of sizes that depend on values, outside of what is kept.
     """
 
     whole: dict[str, str] = field(default_factory=dict)
@@ -36,11 +38,13 @@ class Keeping:
     without_cache: bool = False
     by_batch: bool = False
     asks_batch: bool = False
+    picking: Picking = Picking.REFUSED
 
     def follow(self, other: Keeping) -> None:
         """From now on keep what another one keeps."""
         self.whole, self.refused = other.whole, other.refused
         self.without_cache, self.by_batch = other.without_cache, other.by_batch
+        self.picking = other.picking
 
     def enough(self, model: nn.Module, trace: Callable[[], Traced]) -> Traced:
         """Trace until as much is kept as it needs.
@@ -52,6 +56,23 @@ class Keeping:
         Raises:
             TraceError: it cannot be traced, whatever of it is kept.
         """
+        try:
+            return self._enough(model, trace)
+        except UntraceableError as error:
+            if self.picking is not Picking.REFUSED:
+                raise
+            known = dict(self.whole), set(self.refused), self.without_cache
+            for picking in (Picking.ANY, Picking.SOME):
+                self.whole, self.refused, self.picking = {}, set(), picking
+                try:
+                    return self._enough(model, trace)
+                except TraceError:
+                    continue
+            self.whole, self.refused, self.without_cache = known
+            self.picking = Picking.REFUSED
+            raise error from None  # which says what is in the way without any of this
+
+    def _enough(self, model: nn.Module, trace: Callable[[], Traced]) -> Traced:
         first: TraceError | None = None
         while True:
             try:
@@ -100,7 +121,8 @@ class Keeping:
         """
         if first is last or not isinstance(last, CannotKeep):
             return last
-        return TraceError(f"{str(first).rstrip('.')}; and the module around it, {last}.")
+        text = f"{str(first).rstrip('.')}; and the module around it, {last}."
+        return UntraceableError(text, getattr(first, "why", ""))
 
     def _refuse(self, model: nn.Module, path: str) -> None:
         self.refused.add(_kind(model, path))

@@ -216,20 +216,21 @@ def pretend(
     return list(_Pretended.apply(outputs, saved_bytes, *tensors))  # type: ignore[no-untyped-call]
 
 
-def _pretend_as(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def pretend_as(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same by what an operator says of itself."""
     said = json.loads(what)
     outputs = [TensorMeta(tuple(s), getattr(torch, d)) for s, d in said["outputs"]]
     return pretend(outputs, said["saved"], tensors)
 
 
 def _without_writes(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
-    return _pretend_as(what, tensors)
+    return pretend_as(what, tensors)
 
 
 def _with_writes(
     written: list[torch.Tensor], tensors: list[torch.Tensor], what: str
 ) -> list[torch.Tensor]:
-    return _pretend_as(what, [*written, *tensors])
+    return pretend_as(what, [*written, *tensors])
 
 
 _LIBRARY.impl("kept_module", _without_writes, "CompositeImplicitAutograd")

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir import Kind, TensorMeta
+from merak.graph.kept.picks import Picking, gather_picks, is_assertion
 from merak.graph.tracing.autocast import SETTLED, write_out_autocast
 from merak.graph.tracing.explain import UntraceableError, refuse_dynamic_shape
 from merak.graph.writes import written_by
@@ -50,8 +51,12 @@ _NO_GRADIENT = {
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
-def clean_graph(graph: fx.Graph) -> frozenset[str]:
+def clean_graph(graph: fx.Graph, picking: Picking = Picking.REFUSED) -> frozenset[str]:
     """Rewrite an exported graph in place, and give every node its Merak meta.
+
+    Args:
+        graph: as exported.
+        picking: what becomes of sizes that depend on values.
 
     Returns:
         The source files its nodes come from.
@@ -64,10 +69,13 @@ def clean_graph(graph: fx.Graph) -> frozenset[str]:
     memory = _Memory()
     for node in list(graph.nodes):
         _refuse_vmap(node)
-        if str(node.target) in _ASSERTIONS:
+        gathered = picking is not Picking.REFUSED and is_assertion(node)
+        if str(node.target) in _ASSERTIONS and not gathered:
             graph.erase_node(node)
-        else:
-            _set_meta(node, sources, memory)
+    if picking is not Picking.REFUSED:
+        gather_picks(graph, _line)
+    for node in list(graph.nodes):
+        _set_meta(node, sources, memory)
     written = {a.meta["memory"] for n in graph.nodes for a in written_by(n)}
     for node in list(graph.nodes):
         if (replaced := _without_effect(node, written)) is not None:
@@ -125,6 +133,10 @@ def _refuse_vmap(node: fx.Node) -> None:
             f"{where or 'an unknown line'}: torch.vmap runs there",
             _modules(node),
         )
+
+
+def _line(node: fx.Node) -> str:
+    return _source(_FRAME.findall(node.meta.get("stack_trace") or ""))
 
 
 def _source(frames: list[tuple[str, str]]) -> str:
@@ -284,7 +296,9 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
     if node.op != "output":
         refuse_dynamic_shape(where, value, modules)
     carries = _carries_gradient(node)
-    kept: dict[str, Any] = {k: node.meta[k] for k in ("kind", "name", "kept") if k in node.meta}
+    kept: dict[str, Any] = {
+        k: node.meta[k] for k in ("kind", "name", "kept", "picks") if k in node.meta
+    }
     number = memory.number(node, value)
     tensor = tensor_meta(value, carries or memory.carries(number))
     node.meta = kept | {

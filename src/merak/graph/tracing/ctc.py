@@ -130,7 +130,8 @@ def _pick_of(
     if func in _SELECTS:
         given = (*args, *(kwargs[n] for n in ("input", "self", "mask") if n in kwargs))
     elif func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
-        given = args if args[1].shape == args[0].shape else ()
+        # Whole numbers pick too, and as many as a trace may not know.
+        given = args if args[1].dtype is torch.bool and args[1].shape == args[0].shape else ()
     else:
         return None
     if len(given) != 2 or not all(isinstance(each, FakeTensor) for each in given):

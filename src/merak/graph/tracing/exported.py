@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
 from merak.graph.ir import Kind, TensorMeta
+from merak.graph.kept.picks import Picking
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Exported:
         replaced: names of attributes that forward has replaced, by the identity of the tensor.
         columns: names of the batch's columns.
         num_choices: as of `Trace`.
+        picking: what becomes of sizes that depend on values.
     """
 
     graph: fx.Graph
@@ -39,6 +41,7 @@ class Exported:
     replaced: Mapping[int, str]
     columns: tuple[str, ...]
     num_choices: int = 0
+    picking: Picking = Picking.REFUSED
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ what comes out is the operators that one device would run, in their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from merak.graph.chance.host_draws import HostDraw, HostDraws, settle_host_draws
 from merak.graph.ir import TensorMeta
 from merak.graph.kept.keeping import Keeping
 from merak.graph.kept.memory import refuse_lost_writes
+from merak.graph.kept.picks import Picking, SomePicked
 from merak.graph.kept.record import Real, keeping_whole
 from merak.graph.kept.whole import attach
 from merak.graph.settled import take_out_writes
@@ -161,6 +162,7 @@ def export_model(
                 CtcLosses(),
                 host_draws,
                 DetachedData(),
+                SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
                 keeping_whole(model, keeping, real, device) as calls,
             ):
                 program = _export(runner, values, symbolic)
@@ -181,6 +183,7 @@ def export_model(
         replaced,
         call.columns,
         len(draws.made),
+        keeping.picking,
     )
 
 
@@ -196,7 +199,7 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     """
     graph = exported.graph
     constants = lift(exported)
-    sources = clean_graph(graph)
+    sources = clean_graph(graph, exported.picking)
     settled = take_out_writes(graph, constants)
     settle_writes(graph)
     eliminate_dead_code(graph)

@@ -150,7 +150,7 @@ class BranchesInside(Layers):
 class Picks(Layers):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        return self.b(h[x[:, 0] > 0]).mean()  # as many rows as there are
+        return self.b(h[x[:, 0] > 0])  # as many rows as there are
 
 
 class Broken(Layers):

@@ -1,0 +1,77 @@
+"""Heads that pick by values, on real ranks: gradients as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
+from merak.check.reference import reference
+from tests.multirank.ranks import RankPool
+
+WORDS, WIDTH, LENGTH = 12, 16, 6
+
+
+class Picking(nn.Module):
+    """Predicts the words behind a mask by the table; the others' mean goes on through a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        layers = (
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)) for _ in "12"
+        )
+        self.layers = nn.ModuleList(layers)
+        self.after, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.words(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        hidden = x == 1
+        torch._check(torch.unique_consecutive(hidden.sum(1)).numel() == 1)
+        last = h[hidden, :].view(h.size(0), -1, WIDTH)[:, -1]
+        logits = self.head(torch.tanh(self.after(last)))
+        found = (y >= 0).nonzero()
+        loss = functional.linear(h[x > 6], self.words.weight).logsumexp(-1).sum() / h.size(0)
+        if found.size(0) > 0:
+            rows = torch.gather(logits, 0, found.expand(found.size(0), 3))
+            loss = loss + functional.cross_entropy(rows, torch.gather(y, 0, found.view(-1)))
+        return {"loss": loss, "logits": logits}
+
+
+def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randint(2, WORDS, (samples, LENGTH), generator=generator)
+    x[:, 1] = x[:, step % 3 + 2] = 1
+    y = torch.randint(-1, 3, (samples,), generator=generator)
+    y[::2] = 1  # at least one of every microbatch
+    return {"x": x, "y": y}
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        (Layout(pp=2), "zero_bubble_h1"),
+        (Layout(tp=2), "1f1b"),
+        (Layout(dp=2, pp=2), "interleaved_1f1b"),
+        (Layout(tp=2, pp=2), "early_recompute"),
+    ],
+)
+def test_as_in_one_process(pool: RankPool, layout: Layout, schedule: str, tmp_path: Path) -> None:
+    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
+        return pool.run(function, num_ranks, *arguments)
+
+    options = CheckOptions(schedule, num_microbatches=2, steps=2, evaluate=layout.dp == 1)
+    job = Job(Case("Picking", Picking, batch_of), layout, options)
+    report = check_against(reference(job), job, Workshop(tmp_path, launch))
+    assert report.reason is None
+    assert report.tolerance == 1e-5
+    assert not report.kept_whole
+    assert report.segments > 3
