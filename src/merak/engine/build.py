@@ -72,7 +72,7 @@ def build_engine(
     if not layout.schedule.is_synchronous:
         refuse_tied(layout, programs.owners)
     refuse_dropping(layout, options.zero)
-    refuse_settling(layout, options.zero)
+    refuse_settling(layout, in_shares=options.zero == 3 and mesh.dp > 1)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,

@@ -30,21 +30,20 @@ def settle(parts: Parts, programs: Sequence[Program], batches: Sequence[Batch]) 
     Raises:
         ScheduleError: replicas hold shares of a parameter that is not written share by share.
     """
-    every = {one.parameter: one for program in programs for one in program.settled}
-    own = {name: one for name, one in every.items() if name in parts.parameters}
+    every = {one.parameter: (one, program) for program in programs for one in program.settled}
+    own = [found for name, found in every.items() if name in parts.parameters]
     if not own:
         return
-    refuse_shares(own.values(), parts.zero)
+    if parts.sharded is not None:
+        refuse_shares([one for one, _ in own])
     parts.trained.wait()
-    for one in own.values():
-        lookups = _lookups(parts, one, programs, batches)
-        buffers = {**parts.buffers, **programs[0].constants}
+    for one, program in own:
+        lookups = _lookups(parts, one, batches)
+        buffers = {**parts.buffers, **program.constants}
         _settle(parts, one, [{**buffers, **batch} for batch in lookups])
 
 
-def _lookups(
-    parts: Parts, one: Settled, programs: Sequence[Program], batches: Sequence[Batch]
-) -> list[Batch]:
+def _lookups(parts: Parts, one: Settled, batches: Sequence[Batch]) -> list[Batch]:
     """The columns that are read for it, of every microbatch of all replicas; else nothing, once."""
     if not one.columns:
         return [{}]
@@ -102,31 +101,32 @@ def _whole(parts: Parts, share: torch.Tensor, shard: ParameterShard) -> torch.Te
     return join(shares, shard)
 
 
-def refuse_shares(settled: Collection[Settled], zero: int) -> None:
+def refuse_shares(settled: Collection[Settled]) -> None:
     """Shares of a parameter know nothing of each other.
 
     Raises:
         ScheduleError: one of those is not written element by element.
     """
     for one in settled:
-        if zero == 3 and not one.elementwise:
+        if not one.elementwise:
             raise ScheduleError(
                 f"zero=3 holds shares of {one.parameter!r}, into which the model writes more than "
                 "one share at a time while it runs; use zero=2."
             )
 
 
-def refuse_settling(layout: Layout, zero: int) -> None:
+def refuse_settling(layout: Layout, *, in_shares: bool) -> None:
     """What the model writes into its parameters is written before a step, on all that hold them.
 
     Args:
         layout: the model, laid out.
-        zero: what replicas share.
+        in_shares: whether replicas hold shares of parameters.
 
     Raises:
         ScheduleError: the layout's steps do not allow that.
     """
-    refuse_shares(layout.graph.settled, zero)
+    if in_shares:
+        refuse_shares(layout.graph.settled)
     names = {one.parameter for one in layout.graph.settled}
     if names and not layout.schedule.is_synchronous:
         raise ScheduleError(
