@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from merak.check.case import Case
-from merak.check.compare import EXACT, TOLERANCE, Disagreement
-from merak.check.judge import judge
+from merak.check.compare import TOLERANCE, Disagreement, exact_tolerance
+from merak.check.judge import Verdict, judge
 from merak.check.parting import alike, find_parting
 from merak.check.precision import computing_in
 from merak.check.reference import reference
@@ -141,7 +141,7 @@ def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckRepor
         ranks = _train(job, workshop)
         report = replace(report, tp_sharded_fraction=_sharded_fraction(graph, ranks))
         verdict = judge(job, graph, ranks, expected)
-        wrong = None if verdict.reason is None else _wrong(job, workshop)
+        wrong = None if verdict.reason is None else _wrong(job, workshop, verdict)
     except (TraceError, Disagreement, _RankFailed) as error:
         return replace(report, reason=str(error), seconds=time.perf_counter() - started)
     is_rounding = verdict.reason is not None and wrong is None
@@ -159,7 +159,7 @@ def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckRepor
     )
 
 
-def _wrong(job: Job, workshop: Workshop) -> Job | None:
+def _wrong(job: Job, workshop: Workshop, found: Verdict) -> Job | None:
     """The job whose difference is no rounding; None if there is none in float64.
 
     A model may enlarge rounding without bounds, as a batch norm over very few numbers does.
@@ -167,7 +167,8 @@ def _wrong(job: Job, workshop: Workshop) -> Job | None:
     exact = replace(job, dtype=torch.float64)
     try:
         graph = trace_job(exact, workshop.folder)
-        verdict = judge(exact, graph, _train(exact, workshop), train_alone(exact), EXACT)
+        tolerance = exact_tolerance(found.most)
+        verdict = judge(exact, graph, _train(exact, workshop), train_alone(exact), tolerance)
     except Exception as error:  # a model that knows no float64: then there is no excuse
         logger.info("%s cannot be checked in float64: %s", job.case.name, error)
         return job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +14,10 @@ TOLERANCE = 1e-5
 """The most that fp32 may differ, relative to the largest magnitude of a tensor."""
 
 EXACT = 1e-9
-"""The most that float64 may differ where a float32 difference is to be rounding alone."""
+"""What float64 may always differ where a float32 difference is to be rounding alone."""
+
+VANISHING = 1e-6
+"""What float64 may leave of a float32 difference: of rounding it leaves 2e-9, of a mistake all."""
 
 SMALLEST = 1e-3
 """Tensors this much smaller than the largest one of the model are held to its scale instead.
@@ -135,6 +139,15 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _size(tensor: torch.Tensor) -> float:
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def exact_tolerance(rounding: float) -> float:
+    """The most that float64 may differ where float32 differs by what is to be rounding alone.
+
+    Args:
+        rounding: the largest difference in float32, relative to magnitudes; it may not be finite.
+    """
+    return max(EXACT, VANISHING * min(rounding, 1.0)) if math.isfinite(rounding) else EXACT
 
 
 def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:

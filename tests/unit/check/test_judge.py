@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,13 @@ from torch import nn
 
 from merak.check import Case, CheckOptions, EagerError, Job
 from merak.check.check import trace_job
-from merak.check.compare import Disagreement, distances, output_distances, whole
+from merak.check.compare import (
+    Disagreement,
+    distances,
+    exact_tolerance,
+    output_distances,
+    whole,
+)
 from merak.check.judge import Verdict, judge
 from merak.check.reference import reference
 from merak.check.small import Version, first_that_trains
@@ -200,3 +207,11 @@ def test_what_a_batch_failed_with_is_known_to_the_next() -> None:
         yield job_of(Net)
 
     assert first_that_trains([Version(jobs)]).job.case.name == "Net"
+
+
+@pytest.mark.parametrize(
+    ("rounding", "most"),
+    [(2e-5, 1e-9), (0.07, 7e-8), (40.0, 1e-6), (math.nan, 1e-9), (math.inf, 1e-9)],
+)
+def test_rounding_vanishes_in_float64_and_mistakes_do_not(rounding: float, most: float) -> None:
+    assert exact_tolerance(rounding) == pytest.approx(most)
