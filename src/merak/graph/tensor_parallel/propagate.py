@@ -24,6 +24,7 @@ from merak.graph.tensor_parallel.placement import (
     family,
 )
 from merak.graph.tensor_parallel.rules import decide
+from merak.graph.writes import written_by
 
 _GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
 _SAME = frozenset(("to", "_to_copy", "contiguous", "clone", "alias", "detach"))
@@ -104,8 +105,10 @@ def decide_or_gather(op: Operator) -> Decision:
     try:
         return decide(op)
     except ShardError:
-        writes = getattr(getattr(op.node.target, "_schema", None), "is_mutable", False)
-        if writes or any(isinstance(op.raw(n), Mixed) for n in op.node.all_input_nodes):
+        # What is written into is there on every rank: only what is written can be gathered.
+        if any(op.placements.get(n) != REPLICATED for n in written_by(op.node)) or any(
+            isinstance(op.raw(n), Mixed) for n in op.node.all_input_nodes
+        ):
             raise
         return Decision(REPLICATED, dict.fromkeys(op.sharded(), REPLICATED))
 

@@ -141,6 +141,8 @@ def squeeze(op: Operator) -> Decision:
     asked: Any = op.arg("dim")
     asked = range(len(old)) if asked is None else [asked] if isinstance(asked, int) else asked
     gone = sorted(d for d in (positive(d, len(old)) for d in asked) if old[d] == 1)
+    if placed.dim in gone:
+        raise op.error(f"takes dim {placed.dim} away, which is split")
     dim = placed.dim - sum(d < placed.dim for d in gone)
     after = Sharded(dim, placed.parts, placed.origin)
     return Decision(after, target=aten.squeeze.dims, args=(operand, gone), kwargs={})
