@@ -16,6 +16,7 @@ from merak.core.shards import ParameterShard
 from merak.engine.evaluation import evaluate_microbatch
 from merak.engine.exchange import Exchange
 from merak.engine.microbatches import Microbatches
+from merak.engine.moved import bring
 from merak.engine.norms import clip_gradients, global_norm
 from merak.engine.parts import Parts, Signature
 from merak.engine.program import Program
@@ -317,6 +318,7 @@ class Engine:
         results = []
         try:
             rest = self._share_evaluation(signatures)
+            bring(self._parts, [self._parts.program_for(s, False) for s in signatures])
             with own_random_state(self.mesh.device):
                 for number, (signature, batch) in enumerate(zip(signatures, batches, strict=True)):
                     what = f"the evaluation of a microbatch on {self._place}"

@@ -47,8 +47,14 @@ class Microbatches:
     def derive(self, microbatch: Microbatch) -> None:
         """Give it its masks, position ids and the like, as far as this rank's stages read them."""
         program = microbatch.program
-        if not program.fixed_values:
+        versions = [
+            self._buffers[name]._version
+            for name in program.fixed.segment.buffers
+            if name not in program.constants
+        ]
+        if not program.fixed_values or program.fixed_versions != versions:
             program.fixed_values.update(self._run(program.fixed, program, {}))
+            program.fixed_versions[:] = versions
         cpu = torch.device("cpu")  # whose generator names the microbatch to its draws
         with own_random_state(cpu):
             set_random_state(cpu, *microbatch.random_key, "choices")

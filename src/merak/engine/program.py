@@ -198,6 +198,8 @@ class Program:
         constants: tensors of the trace's own, by name; another shape's may have the same names.
         fixed_values: what `fixed` has computed, once it has.
         settled: what is written into parameters before the stages run.
+        fixed_versions: those that the buffers it read had then, which count what is written.
+        moved: of evaluation, buffers that training writes elsewhere; see `merak.engine.moved`.
     """
 
     stages: dict[int, StageProgram]
@@ -211,6 +213,8 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
     settled: tuple[Settled, ...] = ()
+    fixed_versions: list[int] = field(default_factory=list)
+    moved: dict[str, int] = field(default_factory=dict)
 
     @property
     def chooses(self) -> bool:
@@ -294,7 +298,7 @@ def compile_segment(
         gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
         trains=any(values[name].requires_grad for name in segment.outputs),
         draws=draws,
-        written=_written_buffers(segment.graph),
+        written=written_buffers(segment.graph),
     )
 
 
@@ -319,7 +323,8 @@ def offloading(
     ]
 
 
-def _written_buffers(graph: fx.Graph) -> tuple[str, ...]:
+def written_buffers(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the buffers that a segment writes into."""
     members = find_writes(graph).members.values()
     nodes = (node for members_of in members for node in members_of if node.op == "placeholder")
     return tuple(node.meta["name"] for node in nodes if node.meta["kind"] is Kind.BUFFER)

@@ -17,6 +17,7 @@ from merak.core.shards import ParameterShard
 from merak.engine.deferred import WeightGradients, defer_weights
 from merak.engine.halved import arrange_in_halves
 from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
+from merak.engine.moved import find_moved, find_writers
 from merak.engine.parts import Signature
 from merak.engine.program import (
     NOTHING_CHOSEN,
@@ -69,6 +70,8 @@ class Programs:
         self.buffers: dict[str, torch.Tensor] = {}
         self.mesh = mesh
         self._partition = layout.partition
+        self._writers = find_writers(layout) if options.trains else {}
+        self._stage_rank = layout.stage_rank
         self._choices = _choices(layout)
         self._in_halves = in_halves
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
@@ -146,7 +149,9 @@ class Programs:
             graph, parallel = parallel.fit(graph)
         program = compile_program(graph, bounds, self._make_rewrites(parallel), choices, arrange)
         device = self.mesh.device
-        return replace(program, constants={n: t.to(device) for n, t in graph.constants.items()})
+        moved = find_moved(self._writers, self._stage_rank, graph, bounds) if not training else {}
+        constants = {n: t.to(device) for n, t in graph.constants.items()}
+        return replace(program, constants=constants, moved=moved)
 
 
 def _choices(layout: Layout) -> Choices:

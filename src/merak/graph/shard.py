@@ -17,6 +17,7 @@ from itertools import accumulate
 from torch import fx
 
 from merak.core.errors import TraceError
+from merak.graph.carried import carry_buffers, release_accumulators
 from merak.graph.chance.drawn import refuse_late_draws
 from merak.graph.flow import Flow, Span, analyse, is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.ir import Kind, ModelGraph, Segment, TensorMeta
@@ -44,13 +45,15 @@ def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
         TraceError: an output that the model does not give, or a draw that comes too late.
     """
     kept = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
+    release_accumulators(trace.graph)
     flow = analyse(trace.graph)
     refuse_late_draws(flow.main)
     starts = _segment_starts(flow)
-    segment_of = _assign(flow.main, starts)
-    builder = _Builder(flow, segment_of, kept, len(starts) - 1)
     bounds = zip(starts, (*starts[1:], len(flow.main)), strict=True)
-    segments = tuple(builder.segment(i, flow.main[a:b]) for i, (a, b) in enumerate(bounds))
+    nodes = carry_buffers(trace.graph, [list(flow.main[a:b]) for a, b in bounds])
+    segment_of = {node: i for i, own in enumerate(nodes) for node in own}
+    builder = _Builder(flow, segment_of, kept, len(starts) - 1)
+    segments = tuple(builder.segment(i, own) for i, own in enumerate(nodes))
     return ModelGraph(
         segments=segments,
         prologue=builder.prologue(segments),
@@ -138,16 +141,6 @@ def _set_aside(
         if sum(gemms[part.stop] > gemms[part.start] for part in parts) > 1:
             return trial
     return None
-
-
-def _assign(main: Sequence[fx.Node], starts: Sequence[int]) -> dict[fx.Node, int]:
-    segment_of: dict[fx.Node, int] = {}
-    segment = -1
-    begins = set(starts)
-    for position, node in enumerate(main):
-        segment += position in begins
-        segment_of[node] = segment
-    return segment_of
 
 
 class _Builder:

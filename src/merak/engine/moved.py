@@ -1,0 +1,74 @@
+"""Buffers that training writes on one rank, and that another one reads in evaluation.
+
+An evaluation runs all of the model's outputs, and is cut otherwise than a training step: what a
+stage reads of running statistics, codes or averaged weights may have been written by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from merak.engine.layout import Layout
+from merak.engine.parts import Parts
+from merak.engine.program import Program, written_buffers
+from merak.graph.ir import ModelGraph
+
+
+def find_writers(layout: Layout) -> dict[str, int]:
+    """The pipeline position of the stage that writes a buffer in training, by the buffer's name."""
+    writers: dict[str, int] = {}
+    for stage, own in enumerate(layout.partition.stages):
+        for segment in layout.graph.segments[own.start : own.stop]:
+            for name in written_buffers(segment.graph):
+                writers.setdefault(name, layout.stage_rank[stage])
+    return writers
+
+
+def find_moved(
+    writers: Mapping[str, int], stage_rank: Sequence[int], graph: ModelGraph, bounds: Sequence[int]
+) -> dict[str, int]:
+    """Of some buffers those that other ranks read in a graph.
+
+    Args:
+        writers: the pipeline position that writes each.
+        stage_rank: the pipeline position of each stage.
+        graph: what is to run.
+        bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
+
+    Returns:
+        Their writers' positions by their names, in the same order on every rank.
+    """
+    readers: dict[str, set[int]] = {}
+    for stage, rank in enumerate(stage_rank):
+        for segment in graph.segments[bounds[stage] : bounds[stage + 1]]:
+            for name in segment.buffers:
+                readers.setdefault(name, set()).add(rank)
+    for name in graph.prologue.buffers:  # any rank may derive from the batch
+        readers.setdefault(name, set()).update(stage_rank)
+    return {n: rank for n, rank in writers.items() if readers.get(n, set()) - {rank}}
+
+
+@torch.no_grad()
+def bring(parts: Parts, programs: Sequence[Program]) -> None:
+    """Give every rank of the pipeline what the writers have; all of them call it together.
+
+    Args:
+        parts: what the engine is made of.
+        programs: of what is to be evaluated.
+    """
+    moved = {name: rank for program in programs for name, rank in program.moved.items()}
+    mesh, buffers, progress = parts.mesh, parts.buffers, parts.progress
+    group = mesh.group("pp")
+    if group is None or not moved:
+        return
+    with progress.waiting("the buffers that training has written on", mesh.peers("pp")):
+        for name, rank in moved.items():
+            packed = buffers[name].contiguous()
+            dist.broadcast(packed.view(-1).view(torch.uint8), mesh.rank_at(rank), group)
+            if packed.data_ptr() != buffers[name].data_ptr():
+                buffers[name].copy_(packed)
+            elif mesh.pp_rank != rank:
+                torch.autograd.graph.increment_version(buffers[name])
