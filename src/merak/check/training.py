@@ -118,7 +118,14 @@ class Job:
         model = self.case.model(self.options.seed)
         if self.dtype == torch.float64 and isinstance(model, PreTrainedModel):
             model.set_experts_implementation("batched_mm")  # grouped products know no float64
-        return model.to(self.dtype)
+        model._apply(self._converted)
+        return model
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight in the type that is asked for; `Module.to` would make complex ones real."""
+        if tensor.is_complex():
+            return tensor.to(self.dtype.to_complex())
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def batch(self, step: int, num_samples: int) -> Tensors:
         """The batch of all replicas for a step."""
@@ -328,4 +335,7 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
 
 
 def _buffers(model: nn.Module) -> Tensors:
-    return {n: b.detach().cpu() for n, b in model.named_buffers() if b.is_floating_point()}
+    """Floating point buffers that checkpoints have; others are tables, made when they are read."""
+    saved = model.state_dict(keep_vars=True)
+    found = {n: b for n, b in model.named_buffers() if n in saved}
+    return {n: b.detach().cpu() for n, b in found.items() if b.is_floating_point()}

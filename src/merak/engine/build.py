@@ -26,7 +26,7 @@ from merak.engine.programs import Programs, check_max_shapes, num_readers, rewri
 from merak.engine.progress import Progress
 from merak.engine.recompute import may_change, settle_recompute
 from merak.engine.records import clock_of
-from merak.engine.refusals import refuse_dropping, refuse_sharing, refuse_tied
+from merak.engine.refusals import refuse_dropping, refuse_hooked, refuse_sharing, refuse_tied
 from merak.engine.relief import Relief
 from merak.engine.replicas import reduced_of
 from merak.engine.settling import refuse_settling
@@ -73,6 +73,7 @@ def build_engine(
         refuse_tied(layout, programs.owners)
     refuse_dropping(layout, options.zero)
     refuse_settling(layout, in_shares=options.zero == 3 and mesh.dp > 1)
+    refuse_hooked(source.model, layout, options, programs.base.shards, in_halves)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,

@@ -23,7 +23,8 @@ def find_writers(layout: Layout) -> dict[str, int]:
     for stage, own in enumerate(layout.partition.stages):
         for segment in layout.graph.segments[own.start : own.stop]:
             for name in written_buffers(segment.graph):
-                writers.setdefault(name, layout.stage_rank[stage])
+                if name not in layout.graph.constants:  # each run has its own copy of those
+                    writers.setdefault(name, layout.stage_rank[stage])
     return writers
 
 

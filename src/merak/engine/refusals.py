@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+
+from torch import nn
 
 from merak.core.errors import ScheduleError
-from merak.engine.layout import Layout
+from merak.engine.layout import EngineOptions, Layout
 from merak.engine.tied import find_holders
 from merak.graph.chance.choice import optional_parameters
 from merak.schedule.ir import Kind, Schedule
@@ -55,6 +57,46 @@ def refuse_tied(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
                 f"{', '.join(map(str, sorted(stages)))} share the parameter {name!r}; use a "
                 "synchronous schedule such as '1f1b', or a model without tied weights."
             )
+
+
+def refuse_hooked(
+    model: nn.Module, layout: Layout, options: EngineOptions, split: Container[str], halves: bool
+) -> None:
+    """A hook on a parameter's gradient is called where autograd gives the parameter a whole one.
+
+    Args:
+        model: the model before its parameters are laid out.
+        layout: as it is laid out.
+        options: how it is run.
+        split: names of the parameters of which this rank holds a share.
+        halves: whether microbatches run in halves.
+
+    Raises:
+        ScheduleError: there is a hook, and a parameter that would not.
+    """
+    for name, parameter in model.named_parameters():
+        if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            continue
+        reason = _why_unhooked(name, layout, options)
+        if parameter.is_meta:
+            reason = "gets its numbers in another tensor; register it once the model has weights"
+        if name in split:
+            reason = f"is split over tp; give it Replicate() in the feature dict: {name}"
+        if halves:
+            reason = "gets it in two halves; use sub_pipelining='off'"
+        if reason:
+            raise ScheduleError(f"{name} has a hook on its gradient, but it {reason}.")
+
+
+def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
+    schedule = layout.schedule
+    if sum(name in segment.parameters for segment in layout.graph.segments) > 1:
+        return "is read by several segments, which sum what they give; do it in the model"
+    if options.zero == 3:
+        return "is held in shares under zero=3; use zero=2"
+    if not schedule.is_synchronous or layout.plans.splits_backwards:
+        return f"is computed apart under schedule={schedule.name!r}; use '1f1b'"
+    return ""
 
 
 def refuse_dropping(layout: Layout, zero: int) -> None:

@@ -52,7 +52,17 @@ class GraphSource:
     keeping: Keeping = field(init=False, default_factory=Keeping)
 
     def __post_init__(self) -> None:
-        """Remember what every parameter is, by all of its names."""
+        """Remember what every parameter is, by all of its names.
+
+        Raises:
+            TraceError: a part of the model is TorchScript, whose inside nothing can follow.
+        """
+        for path, module in self.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TraceError(
+                    f"{path or 'the model'} is a {type(module).__name__} made by torch.jit; use "
+                    "the module it was made from."
+                )
         names, tied = parameter_names(self.model)
         whole = names | {other: names[first] for other, first in tied.items()}
         object.__setattr__(self, "parameters", whole)

@@ -76,3 +76,8 @@ def clicks(samples: int, generator: torch.Generator) -> Tensors:
 
 def pictures(samples: int, generator: torch.Generator) -> Tensors:
     return {"x": torch.randn(samples, 3, 16, 16, generator=generator)}
+
+
+def two_pictures(samples: int, generator: torch.Generator) -> Tensors:
+    x = torch.randn(samples, 3, 16, 16, generator=generator)
+    return {"x": x, "noise": torch.randn(samples, 3, 16, 16, generator=generator)}

@@ -13,6 +13,7 @@ from merak.check import Case
 from tests.zoo.plain import batches
 from tests.zoo.plain import diffusion as d
 from tests.zoo.plain import forms as f
+from tests.zoo.plain import habits as h
 from tests.zoo.plain import images as i
 from tests.zoo.plain import sequences as s
 from tests.zoo.plain import states as t
@@ -52,6 +53,11 @@ MODELS: Mapping[type[nn.Module], Draw] = {
     f.Highway: batches.vectors,
     f.Checkpointed: batches.vectors,
     f.Regressor: batches.vectors,
+    h.Backward: batches.vectors,
+    h.Annealed: batches.vectors,
+    h.Supervised: batches.vectors,
+    h.Discriminator: batches.two_pictures,
+    h.Cached: batches.tokens,
     t.VectorQuantized: batches.pictures,
     t.ActorCritic: batches.vectors,
     t.MessagePassing: batches.graphs,

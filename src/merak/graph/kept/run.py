@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
+from torch.utils.hooks import BackwardHook
 
 from merak.core.errors import TrainingError
 from merak.graph.kept.nested import fill, flatten
@@ -154,13 +155,25 @@ def invoke(call: KeptCall, tensors: Sequence[torch.Tensor]) -> Any:
     values = [t.item() if i in call.numbers else t for i, t in enumerate(inputs)]
     args, kwargs = fill(call.arguments, values)
     with in_place(call, tensors):
-        result = module.forward(*args, **kwargs)
+        result = _forward(module, args, kwargs)
         for names, tensor in zip(call.states, tensors, strict=False):
             owner, name = _slot(module, names[0])
             made = owner._buffers.get(name)
             if made is not None and made is not tensor:
                 tensor.copy_(made.detach())
     return result
+
+
+def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The module's forward under its backward hooks; those of its forward run around it."""
+    hooks, _ = module._get_backward_hooks()
+    before = module._get_backward_pre_hooks()
+    if not (hooks or before):
+        return module.forward(*args, **kwargs)
+    hook = BackwardHook(module, hooks, before)
+    args = hook.setup_input_hook(args)
+    result = module.forward(*args, **kwargs)
+    return hook.setup_output_hook(result)
 
 
 @contextmanager

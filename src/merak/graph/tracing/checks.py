@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("/torch/", "/merak/graph/", "<")
-_CHECKING = ("/torch/distributions/",)
+_CHECKING = ("/torch/distributions/", "/torch/nn/functional.py")
 """Code of torch that checks the numbers of what it is given, as a model's own does."""
 _SPEAKERS = ("logger", "logging", "warnings")
 

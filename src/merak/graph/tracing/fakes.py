@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import warnings
@@ -46,8 +47,8 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -
     try:
         for slots in every:
             for name, tensor in slots.items():
+                kept.append((slots, name, tensor))
                 if tensor is not None:
-                    kept.append((slots, name, tensor))
                     slots[name] = fake_of(tensor)
         yield
     finally:
@@ -149,6 +150,43 @@ def no_draws_in_python(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} draws random numbers with Python's or NumPy's generator while "
             "it runs; a trace would repeat one draw for ever: draw with torch instead."
         )
+
+
+@contextmanager
+def own_attributes(model: nn.Module) -> Iterator[None]:
+    """Let a model's modules have their attributes again once it has been traced.
+
+    What a forward sets, such as the length that a table was made for or the last loss, is made of
+    fake tensors, or tells of a run that has not been.
+    """
+    before = [
+        (vars(module), {n: (v, _items(v)) for n, v in vars(module).items() if n not in _MODULE})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for now, known in before:
+            for name in now.keys() - known.keys() - _MODULE:
+                del now[name]
+            for name, (value, items) in known.items():
+                now[name] = value
+                _refill(value, items)
+
+
+_MODULE = frozenset(nn.Module().__dict__)
+"""What torch keeps in every module."""
+
+
+def _items(value: Any) -> Any:
+    """What a plain container holds; None for anything else."""
+    return copy.copy(value) if type(value) in (list, dict, set) else None
+
+
+def _refill(value: Any, items: Any) -> None:
+    if items is not None:
+        value.clear()
+        value.extend(items) if isinstance(items, list) else value.update(items)
 
 
 @contextmanager

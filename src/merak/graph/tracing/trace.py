@@ -39,10 +39,13 @@ from merak.graph.tracing.fakes import (
     fake_weights,
     kept_attributes,
     no_draws_in_python,
+    own_attributes,
     seemingly_eager,
     unmoved_modules,
 )
 from merak.graph.tracing.functions import kept_functions, refuse_seen_through
+from merak.graph.tracing.hooks import TensorHooks, keep_hooked
+from merak.graph.tracing.known import KnownNumbers
 from merak.graph.tracing.quiet import quiet_failures
 from merak.graph.tracing.retrace import trace_keeping
 from merak.graph.tracing.traced import Trace
@@ -103,6 +106,7 @@ def _traced(
     """One trace of all that the model may choose to run."""
 
     def export(answers: tuple[bool, ...], keeping: Keeping) -> Trace:
+        keep_hooked(model, keeping)
         found = export_model(model, columns, call, device, answers=answers, keeping=keeping)
         return cleaned(found, columns)
 
@@ -145,6 +149,7 @@ def export_model(
     checks = PassedChecks()
     real = Real.of(model)
     with ExitStack() as stack:
+        stack.enter_context(own_attributes(model))
         stack.enter_context(fake_weights(model, mode, device))
         stack.enter_context(eager_masks(columns))
         stack.enter_context(kept_functions(model))
@@ -163,6 +168,8 @@ def export_model(
                 host_draws,
                 DetachedData(),
                 SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
+                TensorHooks(),
+                KnownNumbers(),
                 keeping_whole(model, keeping, real, device) as calls,
             ):
                 program = _export(runner, values, symbolic)
@@ -171,6 +178,7 @@ def export_model(
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
                 None if isinstance(error, TraceError) else error
             )
+    _refuse_growing(program, runner.remade)
     checks.tell()
     attach(program.graph_module, calls)
     return Exported(
@@ -276,6 +284,7 @@ class _Runner(nn.Module):
         self.draws = draws
         self.training = model.training
         names: list[str] = []
+        self.remade: set[str] = set()
         # Export undoes what forward sets on a module itself.
         self.outputs: Callable[[], tuple[str, ...]] = lambda: tuple(names)
         self.set_outputs: Callable[[Iterable[str]], None] = lambda found: names.__setitem__(
@@ -285,21 +294,44 @@ class _Runner(nn.Module):
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = dict(zip(self.call.columns, values, strict=True))
         self.draws.restart(values)
-        with _written_buffers(self.model):
+        with _written_buffers(self.model, self.remade):
             outputs = call_model(self.model, batch, self.call)
         self.set_outputs(outputs)
         return (*outputs.values(), *self.draws.made)
 
 
 @contextmanager
-def _written_buffers(model: nn.Module) -> Iterator[None]:
-    """Where the model assigns a new tensor to a buffer, write that into the buffer instead."""
-    before = [(module, dict(module._buffers)) for module in model.modules()]
+def _written_buffers(model: nn.Module, remade: set[str]) -> Iterator[None]:
+    """Where the model assigns a new tensor to a buffer, write that into the buffer instead.
+
+    One of another shape, or in the place of none, is a table for some shape: each run makes its
+    own.
+    """
+    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
     yield
-    for module, buffers in before:
+    for path, module, buffers in before:
         for name, old in buffers.items():
             new = module._buffers.get(name)
-            if old is None or new is None or new is old:
+            if new is old:
                 continue
-            old.copy_(new.detach())
+            if old is None or new is None or new.shape != old.shape:
+                remade.add(f"{path}.{name}".removeprefix("."))
+            else:
+                old.copy_(new.detach())
             module._buffers[name] = old
+
+
+def _refuse_growing(program: torch.export.ExportedProgram, remade: set[str]) -> None:
+    """A table that is made anew must not be read as the run before has left it.
+
+    Raises:
+        TraceError: one is.
+    """
+    read = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
+    for spec in program.graph_signature.input_specs:
+        name = (spec.target or "").removeprefix("model.")
+        if name in remade and getattr(spec.arg, "name", "") in read:
+            raise TraceError(
+                f"the buffer {name} is read, and then gets another shape, so that no two steps "
+                "are alike; let it keep its shape."
+            )

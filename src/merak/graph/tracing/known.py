@@ -1,0 +1,207 @@
+"""Tensors whose numbers are known though a trace has none: those made of sizes alone.
+
+Contrastive losses pick from a matrix by masks such as `~torch.eye(2 * n, dtype=torch.bool)`. What
+such a mask picks follows from the batch's shape, so the trace need not ask for values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+_T = torch.Tensor
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_MOST_ELEMENTS = 2**20
+"""Larger tensors are not computed beside the trace."""
+
+_FACTORIES = frozenset(
+    (
+        torch.arange,
+        torch.eye,
+        torch.zeros,
+        torch.ones,
+        torch.full,
+        torch.tensor,
+        torch.linspace,
+        torch.tril_indices,
+        torch.triu_indices,
+        torch.empty,
+    )
+)
+_LIKE = frozenset(
+    (
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        _T.new_zeros,
+        _T.new_ones,
+        _T.new_full,
+        _T.new_tensor,
+    )
+)
+"""Functions that read no numbers of the tensor that they are given."""
+_ANSWERS = frozenset((_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__))
+_PICKS = frozenset(
+    (
+        _T.nonzero,
+        torch.nonzero,
+        torch.argwhere,
+        _T.argwhere,
+        torch.unique,
+        _T.unique,
+        torch.masked_select,
+        _T.masked_select,
+        torch.bincount,
+        _T.bincount,
+    )
+)
+"""Functions whose results have sizes that depend on numbers."""
+_SELECTS = frozenset((torch.masked_select, _T.masked_select))
+_DRAWS = (
+    *("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential"),
+    *("geometric", "cauchy", "poisson", "gumbel"),
+)
+"""Parts of the names of functions that draw at random."""
+
+
+class KnownNumbers(TorchFunctionMode):
+    """While active, what is made of sizes alone is computed beside the trace as well.
+
+    It answers where a model asks for the numbers of such a tensor, or picks by them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._twins: Any = WeakIdKeyDictionary()
+        self._unknown: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call the function, with places in the place of masks that are known."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _T)]
+        is_like = func in _LIKE and bool(tensors)
+        known = is_like or all(self._known(tensor) is not None for tensor in tensors)
+        if _writes(func, kwargs) and tensors and not known:
+            self._forget(tensors if isinstance(func, torch._ops.OpOverload) else tensors[:1])
+        if not (known and tensors) and func not in _FACTORIES:
+            if func in _SELECTS and len(args) == 2 and self._picks(*args):
+                func = _T.__getitem__  # which is the same for a mask of the same shape
+            return func(*self._placed(func, args), **kwargs)
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors) and tensors:
+            return func(*args, **kwargs)
+        twin = self._twin(func, args, kwargs)
+        if twin is None:
+            self._forget(tensors[:1] if _writes(func, kwargs) else [])
+            return func(*args, **kwargs)
+        if func in _ANSWERS or func in _PICKS or (func is torch.where and len(args) == 1):
+            return twin[0]
+        result = func(*self._placed(func, args), **kwargs)
+        self._note(result, twin[0])
+        return result
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(tensor, FakeTensor):
+            return tensor if type(tensor) is _T and not tensor.is_meta else None
+        twin: torch.Tensor | None = self._twins.get(tensor)
+        if twin is None or twin.untyped_storage()._cdata in self._unknown:
+            return None
+        return twin
+
+    def _forget(self, tensors: list[torch.Tensor]) -> None:
+        """Numbers that are not known were written into these, and all that shares their memory."""
+        for tensor in tensors:
+            twin = self._known(tensor)
+            if twin is not None:
+                self._unknown.add(twin.untyped_storage()._cdata)
+                self._twins[twin] = twin  # so that nothing else gets its memory's name
+
+    def _note(self, result: Any, twin: Any) -> None:
+        results, twins = tree_leaves(result), tree_leaves(twin)
+        if len(results) != len(twins):
+            return
+        for fake, real in zip(results, twins, strict=True):
+            alike = isinstance(fake, FakeTensor) and isinstance(real, _T)
+            if alike and tuple(fake.shape) == tuple(real.shape) and fake.dtype == real.dtype:
+                self._twins[fake] = real
+
+    def _twin(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """What the function gives for the known numbers; None if that is not known."""
+        leaves = tree_leaves((args, kwargs))
+        name = getattr(func, "__name__", "")
+        if any(isinstance(leaf, _SYMBOLS) for leaf in leaves) or any(d in name for d in _DRAWS):
+            return None
+        if func in _FACTORIES and func is not torch.tensor and _is_large(func, args):
+            return None
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            try:
+                own_args, own_kwargs = tree_map(self._real, (args, kwargs))
+                found = func(*own_args, **own_kwargs)
+            except Exception:  # whatever it is that the numbers are not known for
+                return None
+        sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, _T)]
+        return None if any(size > _MOST_ELEMENTS for size in sizes) else (found,)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, _T):
+            return value
+        known = self._known(value)
+        if known is not None:
+            return known
+        return torch.empty((), dtype=value.dtype).expand(tuple(value.shape))
+
+    def _picks(self, tensor: torch.Tensor, mask: torch.Tensor) -> bool:
+        return tensor.shape == mask.shape and self._known(mask) is not None
+
+    def _placed(self, func: Any, args: Any) -> Any:
+        """Arguments with the places in them that known masks pick."""
+        if func not in (_T.__getitem__, _T.__setitem__):
+            return args
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        places = [self._places(part) for part in index]
+        if all(place is None for place in places):
+            return args
+        pairs = zip(index, places, strict=True)
+        placed = [each for part, place in pairs for each in ((part,) if place is None else place)]
+        return (args[0], tuple(placed), *args[2:])
+
+    def _places(self, part: Any) -> tuple[torch.Tensor, ...] | None:
+        """Where a mask is true, if it is one and that is known."""
+        if not isinstance(part, FakeTensor) or part.dtype is not torch.bool or not part.ndim:
+            return None
+        twin = self._known(part)
+        if twin is None:
+            return None
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return twin.nonzero(as_tuple=True)
+
+
+def _is_large(func: Any, args: Any) -> bool:
+    size = 1
+    for leaf in tree_leaves(args):
+        size *= max(leaf, 1) if isinstance(leaf, int) else 1
+    return size > _MOST_ELEMENTS and func is not torch.arange and func is not torch.linspace
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    """Whether a function may write into what it is given first."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return (
+        in_place
+        or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+        or func is _T.__setitem__
+        or bool(kwargs.get("inplace"))
+        or kwargs.get("out") is not None
+        or isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    )
