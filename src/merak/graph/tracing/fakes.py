@@ -6,6 +6,7 @@ import copy
 import random
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -174,13 +175,13 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
                 _refill(value, items)
 
 
-_MODULE = frozenset(nn.Module().__dict__)
-"""What torch keeps in every module."""
+_MODULE = frozenset(name for name in nn.Module().__dict__ if "hooks" not in name)
+"""What torch keeps in every module, and a forward does not change; it may register hooks."""
 
 
 def _items(value: Any) -> Any:
     """What a plain container holds; None for anything else."""
-    return copy.copy(value) if type(value) in (list, dict, set) else None
+    return copy.copy(value) if type(value) in (list, dict, set, OrderedDict) else None
 
 
 def _refill(value: Any, items: Any) -> None:

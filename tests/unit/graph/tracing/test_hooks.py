@@ -71,3 +71,23 @@ def test_hooks_of_the_deprecated_kind_are_refused() -> None:
     model.b.register_backward_hook(unchanged)
     with pytest.raises(TraceError, match=r"b \(Linear\) has a hook of register_backward_hook"):
         trace(model, metas(rows()))
+
+
+class HooksLater(Layers):
+    """Registers a hook when it first runs, and notes that it has."""
+
+    has_hooks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_hooks:
+            self.has_hooks = True
+            self.b.register_forward_hook(lambda module, inputs, output: output * 2)
+        return self.b(torch.relu(self.a(x))).pow(2).mean()
+
+
+def test_hooks_that_forward_registers_are_gone_with_the_note_of_them() -> None:
+    model = HooksLater()
+    counts = [len(trace(model, metas(rows())).graph.nodes) for _ in range(2)]
+    assert counts[0] == counts[1]
+    assert not model.has_hooks
+    assert not model.b._forward_hooks
