@@ -44,6 +44,15 @@ class Branching(nn.Module):
         return torch.sigmoid(x.float()).type_as(x)
 
 
+class BranchingFloat(nn.Module):
+    """Cannot be traced inside, and returns float32 whatever it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.abs().max() > 1e6:
+            x = x / 2
+        return torch.sigmoid(x.float())
+
+
 class Chaotic(nn.Module):
     """Enlarges the rounding of its products some thousand times, in float32 whatever its type."""
 
@@ -85,7 +94,9 @@ def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
     assert report.segments == 4
 
 
-@pytest.mark.parametrize("build", [Chaotic, partial(Chaotic, Branching())])
+@pytest.mark.parametrize(
+    "build", [Chaotic, partial(Chaotic, Branching()), partial(Chaotic, BranchingFloat())]
+)
 def test_what_float64_shows_to_be_rounding_is_right(
     pool: RankPool, build: Callable[[], nn.Module]
 ) -> None:

@@ -63,6 +63,14 @@ OTHERS_WIDTH = re.compile(r"(?<!ffn_)(hidden_size|d_model|embed_dim|hidden_dim)"
 """Widths that may be those of another config, where they are not their own config's main one."""
 
 WIDTH_LISTS = ("axial_pos_embds_dim",)
+STAGE_WIDTHS = ("hidden_sizes",)
+"""Widths of the stages of a hierarchical model, from which its other widths follow."""
+
+WIDTH_FACTORS = ("depth_multiplier", "width_multiplier")
+WIDTH_FACTOR = 0.25
+DEPTH_FACTORS = ("depth_coefficient",)
+"""What all widths, and all depths, of some convolutional models are multiplied by."""
+
 DEPTHS = ("depths", "block_sizes", "num_block_repeats")
 LAYER_NUMBERS = re.compile(r"(idxs|layer_ids|cross_attention_layers|moe_layers|mlp_only_layers)$")
 STAGES = re.compile(r"out_indices$")

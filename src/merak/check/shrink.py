@@ -46,6 +46,7 @@ class Group(Enum):
 class Style(Enum):
     """Ways to make a version that hold where the plain one breaks what binds a config's fields."""
 
+    STAGES = "the stages of a hierarchy narrower as well"
     PLAIN = "every field by its own name"
     AGREEING = "widths named after another config follow that one"
     DERIVED = "fields that the config derives from others are left to it"
@@ -75,6 +76,7 @@ class _Sizes:
         width_divisor: what widths are divided by.
         each: how many layers of each kind there are at least, where there is room.
         shares: whether the later half of the layers use what layers of their kind before them made.
+        by_stages: whether the widths of stages, and what multiplies widths, are divided too.
     """
 
     groups: frozenset[Group]
@@ -85,6 +87,7 @@ class _Sizes:
     width_divisor: Fraction
     each: int
     shares: bool
+    by_stages: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +209,12 @@ class _Shrinker:
         groups = self.groups - {Group.WIDTHS} if bound else self.groups
         old_layers = next((v for n, v in numbers.items() if names.LAYERS.match(n)), 0)
         layers = self.layers(config, old_layers)
+        by_stages = self.style is Style.STAGES and not numbers.keys() & set(names.MAIN_WIDTHS)
+        if by_stages:
+            numbers |= _first_width(config)
         heads, per_head, total = self.width(numbers)
-        return _Sizes(groups, layers, old_layers, heads, per_head, total, self.each, shares(config))
+        how = (self.each, shares(config), by_stages)
+        return _Sizes(groups, layers, old_layers, heads, per_head, total, *how)
 
     @property
     def each(self) -> int:
@@ -243,6 +250,15 @@ class _Shrinker:
         return min(old, divisor * max(2, math.ceil(names.NUM_HEADS / divisor)))
 
 
+def _first_width(config: PreTrainedConfig) -> dict[str, int]:
+    """The width of the first stage of a hierarchy, as if it were the model's main one."""
+    for name in names.STAGE_WIDTHS:
+        widths = getattr(config, name, None)
+        if isinstance(widths, (list, tuple)) and widths and all(map(is_count, widths)):
+            return {names.MAIN_WIDTHS[0]: widths[0]}
+    return {}
+
+
 def _head_divisor(sizes: Collection[int]) -> int:
     common = math.gcd(*sizes)
     return common // names.HEAD_SIZE if common % names.HEAD_SIZE == 0 and common else 1
@@ -267,6 +283,8 @@ def _fewer_layers(name: str, value: Any, sizes: _Sizes) -> Any:
                 return in_turns(value, sizes.layers)
             return of_each_kind(value, sizes.layers, sizes.each)
         return value
+    if name in names.DEPTH_FACTORS and isinstance(value, float):
+        return min(value, 1.0)
     if not is_count(value):
         return value
     if names.LAYERS.match(name):
@@ -310,8 +328,12 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
     if isinstance(value, dict) and "mrope_section" in value:
         parts = [part // sizes.head_divisor for part in value["mrope_section"]]
         return {**value, "mrope_section": parts}
-    if name in names.WIDTH_LISTS and isinstance(value, (list, tuple)):
-        return [_divided(part, sizes.width_divisor) for part in value]
+    if sizes.by_stages and name in names.WIDTH_FACTORS and isinstance(value, float):
+        return min(value, names.WIDTH_FACTOR)
+    lists = (*names.WIDTH_LISTS, *(names.STAGE_WIDTHS if sizes.by_stages else ()))
+    if name in lists and isinstance(value, (list, tuple)):
+        divided = [_divided(part, sizes.width_divisor) for part in value]
+        return value if divided == list(value) else divided
     if _is_width_by_layer(name, value, sizes):
         return [_divided(part, sizes.width_divisor) for part in value]
     if names.HEADS_BY_LAYER.search(name) and isinstance(value, (list, tuple)):

@@ -9,6 +9,7 @@ import typer
 
 from merak.cli import options
 from merak.cli.output import show, stdout_to_stderr
+from merak.cli.warm import ranks_prepared
 
 if TYPE_CHECKING:
     from merak.check import CheckReport
@@ -46,15 +47,15 @@ def check(  # one argument for each option
     Losses, every parameter's gradient and the parameters after the steps have to be the same, to
     rounding. Fields given with --config stay; layers, widths, vocabulary and experts become fewer.
     """
-    from merak.check import CheckOptions, Layout
-    from merak.cli.launch import under_torchrun
-    from merak.cli.model import parse_overrides
-    from merak.cli.small import Request, check_named
-    from merak.core import failure
+    with ranks_prepared(dp * tp * pp), stdout_to_stderr():
+        from merak.check import CheckOptions, Layout
+        from merak.cli.launch import under_torchrun
+        from merak.cli.model import parse_overrides
+        from merak.cli.small import Request, check_named
+        from merak.core import failure
 
-    if under_torchrun():
-        failure.install()  # of all ranks, the first to fail speaks
-    with stdout_to_stderr():
+        if under_torchrun():
+            failure.install()  # of all ranks, the first to fail speaks
         report = check_named(
             Request(model, parse_overrides(config), seq, trust_remote_code),
             Layout(dp, tp, pp),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from merak.cli.errors import RunError
+from merak.cli.warm import THREADS, environment, num_threads, quiet_tracker, way_to_start
 from merak.core.errors import MerakError, TrainingError
 from merak.core.failure import LAUNCHER_S, is_lost_connection
 
@@ -31,7 +33,6 @@ SHUTDOWN_S = 10
 
 
 TORCH_SPAWN = "multiprocessing.spawn"
-TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,7 @@ def run_ranks(work: Work[Result], num_ranks: int) -> Result:
             traceback or signal.
     """
     with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, _quiet_launcher():
-        threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
-        os.environ.setdefault("OMP_NUM_THREADS", threads)
+        os.environ.setdefault(THREADS, num_threads(num_ranks))
         try:
             results = elastic_launch(_launch_config(num_ranks), _rank)(work, Path(folder))
         except ChildFailedError as error:
@@ -107,12 +107,14 @@ def _launch_config(num_ranks: int) -> LaunchConfig:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
+        start_method=way_to_start(),
     )
 
 
 def _rank(work: Work[Result], folder: Path) -> Result:
     """One rank: its result; or a note of what went wrong, and an end that stops the others."""
     os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was forked from
     try:
         return work.function(*work.arguments)
     except MerakError as error:
@@ -154,16 +156,11 @@ def _quiet_launcher() -> Iterator[None]:
     """Keep back what the launcher says of failures: it tells every rank's story again."""
     loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", TORCH_SPAWN)]
     levels = [logger.level for logger in loggers]
-    warnings = os.environ.get("PYTHONWARNINGS")
-    # A rank that ends at once leaves semaphores to the tracker, which would warn of them.
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (warnings, TRACKER_WARNINGS)))
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with environment(PYTHONWARNINGS=quiet_tracker()):
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        os.environ.pop("PYTHONWARNINGS")
-        if warnings is not None:
-            os.environ["PYTHONWARNINGS"] = warnings

@@ -124,7 +124,8 @@ def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
     """What to change in the config, the most wanted first."""
     config = request.source({}).config
     plain = list(attempts(config, request.given, wanted))
-    yield plain[0]  # nearly always enough; the rest takes builds to find
+    likely = plain[:2]
+    yield from likely  # nearly always enough; the rest takes builds to find
     found = [(place, 0, one) for place, one in enumerate(plain)]
     for number, completion in enumerate(_completions(request, wanted), 1):
         filled = request.source(completion).config
@@ -132,7 +133,7 @@ def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
             if one.is_small:
                 both = merged(completion, one.fields)
                 found.append((number + place, number, replace(one, fields=both, filled=completion)))
-    yield from (one for _, _, one in sorted(found, key=lambda row: row[:2])[1:])
+    yield from (one for _, _, one in sorted(found, key=lambda row: row[:2])[len(likely) :])
 
 
 def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:

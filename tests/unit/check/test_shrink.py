@@ -82,6 +82,20 @@ def test_degrees_fit_the_small_version_as_they_fit_the_model() -> None:
     assert next(attempts(config, {}, Wanted(layers=7))).fields["n_layer"] == 7
 
 
+def test_stages_of_a_hierarchy_become_narrower() -> None:
+    config = transformers.ResNetConfig()
+    first, plain, *_ = attempts(config, {})
+    assert first.fields["hidden_sizes"] == [32, 64, 128, 256]
+    assert first.fields["embedding_size"] == 8
+    assert "hidden_sizes" not in plain.fields and plain.fields["depths"] == [2, 2, 2, 2]
+    given = {"hidden_sizes": [64, 128, 256, 512]}
+    assert "hidden_sizes" not in smallest(transformers.ResNetConfig(**given), given)
+    assert smallest(transformers.MobileNetV2Config())["depth_multiplier"] == 0.25
+    assert smallest(transformers.EfficientNetConfig())["depth_coefficient"] == 1.0
+    segformer = transformers.SegformerConfig()  # its first stage is narrow as it is
+    assert "hidden_sizes" not in smallest(segformer)
+
+
 def test_the_last_version_is_the_model_as_it_is() -> None:
     versions = list(attempts(transformers.LlamaConfig(), {}))
     assert versions[-1].fields == {} and not versions[-1].is_small

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -83,6 +84,7 @@ def probe(
     metas: Sequence[TensorMeta],
     real: Mapping[str, torch.Tensor],
     device: torch.device,
+    modes: Sequence[TorchFunctionMode] = (),
 ) -> Found:
     """Call a module on made-up values.
 
@@ -91,13 +93,14 @@ def probe(
         metas: of its tensors, those of the module first.
         real: parameters and buffers that have numbers already, by name in the module.
         device: where it is to run.
+        modes: function modes that it is to run in, the outermost first.
 
     Raises:
         CannotKeep: it fails on all values that were tried, or what it returns depends on them.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_probe, _Probe(call, metas, real, device)).result()
+        return pool.submit(_probe, _Probe(call, metas, real, device, modes)).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class _Probe:
     metas: Sequence[TensorMeta]
     real: Mapping[str, torch.Tensor]
     device: torch.device
+    modes: Sequence[TorchFunctionMode]
 
 
 def _probe(subject: _Probe) -> Found:
@@ -177,6 +181,7 @@ def _once(
     states = (random.getstate(), _numpy_state())
     with (
         _mixed(call),
+        _inside(subject.modes),
         saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.set_grad_enabled(call.grad),
         _flop_counter() as counter,
@@ -351,6 +356,22 @@ def _mixed(call: KeptCall) -> Iterator[None]:
         return
     with torch.autocast(*call.autocast):
         yield
+
+
+@contextmanager
+def _inside(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Put this thread into modes that another one has entered: entering them twice could undo them.
+
+    Args:
+        modes: the outermost first.
+    """
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

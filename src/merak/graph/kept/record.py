@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from merak.graph.ir import TensorMeta
@@ -61,13 +61,16 @@ class Real:
 
     Args:
         tensors: by path of their module and name.
+        modes: function modes that the model would be called in, such as a default device; those
+            that record a trace come after them.
     """
 
     tensors: Mapping[tuple[int, str], torch.Tensor]
+    modes: Sequence[TorchFunctionMode]
 
     @staticmethod
     def of(model: nn.Module) -> Real:
-        """Those that the model has now."""
+        """Those that the model has now, before its trace begins."""
         return Real(
             {
                 (id(module), name): tensor
@@ -75,7 +78,8 @@ class Real:
                 for slots in (module._parameters, module._buffers)
                 for name, tensor in slots.items()
                 if tensor is not None
-            }
+            },
+            _get_current_function_mode_stack(),
         )
 
     def under(self, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -259,7 +263,8 @@ class _Recorder:
         how = (repr(call.arguments), call.numbers, call.grad, call.autocast)
         key = (likeness, call.states, tuple(metas), how)
         if key not in self.known:
-            self.known[key] = probe(call, metas, real, _usable(self.device))
+            modes = self.real.modes
+            self.known[key] = probe(call, metas, real, _usable(self.device), modes)
         return self.known[key]
 
 
