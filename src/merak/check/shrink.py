@@ -10,12 +10,12 @@ it is last, and the first that trains is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
@@ -252,11 +252,16 @@ class _Shrinker:
 
 def _first_width(config: PreTrainedConfig) -> dict[str, int]:
     """The width of the first stage of a hierarchy, as if it were the model's main one."""
-    for name in names.STAGE_WIDTHS:
-        widths = getattr(config, name, None)
-        if isinstance(widths, (list, tuple)) and widths and all(map(is_count, widths)):
-            return {names.MAIN_WIDTHS[0]: widths[0]}
-    return {}
+    main, known = names.MAIN_WIDTHS[0], vars(config)
+    widths = known.get(names.STAGE_WIDTHS[0])
+    if _are_counts(widths):
+        return {main: widths[0]}
+    factors = [v for n, v in known.items() if n in names.WIDTH_FACTORS and isinstance(v, float)]
+    return {main: int(names.SMALLEST_WIDTH * max(factors) / names.WIDTH_FACTOR)} if factors else {}
+
+
+def _are_counts(value: Any) -> TypeGuard[Sequence[int]]:
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(is_count, value))
 
 
 def _head_divisor(sizes: Collection[int]) -> int:
@@ -330,10 +335,10 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
         return {**value, "mrope_section": parts}
     if sizes.by_stages and name in names.WIDTH_FACTORS and isinstance(value, float):
         return min(value, names.WIDTH_FACTOR)
-    lists = (*names.WIDTH_LISTS, *(names.STAGE_WIDTHS if sizes.by_stages else ()))
-    if name in lists and isinstance(value, (list, tuple)):
-        divided = [_divided(part, sizes.width_divisor) for part in value]
-        return value if divided == list(value) else divided
+    if sizes.by_stages and name in names.STAGE_WIDTHS:
+        return _narrower_stages(value, sizes)
+    if name in names.WIDTH_LISTS and isinstance(value, (list, tuple)):
+        return [_divided(part, sizes.width_divisor) for part in value]
     if _is_width_by_layer(name, value, sizes):
         return [_divided(part, sizes.width_divisor) for part in value]
     if names.HEADS_BY_LAYER.search(name) and isinstance(value, (list, tuple)):
@@ -354,6 +359,16 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
     if name in names.FILTERS:
         return min(value, names.NUM_FILTERS)
     return min(value, names.STATE) if name in names.STATES else value
+
+
+def _narrower_stages(value: Any, sizes: _Sizes) -> Any:
+    if is_count(value):
+        return _divided(value, sizes.width_divisor)
+    if not _are_counts(value):
+        return value
+    # The first may be the channels of an image.
+    divided = [_divided(v, sizes.width_divisor) if v >= 8 else v for v in value]
+    return value if divided == list(value) else divided
 
 
 def _is_width_by_layer(name: str, value: Any, sizes: _Sizes) -> bool:

@@ -91,7 +91,12 @@ def test_stages_of_a_hierarchy_become_narrower() -> None:
     given = {"hidden_sizes": [64, 128, 256, 512]}
     assert "hidden_sizes" not in smallest(transformers.ResNetConfig(**given), given)
     assert smallest(transformers.MobileNetV2Config())["depth_multiplier"] == 0.25
-    assert smallest(transformers.EfficientNetConfig())["depth_coefficient"] == 1.0
+    fields = smallest(transformers.EfficientNetConfig())
+    assert (fields["depth_coefficient"], fields["width_coefficient"]) == (1.0, 0.25)
+    assert fields["hidden_dim"] == 320  # both an eighth of what they were
+    fields = smallest(transformers.HGNetV2Config())
+    assert fields["stem_channels"] == [3, 8, 8]
+    assert fields["stage_out_channels"][-1] == fields["hidden_sizes"][-1] == 256
     segformer = transformers.SegformerConfig()  # its first stage is narrow as it is
     assert "hidden_sizes" not in smallest(segformer)
 
