@@ -66,6 +66,7 @@ def test_ranks_begin_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> N
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_one_rank_needs_no_preparation() -> None:
-    with ranks_prepared(1):
+def test_a_rank_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with ranks_prepared(2):
         assert way_to_start() == FROM_NOTHING
