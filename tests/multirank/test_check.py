@@ -149,6 +149,16 @@ def test_a_model_that_computes_no_loss(capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "GPT2LMHeadModel", "--pp", "0"], "--pp 0 is too few"),
         (["--model", "GPT2LMHeadModel", "--schedule", "1f2b"], "There is no schedule '1f2b'"),
         (["--model", "GPT2LMHeadMode"], "did you mean GPT2LMHeadModel"),
+        (["--model", "GPT2LMHeadModel", "--seq", "0"], "--seq 0 has no tokens; use 1 or more."),
+        (["--model", "GPT2LMHeadModel", "--device", "tpu"], "tpu is not supported; use cpu or"),
+        (["--model", "GPT2LMHeadModel", "--backend", "mpi"], "mpi is not supported; use gloo or"),
+        (
+            ["--model", "GPT2LMHeadModel", "--backend", "nccl", "--device", "cpu"],
+            "nccl carries tensors of GPUs alone; use gloo",
+        ),
+        (["--model", "some/model-8b"], "nothing is downloaded: fetch it first"),
+        (["--model", ""], "give a class such as LlamaForCausalLM"),
+        (["--model", "."], ". has no config.json; give a folder that save_pretrained wrote"),
         (["--model", "GPT2LMHeadModel", "--config", '{"n_embd": 30}'], "n_embd|embed_dim"),
     ],
 )

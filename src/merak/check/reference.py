@@ -65,7 +65,10 @@ def why_not(case: Case, error: Exception) -> str:
     if isinstance(error, ImportError):
         return missing_package(case.name, error)
     if is_without_loss(error):
-        return f"{case.name} returns no loss for these columns; pass a loss function."
+        return (
+            f"{case.name} returns no loss for these columns; name a class with a head that "
+            "computes one, or give the case a loss function."
+        )
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return (

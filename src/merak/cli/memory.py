@@ -218,8 +218,7 @@ def memory_report(request: Request) -> MemoryReport:
 
 
 def _mesh(request: Request) -> Mesh:
-    import torch
-
+    from merak.cli.devices import device_of
     from merak.core.mesh import Mesh
 
     for axis, degree in zip(("dp", "tp", "pp"), request.degrees, strict=True):
@@ -230,12 +229,7 @@ def _mesh(request: Request) -> Mesh:
     speed = request.host_bytes_per_s
     if speed is not None and not 0 < speed < math.inf:
         raise CommandError(f"--host-bytes-per-s {speed} is no rate; use a number above 0.")
-    kind = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise CommandError("--device cuda was asked for, but torch sees no GPU; use cpu.")
-    if kind not in ("cpu", "cuda"):
-        raise CommandError(f"--device {kind} is not supported; use cpu or cuda.")
-    return Mesh(*request.degrees, 0, torch.device(kind), None)
+    return Mesh(*request.degrees, 0, device_of(request.device), None)
 
 
 def _types(request: Request) -> tuple[torch.dtype, torch.dtype | None]:

@@ -84,11 +84,16 @@ def resolve_model(
     """
     path = Path(model).expanduser()
     changes = dict(overrides or {})
-    if not path.exists():
+    if not model or not path.exists():
         model_class = class_by_name(model)
         config = _changed_default(model_class, changes, lacking)
         return ModelSource(model_class, config, None)
     file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.exists():
+        raise CommandError(
+            f"{model} has no {CONFIG_FILE}; give a folder that save_pretrained wrote, or the name "
+            "of a transformers class."
+        )
     stored = read_object(file)
     config_class, model_class = _stored_classes(file, stored, trust_remote_code)
     has_weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
@@ -107,7 +112,17 @@ def class_by_name(name: str) -> type[PreTrainedModel]:
     if isinstance(found, type) and issubclass(found, PreTrainedModel):
         return found
     what = f"model {name!r} is neither a file or folder nor a transformers architecture"
-    raise CommandError(f"{what}{near(name, known)}")
+    similar = "." if "/" in name else near(name, known)  # a path is like no class
+    raise CommandError(f"{what}{similar if similar != '.' else _what_to_name(name)}")
+
+
+def _what_to_name(name: str) -> str:
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return "; nothing is downloaded: fetch it first and give the folder with its config.json."
+    return (
+        "; give a class such as LlamaForCausalLM, or a folder that save_pretrained wrote, or its "
+        "config.json."
+    )
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from merak.check.shrink import Attempt, Wanted, attempts
 from merak.check.small import Trained, Version, first_that_trains
 from merak.cli.batch import example_arguments
 from merak.cli.columns import Column, draw_batch
+from merak.cli.devices import check_backend, device_of
 from merak.cli.errors import CommandError
 from merak.cli.examples import examples
 from merak.cli.launch import Work, run_ranks, under_torchrun
@@ -85,6 +86,9 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
     """
     started = time.perf_counter()
     _refuse_counts(layout, options)
+    check_backend(options.backend, device_of(options.device))
+    if request.sequence is not None and request.sequence < 1:
+        raise CommandError(f"--seq {request.sequence} has no tokens; use 1 or more.")
     trained = small_version(request, layout, options)
     with _folder() as folder:
         report = check_against(trained.outcome, trained.job, Workshop(folder, _launch))
