@@ -79,8 +79,11 @@ def test_files_without_a_model(tmp_path: Path) -> None:
     file.write_text(json.dumps(BertConfig().to_dict()), encoding="utf-8")
     with pytest.raises(CommandError, match="does not say which model it is for; add"):
         resolve_model(str(tmp_path))
-    file.unlink()
+    file.write_text("{nope", encoding="utf-8")
     with pytest.raises(CommandError, match=r"config\.json cannot be read as JSON"):
+        resolve_model(str(tmp_path))
+    file.unlink()
+    with pytest.raises(CommandError, match=r"has no config\.json; give a folder that save_pretra"):
         resolve_model(str(tmp_path))
 
 
