@@ -62,6 +62,13 @@ def texts(samples: int, generator: torch.Generator) -> Tensors:
     return {"x": x, "y": torch.randint(CLASSES, (samples,), generator=generator)}
 
 
+def unequal_tokens(samples: int, generator: torch.Generator) -> Tensors:
+    lengths = torch.randint(1, LENGTH + 1, (samples,), generator=generator)
+    outside = torch.arange(LENGTH) >= lengths[:, None]
+    drawn = tokens(samples, generator)
+    return {name: t.masked_fill(outside, 0) for name, t in drawn.items()} | {"lengths": lengths}
+
+
 def graphs(samples: int, generator: torch.Generator) -> Tensors:
     nodes = torch.randn(samples, LENGTH, WIDTH, generator=generator)
     edges = torch.randint(LENGTH, (samples, 2, 9), generator=generator)

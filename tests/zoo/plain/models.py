@@ -34,6 +34,7 @@ MODELS: Mapping[type[nn.Module], Draw] = {
     s.LSTM: batches.tokens,
     s.GRU: batches.tokens,
     s.BiLSTM: batches.texts,
+    s.Packed: batches.unequal_tokens,
     s.Unrolled: batches.tokens,
     s.NanoGPT: batches.tokens,
     s.RotaryGPT: batches.tokens,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.zoo.plain.batches import CLASSES, WIDTH, Tensors
 from tests.zoo.plain.images import Mixer
@@ -127,6 +128,29 @@ class BiLSTM(nn.Module):
         ends = torch.cat([hidden[-2], hidden[-1]], dim=1)
         logits = self.head(torch.cat([ends, out.max(dim=1).values], dim=1))
         return F.cross_entropy(logits, y), logits, hidden
+
+
+class Packed(nn.Module):
+    """Sequences of unequal lengths, packed for the layers, with dropout of what is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH, padding_idx=0)
+        self.first = nn.LSTM(WIDTH, 8, batch_first=True, bidirectional=True)
+        self.second = nn.GRU(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        rows = pack_padded_sequence(
+            self.embed(x), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        rows, (last, _) = self.first(rows)
+        rows = rows._replace(data=self.drop(rows.data))
+        rows, _ = self.second(rows)
+        h, _ = pad_packed_sequence(rows, batch_first=True, total_length=x.size(1))
+        loss = F.cross_entropy(self.head(h).transpose(1, 2), y, ignore_index=0)
+        return loss + last.square().mean()
 
 
 class Unrolled(nn.Module):

@@ -13,6 +13,7 @@ from torch import fx
 
 from merak.graph.ir import Kind, TensorMeta
 from merak.graph.kept.picks import Picking, gather_picks, is_assertion
+from merak.graph.tracing import packed
 from merak.graph.tracing.autocast import SETTLED, write_out_autocast
 from merak.graph.tracing.explain import UntraceableError, refuse_dynamic_shape
 from merak.graph.writes import written_by
@@ -34,7 +35,7 @@ _DROPOUTS = {
     f"aten.{name}.default" for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
 }
 _KNOWN_NAMESPACES = ("aten", "prim", "prims")
-_KNOWN_OPERATORS = {"merak.ctc_loss.default"}
+_KNOWN_OPERATORS = {"merak.ctc_loss.default", *packed.OPERATORS}
 _NO_GRADIENT = {
     "aten.detach.default",
     "aten.zeros_like.default",
@@ -183,8 +184,8 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target.namespace not in _KNOWN_NAMESPACES:
-        return str(target) not in _KNOWN_OPERATORS
+    if target.namespace not in _KNOWN_NAMESPACES and str(target) not in _KNOWN_OPERATORS:
+        return True
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     values = {a.name: a.default_value for a in target._schema.arguments}

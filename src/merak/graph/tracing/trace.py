@@ -46,6 +46,7 @@ from merak.graph.tracing.fakes import (
 from merak.graph.tracing.functions import kept_functions, refuse_seen_through
 from merak.graph.tracing.hooks import TensorHooks, keep_hooked
 from merak.graph.tracing.known import KnownNumbers
+from merak.graph.tracing.packed import PackedSequences
 from merak.graph.tracing.quiet import quiet_failures
 from merak.graph.tracing.retrace import trace_keeping
 from merak.graph.tracing.traced import Trace
@@ -165,6 +166,7 @@ def export_model(
                 draws,
                 checks,
                 CtcLosses(),
+                PackedSequences(),
                 host_draws,
                 DetachedData(),
                 SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
