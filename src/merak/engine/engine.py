@@ -15,6 +15,7 @@ from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
 from merak.engine.evaluation import evaluate_microbatch
 from merak.engine.exchange import Exchange
+from merak.engine.loans import borrow
 from merak.engine.microbatches import Microbatches
 from merak.engine.moved import bring
 from merak.engine.norms import clip_gradients, global_norm
@@ -318,12 +319,14 @@ class Engine:
         results = []
         try:
             rest = self._share_evaluation(signatures)
-            bring(self._parts, [self._parts.program_for(s, False) for s in signatures])
+            programs = [self._parts.program_for(s, False) for s in signatures]
+            bring(self._parts, programs)
+            lent = borrow(self._parts, programs)
             with own_random_state(self.mesh.device):
                 for number, (signature, batch) in enumerate(zip(signatures, batches, strict=True)):
                     what = f"the evaluation of a microbatch on {self._place}"
                     with self.progress.evaluation(number), explained(what, _EVALUATE_LESS):
-                        results.append(self._evaluate(number, signature, batch))
+                        results.append(self._evaluate(number, signature, batch, lent))
             self._exchange.finish()
             for names in rest:
                 assert self._parts.sharded is not None
@@ -359,10 +362,11 @@ class Engine:
         return [names for turns in each[len(programs) :] for names, _ in turns]
 
     def _evaluate(
-        self, number: int, signature: Signature, batch: Mapping[str, torch.Tensor]
+        self, number: int, signature: Signature, batch: Mapping[str, torch.Tensor], lent: Values
     ) -> Values:
         program = self._parts.program_for(signature, False)
         microbatch = self._microbatches.make(program, batch, 0, number)
+        microbatch.lent = lent
         self._microbatches.derive(microbatch)
         return evaluate_microbatch(self._parts, self._exchange, number, microbatch)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from merak.core.errors import PlanError, TraceError
+from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.engine.plans import Plans
 from merak.engine.program import Rewrite
@@ -195,21 +195,19 @@ def stages_of_parameters(graph: ModelGraph, partition: Partition) -> dict[str, f
 def stage_bounds(
     graph: ModelGraph, owners: Mapping[str, frozenset[int]], partition: Partition
 ) -> list[int]:
-    """Where each stage begins; in a graph that was cut otherwise, by who holds the parameters."""
+    """Where each stage begins; in a graph that was cut otherwise, by who holds the parameters.
+
+    A segment whose parameters no stage holds alone is where most of them are.
+    """
     if len(graph.segments) == partition.num_segments:
         return [0, *partition.cuts, partition.num_segments]
     num_stages = partition.num_stages
     bounds = [0]
     for segment in graph.segments:
-        stage = len(bounds) - 1
         own = [owners[name] for name in segment.parameters]
-        while stage + 1 < num_stages and any(stage not in held for held in own):
-            stage += 1
-            bounds.append(segment.index)
-        if any(stage not in held for held in own):
-            raise TraceError(
-                f"segment {segment.index} ({segment.name}) reads parameters of several stages in "
-                "this mode or shape of the model; use a smaller pp, or one batch shape."
-            )
+        missing = [
+            sum(stage not in held for held in own) for stage in range(len(bounds) - 1, num_stages)
+        ]
+        bounds += [segment.index] * missing.index(min(missing))
     bounds += [len(graph.segments)] * (num_stages + 1 - len(bounds))
     return bounds

@@ -183,6 +183,23 @@ class StageProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class Loan:
+    """A parameter that one rank of a pipeline lends to another.
+
+    Args:
+        name: of the parameter.
+        owner: pipeline position of a rank that holds it.
+        reader: pipeline position of one that does not, and reads it.
+        meta: what the whole parameter is.
+    """
+
+    name: str
+    owner: int
+    reader: int
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """Everything one rank runs for microbatches of one shape.
 
@@ -200,6 +217,7 @@ class Program:
         settled: what is written into parameters before the stages run.
         fixed_versions: those that the buffers it read had then, which count what is written.
         moved: of evaluation, buffers that training writes elsewhere; see `merak.engine.moved`.
+        loans: of evaluation, parameters that other ranks hold; see `merak.engine.loans`.
     """
 
     stages: dict[int, StageProgram]
@@ -215,6 +233,7 @@ class Program:
     settled: tuple[Settled, ...] = ()
     fixed_versions: list[int] = field(default_factory=list)
     moved: dict[str, int] = field(default_factory=dict)
+    loans: tuple[Loan, ...] = ()
 
     @property
     def chooses(self) -> bool:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
 from merak.engine.deferred import WeightGradients, defer_weights
 from merak.engine.halved import arrange_in_halves
 from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
+from merak.engine.loans import find_loans
 from merak.engine.moved import find_moved, find_writers
 from merak.engine.parts import Signature
 from merak.engine.program import (
     NOTHING_CHOSEN,
     Arrange,
     Choices,
+    Loan,
     Program,
     Rewrite,
     arrange_whole,
@@ -77,6 +80,7 @@ class Programs:
         self.waiting = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
         self._observer = options.observer
+        self._zero = options.zero
         self._splits_backwards = layout.plans.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self._graph = graph
@@ -137,6 +141,7 @@ class Programs:
 
     def _compile(self, graph: ModelGraph, training: bool) -> Program:
         bounds = stage_bounds(graph, self.owners, self._partition)
+        loans = self._loans(graph, bounds, training)
         # A graph that was cut otherwise has other segments: there nothing is kept by number.
         is_same = len(graph.segments) == self._partition.num_segments
         choices = self._choices if is_same and training else NOTHING_CHOSEN
@@ -151,7 +156,22 @@ class Programs:
         device = self.mesh.device
         moved = find_moved(self._writers, self._stage_rank, graph, bounds) if not training else {}
         constants = {n: t.to(device) for n, t in graph.constants.items()}
-        return replace(program, constants=constants, moved=moved)
+        return replace(program, constants=constants, moved=moved, loans=loans)
+
+    def _loans(self, graph: ModelGraph, bounds: Sequence[int], training: bool) -> tuple[Loan, ...]:
+        """What ranks lend each other, in evaluations.
+
+        Raises:
+            TraceError: a training step would need it too, or replicas hold shares.
+        """
+        loans = find_loans(self.owners, self._stage_rank, graph, bounds)
+        if loans and (training or self._zero == 3):
+            raise TraceError(
+                f"{loans[0].name} is read on another stage in this mode or shape of the model than "
+                "in the one that the job was planned with; use a smaller pp, or "
+                + ("one batch shape." if training else "zero=2.")
+            )
+        return loans
 
 
 def _choices(layout: Layout) -> Choices:

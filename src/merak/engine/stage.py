@@ -7,7 +7,7 @@ So the order of forwards, recomputations and backwards is the schedule's alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ class Microbatch:
         random_key: names the microbatch among all of the job, for its random draws.
         scale: the factor of its loss in the step's loss.
         loss_scale: a further factor of its gradients, which the step's end takes out.
+        lent: in evaluation, parameters that other ranks hold; see `merak.engine.loans`.
     """
 
     program: Program
@@ -39,6 +40,7 @@ class Microbatch:
     random_key: tuple[int | str, ...]
     scale: float = 1.0
     loss_scale: float = 1.0
+    lent: Values = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -122,7 +124,8 @@ class Stage:
     def evaluate(self, microbatch: Microbatch, received: Values) -> Values:
         """Run all segments on one microbatch without a backward to come."""
         program = microbatch.program.stages[self.index]
-        around = self._around(self.weights.live, microbatch)
+        lent, live = microbatch.lent, self.weights.live
+        around = self._around({**live, **lent} if lent else live, microbatch)
         values = dict(received)
         for run in program.runs:
             RUNNERS[type(run)].forward(run, values, around, keep=False)

@@ -39,6 +39,27 @@ class Backward(Tower):
         return F.cross_entropy(self.head(x), y)
 
 
+class Twins(nn.Module):
+    """Two views through the same layers, and through frozen ones: each layer runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = self.tower()
+        self.target = self.tower().requires_grad_(False)
+        self.guess = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def tower(self) -> nn.Sequential:
+        layers = (nn.Linear(WIDTH, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, WIDTH))
+        return nn.Sequential(*layers)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        guesses = [self.guess(self.online(view)) for view in (a, b)]
+        with torch.no_grad():
+            known = [self.target(view) for view in (b, a)]
+        alike = [F.cosine_similarity(*pair, dim=-1).mean() for pair in zip(guesses, known)]
+        return {"loss": 2 - sum(alike), "guess": guesses[0]}
+
+
 class Annealed(Tower):
     """Statistics of the batch that the first lines write, and the last ones read."""
 

@@ -56,6 +56,7 @@ MODELS: Mapping[type[nn.Module], Draw] = {
     f.Regressor: batches.vectors,
     h.Backward: batches.vectors,
     h.Annealed: batches.vectors,
+    h.Twins: batches.two_views,
     h.Supervised: batches.vectors,
     h.Discriminator: batches.two_pictures,
     h.Cached: batches.tokens,

@@ -1,0 +1,79 @@
+"""Parameters that a rank reads in evaluation while another one holds them: lent while it runs.
+
+A model may be cut otherwise in evaluation than in training, where writes into buffers keep parts of
+it together; then a segment may read parameters that training has on several stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from merak.core.shards import ParameterShard, take
+from merak.engine.parts import Parts
+from merak.engine.program import Loan, Program
+from merak.graph.ir import ModelGraph
+
+
+def find_loans(
+    owners: Mapping[str, frozenset[int]],
+    stage_rank: Sequence[int],
+    graph: ModelGraph,
+    bounds: Sequence[int],
+) -> tuple[Loan, ...]:
+    """What ranks have to lend each other, in the same order on all of them.
+
+    Args:
+        owners: the stages that hold each parameter.
+        stage_rank: the pipeline position of each stage.
+        graph: what is to run.
+        bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
+    """
+    found: dict[tuple[str, int], Loan] = {}
+    for stage, reader in enumerate(stage_rank):
+        for segment in graph.segments[bounds[stage] : bounds[stage + 1]]:
+            for name in segment.parameters:
+                holders = {stage_rank[held] for held in owners[name]}
+                if reader not in holders:
+                    loan = Loan(name, min(holders), reader, graph.parameters[name])
+                    found.setdefault((name, reader), loan)
+    return tuple(found.values())
+
+
+@torch.no_grad()
+def borrow(parts: Parts, programs: Sequence[Program]) -> dict[str, torch.Tensor]:
+    """Send and receive what is lent; all ranks of a pipeline call it together.
+
+    Args:
+        parts: what the engine is made of.
+        programs: of what is to be evaluated.
+
+    Returns:
+        By name, this rank's shares of the parameters that are lent to it.
+    """
+    loans = dict.fromkeys(loan for program in programs for loan in program.loans)
+    if not loans:
+        return {}
+    mesh, group = parts.mesh, parts.mesh.group("pp")
+    shards = {name: shard for program in programs for name, shard in program.shards.items()}
+    lent: dict[str, torch.Tensor] = {}
+    parts.trained.wait()
+    with parts.progress.waiting("parameters that are lent for an evaluation by", mesh.peers("pp")):
+        for loan in loans:
+            if loan.owner == mesh.pp_rank:
+                held = parts.parameters[loan.name].detach().contiguous()
+                dist.send(held, mesh.rank_at(loan.reader), group)
+            elif loan.reader == mesh.pp_rank:
+                shape = _shape(loan, shards.get(loan.name), mesh.tp_rank)
+                lent[loan.name] = torch.empty(shape, dtype=loan.meta.dtype, device=mesh.device)
+                dist.recv(lent[loan.name], mesh.rank_at(loan.owner), group)
+    return lent
+
+
+def _shape(loan: Loan, shard: ParameterShard | None, tp_rank: int) -> tuple[int, ...]:
+    """Of a rank's share of a parameter."""
+    if shard is None:
+        return loan.meta.shape
+    return tuple(take(torch.empty(loan.meta.shape, device="meta"), shard, tp_rank).shape)
