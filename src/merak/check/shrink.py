@@ -77,6 +77,7 @@ class _Sizes:
         each: how many layers of each kind there are at least, where there is room.
         shares: whether the later half of the layers use what layers of their kind before them made.
         by_stages: whether the widths of stages, and what multiplies widths, are divided too.
+        heads_divisor: as of `Wanted`.
     """
 
     groups: frozenset[Group]
@@ -88,6 +89,7 @@ class _Sizes:
     each: int
     shares: bool
     by_stages: bool
+    heads_divisor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class _Shrinker:
         if by_stages:
             numbers |= _first_width(config)
         heads, per_head, total = self.width(numbers)
-        how = (self.each, shares(config), by_stages)
+        how = (self.each, shares(config), by_stages, self.wanted.heads_divisor)
         return _Sizes(groups, layers, old_layers, heads, per_head, total, *how)
 
     @property
@@ -343,6 +345,8 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
         return [_divided(part, sizes.width_divisor) for part in value]
     if names.HEADS_BY_LAYER.search(name) and isinstance(value, (list, tuple)):
         return [_narrower(name.removesuffix("_per_layer"), part, sizes) for part in value]
+    if names.HEADS.search(name) and _are_counts(value):
+        return _fewer_by_stage(value, sizes.heads_divisor)
     if not is_count(value) or value <= 0:
         return value
     new, old = sizes.heads
@@ -359,6 +363,14 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
     if name in names.FILTERS:
         return min(value, names.NUM_FILTERS)
     return min(value, names.STATE) if name in names.STATES else value
+
+
+def _fewer_by_stage(heads: Sequence[int], divisor: int) -> Sequence[int]:
+    """Heads of each stage in the same proportions, multiples of the divisor where they were."""
+    common = math.gcd(*heads)
+    while (needed := math.gcd(common, divisor)) > 1:
+        common //= needed
+    return heads if common == 1 else [number // common for number in heads]
 
 
 def _narrower_stages(value: Any, sizes: _Sizes) -> Any:

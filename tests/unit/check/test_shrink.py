@@ -101,6 +101,13 @@ def test_stages_of_a_hierarchy_become_narrower() -> None:
     assert "hidden_sizes" not in smallest(segformer)
 
 
+def test_heads_by_stage_keep_their_proportions() -> None:
+    swin = transformers.SwinConfig()  # 3, 6, 12 and 24 heads
+    assert smallest(swin)["num_heads"] == [1, 2, 4, 8]
+    thirds = next(attempts(swin, {}, Wanted(heads_divisor=3)))
+    assert "num_heads" not in thirds.fields
+
+
 def test_the_last_version_is_the_model_as_it_is() -> None:
     versions = list(attempts(transformers.LlamaConfig(), {}))
     assert versions[-1].fields == {} and not versions[-1].is_small
