@@ -30,17 +30,18 @@ TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 def ranks_prepared(num_ranks: int) -> Iterator[None]:
     """Inside, another process imports what ranks need, and they start from there.
 
+    This process computes with as many threads as each of them does: more would wait for one another
+    wherever they share cores with that process.
+
     Args:
         num_ranks: how many there will be.
     """
+    os.environ.setdefault(THREADS, num_threads(num_ranks))
     if sys.platform != "linux" or num_ranks < 1 or "RANK" in os.environ:
         yield  # elsewhere the system's own libraries do not stand a fork
         return
     forkserver.set_forkserver_preload(list(PRELOADED))
-    # Libraries read their count of threads once, when they are imported.
-    threads = os.environ.get(THREADS) or num_threads(num_ranks)
-    settings = {THREADS: threads, "PYTHONWARNINGS": quiet_tracker()}
-    with environment(**settings), _interrupts_ignored():
+    with environment(PYTHONWARNINGS=quiet_tracker()), _interrupts_ignored():
         forkserver.ensure_running()
     try:
         yield
