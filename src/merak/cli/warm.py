@@ -36,9 +36,12 @@ def ranks_prepared(num_ranks: int) -> Iterator[None]:
     Args:
         num_ranks: how many there will be.
     """
+    if num_ranks < 1 or "RANK" in os.environ:  # degrees to be refused; or torchrun's ranks
+        yield
+        return
     os.environ.setdefault(THREADS, num_threads(num_ranks))
-    if sys.platform != "linux" or num_ranks < 1 or "RANK" in os.environ:
-        yield  # elsewhere the system's own libraries do not stand a fork
+    if sys.platform != "linux":  # elsewhere the system's own libraries do not stand a fork
+        yield
         return
     forkserver.set_forkserver_preload(list(PRELOADED))
     with environment(PYTHONWARNINGS=quiet_tracker()), _interrupts_ignored():
