@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -13,6 +14,9 @@ from merak.check.fields import is_count
 
 MOST_LAYERS = 8
 """No more for the sake of a kind of layer that comes late."""
+
+_BY_NAME: Mapping[str, str] = MappingProxyType({"out_indices": "out_features"})
+"""Fields with numbers of layers, and those that may hold the names of the same ones."""
 
 
 def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int:
@@ -49,6 +53,27 @@ def taken_stages(config: PreTrainedConfig) -> dict[str, list[int]]:
     if "_out_indices" in vars(config):
         lists["out_indices"] = config.out_indices
     return {n: list(v) for n, v in lists.items() if isinstance(v, (list, tuple)) and len(v) > 1}
+
+
+def fewer_stages(
+    config: PreTrainedConfig, given: Collection[str], old: int, new: int
+) -> dict[str, Any]:
+    """Changes of a config so that as many layers' outputs are taken as before.
+
+    Args:
+        config: the config.
+        given: fields that stay as they are.
+        old: how many layers it has.
+        new: how many of them stay.
+    """
+    found: dict[str, Any] = {}
+    for name, numbers in taken_stages(config).items():
+        names_them = _BY_NAME.get(name)
+        if not {name, names_them} & set(given):
+            found[name] = nearer(numbers, old, new)
+        if name in found and names_them and vars(config).get(f"_{names_them}") is not None:
+            found[names_them] = None  # the same layers by their old names: the config renames them
+    return found
 
 
 def nearer(numbers: Sequence[int], old: int, new: int) -> list[int]:

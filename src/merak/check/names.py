@@ -82,7 +82,13 @@ STAGES = re.compile(r"out_indices$")
 PART_OF_LAYERS = ("num_kv_shared_layers",)
 FILTERS = ("num_filters",)
 STATES = ("mamba_d_state", "state_size", "ssm_state_size", "mamba_chunk_size")
+GROUPS = re.compile(r"_groups$")
+"""Groups of a convolution's channels, where they are as many as its model is wide."""
+
 STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 KINDS = re.compile(r"(layer_types|block_types|layers_block_type|attn_layers|attention_layers)$")
-IMAGES = ("image_size",)
+IMAGES = ("image_size", "crop_size")
+IMAGE_CHANNELS = ("num_channels", "in_chans")
+"""What configs call the sides and the channels of their images, the most usual name first."""
+
 WINDOWS = re.compile(r"^(sliding_window|attention_window_size|local_attention)$")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def _agreeing(
         fields = _agreeing(inner, changes.get(name, {}), (*path, name), widths)
         found[name] = inside(inner, fields)
     old = vars(config)
-    return {n: v for n, v in found.items() if v != old.get(n) and v != {}}
+    return {n: v for n, v in found.items() if (n not in old or v != old[n]) and v != {}}
 
 
 def _strangeness(name: str, width: _Width, path: tuple[str, ...]) -> tuple[bool, int]:
@@ -93,3 +93,51 @@ def without_derived(config: PreTrainedConfig, changes: Fields) -> Fields:
         elif name == "model_type" or known.get(name) is not None:
             found[name] = value
     return {n: v for n, v in found.items() if v != {}}
+
+
+def by_channel(config: PreTrainedConfig, changes: Fields) -> Fields:
+    """Groups of a convolution that are as many as the config's width: one for every channel.
+
+    Args:
+        config: the config as it is.
+        changes: its fields' new values.
+    """
+    known = vars(config)
+    main = next((n for n in names.MAIN_WIDTHS if is_count(known.get(n))), None)
+    if main is None or main not in changes:
+        return {}
+    groups = (n for n, v in known.items() if names.GROUPS.search(n) and is_count(v))
+    return {n: changes[main] for n in groups if known[n] == known[main]}
+
+
+def parts(
+    config: PreTrainedConfig, changes: Fields, small: Callable[[int, int], tuple[int, int]]
+) -> Fields:
+    """Widths and heads of parts whose new width their new heads do not divide, though they did.
+
+    A part has fields of its own, which begin with the same words: `decoder_hidden_size` and
+    `decoder_num_attention_heads`.
+
+    Args:
+        config: the config as it is.
+        changes: its fields' new values.
+        small: gives a part's new width and heads for its old ones.
+    """
+    known = vars(config)
+    new = known | changes
+    found: Fields = {}
+    for width, heads in _pairs(known):
+        fitted = known[heads] > 0 and known[width] % known[heads] == 0
+        if fitted and new[width] % new[heads]:
+            found[width], found[heads] = small(known[width], known[heads])
+    return found
+
+
+def _pairs(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The fields of parts of a config, a width and its heads each."""
+    for name in known:
+        heads = next((h for h in names.MAIN_HEADS if name.endswith(f"_{h}")), None)
+        for width in names.MAIN_WIDTHS if heads else ():
+            other = f"{name.removesuffix(str(heads))}{width}"
+            if is_count(known[name]) and is_count(known.get(other)):
+                yield other, name

@@ -22,15 +22,14 @@ from transformers import PreTrainedConfig
 from merak.check import names
 from merak.check.fields import Fields, inside, is_count
 from merak.check.layers import (
+    fewer_stages,
     first_stages,
     in_turns,
-    nearer,
     num_layers,
     of_each_kind,
     shares,
-    taken_stages,
 )
-from merak.check.relations import agreeing, without_derived
+from merak.check.relations import agreeing, by_channel, parts, without_derived
 
 
 class Group(Enum):
@@ -181,16 +180,23 @@ class _Shrinker:
                 changes[name] = inside(value, within.fields(value))
             elif not name.startswith("_") and name not in self.given:
                 changes[name] = _small(name, self.token(name, value), sizes)
-        changes |= self.stages(config, sizes)
         old = vars(config)
-        return {n: v for n, v in changes.items() if v != old.get(n) and v != {}}
+        changes = {n: v for n, v in changes.items() if v != old.get(n) and v != {}}
+        return changes | self.bound(config, changes, sizes)
 
-    def stages(self, config: PreTrainedConfig, sizes: _Sizes) -> Fields:
-        """Layers whose outputs are taken, as many as before."""
-        if Group.LAYERS not in self.groups or not sizes.old_layers > sizes.layers:
-            return {}
-        taken = {n: v for n, v in taken_stages(config).items() if n not in self.given}
-        return {n: nearer(v, sizes.old_layers, sizes.layers) for n, v in taken.items()}
+    def bound(self, config: PreTrainedConfig, changes: Fields, sizes: _Sizes) -> Fields:
+        """Changes of fields that other fields bind beyond their own names."""
+        found: Fields = {}
+        if Group.LAYERS in self.groups and sizes.old_layers > sizes.layers:
+            found |= fewer_stages(config, self.given, sizes.old_layers, sizes.layers)
+        if Group.WIDTHS in sizes.groups:
+            found |= by_channel(config, changes) | parts(config, changes, self.part)
+        return {n: v for n, v in found.items() if n not in self.given}
+
+    def part(self, width: int, heads: int) -> tuple[int, int]:
+        """The width and heads of a part with its own ones, small as the model's main ones are."""
+        fewer, per_head = self.heads(heads), width // heads
+        return fewer * per_head // _head_divisor([per_head]), fewer
 
     def token(self, name: str, value: Any) -> Any:
         """A special token's number within the smaller vocabulary; different ones stay different."""

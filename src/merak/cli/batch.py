@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
 from merak.check.fields import text_part
+from merak.check.names import IMAGE_CHANNELS, IMAGES
 from merak.cli.columns import Column, Columns
 from merak.cli.documented import DEFAULT_WAVE, Known, described, documented_column
 from merak.cli.errors import CommandError
@@ -83,7 +84,7 @@ class _Sizes:
 
     @property
     def image(self) -> tuple[int, int]:
-        size = visual_field(self.config, "image_size", DEFAULT_IMAGE)
+        size = visual_field(self.config, DEFAULT_IMAGE, *IMAGES)
         if isinstance(size, Mapping):
             return int(size["height"]), int(size["width"])
         if isinstance(size, (tuple, list)):
@@ -160,11 +161,12 @@ def _described_columns(
     model_class: type[PreTrainedModel], names: Collection[str], sizes: _Sizes
 ) -> Columns:
     documented = described(model_class)
-    return {
+    columns = {
         name: documented_column(documented[name], sizes.config, sizes.known)
         for name in names
         if name in documented
     }
+    return {n: replace(c, shape=(sizes.batch, *c.shape[1:])) for n, c in columns.items()}
 
 
 def asked_columns(
@@ -255,13 +257,11 @@ def _shifts_labels(config: PreTrainedConfig) -> bool:
     return getattr(config, "decoder_start_token_id", None) is not None
 
 
-def visual_field(config: PreTrainedConfig, name: str, default: int) -> Any:
-    """A field of the config, or of its part for images."""
-    for owner in (config, getattr(config, "vision_config", None)):
-        value = getattr(owner, name, None)
-        if value is not None:
-            return value
-    return default
+def visual_field(config: PreTrainedConfig, default: int, *fields: str) -> Any:
+    """The first of some fields that the config has, or its part for images."""
+    owners = (config, getattr(config, "vision_config", None))
+    found = (getattr(owner, name, None) for name in fields for owner in owners)
+    return next((value for value in found if value is not None), default)
 
 
 def _token_ids(sizes: _Sizes) -> Column:
@@ -278,7 +278,7 @@ def _end_of_text(sizes: _Sizes) -> int | None:
 
 
 def _pixels(sizes: _Sizes) -> Column:
-    channels = visual_field(sizes.config, "num_channels", 3)
+    channels = visual_field(sizes.config, 3, *IMAGE_CHANNELS)
     return Column((sizes.batch, int(channels), *sizes.image))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from merak.check.fields import inner_configs, is_count
+from merak.check.names import IMAGE_CHANNELS
 from merak.cli.columns import Column
 
 UNSAID = 4
@@ -26,6 +27,7 @@ DEFAULT_PATCH = 16
 """Pixels of a patch's side where the config does not say."""
 
 _ARGUMENT = re.compile(r"^\s*(\w+) \(`?[^:`]*?(\w*)Tensor`? of shape ([^:]*?)\):\s*$", re.MULTILINE)
+_LOSS = re.compile(r"^- \*\*loss\*\* .*?returned when (.*?) (?:is|are) provided", re.MULTILINE)
 _SHAPE = re.compile(r"\(([^()]*)\)")
 _BATCH = re.compile(r"(batch|batch_size|bs)")
 _SEQUENCE = re.compile(r"(seq_length|seq_len|sequence_length)$")
@@ -150,7 +152,8 @@ def _factor(word: str, name: str, config: PreTrainedConfig, known: Known) -> int
         return _series(name, config) or known.sequence
     if _WAVE.search(word):
         return DEFAULT_WAVE
-    found = next(_numbers(config, word), None)
+    fields = IMAGE_CHANNELS if word in IMAGE_CHANNELS else (word,)
+    found = next((n for field in fields for n in _numbers(config, field)), None)
     if found is not None:
         return found
     if _PATCHES.search(word):
@@ -185,6 +188,17 @@ def _numbers(config: PreTrainedConfig, field: str) -> Iterator[int]:
         yield value
     for _, inner in inner_configs(config):
         yield from _numbers(inner, field)
+
+
+def loss_givers(model_class: type[PreTrainedModel]) -> list[str]:
+    """The tensors that a model's documentation says it returns a loss for, if it does.
+
+    Args:
+        model_class: the architecture.
+    """
+    said = _LOSS.search(inspect.getdoc(model_class.forward) or "")
+    named = re.findall(r"`(\w+)`", said[1]) if said else []
+    return [name for name in described(model_class) if name in named]
 
 
 def is_target(name: str) -> bool:

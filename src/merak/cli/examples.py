@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from merak.check.fields import text_part
+from merak.check.names import IMAGE_CHANNELS
 from merak.check.reference import is_without_loss
 from merak.cli.batch import (
     TARGETS,
@@ -22,7 +23,7 @@ from merak.cli.batch import (
     visual_field,
 )
 from merak.cli.columns import Column, Columns
-from merak.cli.documented import asked_for, described, is_target, with_companions
+from merak.cli.documented import asked_for, described, is_target, loss_givers, with_companions
 from merak.cli.losses import class_loss, outputs_loss, pair_loss
 from merak.graph.call import LossFunction
 
@@ -93,6 +94,9 @@ def _all(
     plain = example_columns(model_class, config, sequence=sequence)
     if "spatial_shapes" in inspect.signature(model_class.forward).parameters:
         plain |= _in_patches(config)
+    if not any(map(is_target, plain)):
+        givers = [name for name in loss_givers(model_class) if name not in plain]
+        plain |= asked_columns(model_class, config, sequence, givers)
     yield Example(plain)
     everything = plain | further_inputs(model_class, config, sequence)
     yield Example(everything)
@@ -152,7 +156,7 @@ def _as_video(error: BaseException, columns: Columns, config: PreTrainedConfig) 
     image = columns.get("pixel_values")
     if image is None or len(image.shape) != 4 or "expected 5, got 4" not in str(error):
         return {}
-    frames = int(visual_field(config, "num_frames", FRAMES))
+    frames = int(visual_field(config, FRAMES, "num_frames"))
     return {"pixel_values": replace(image, shape=(1, frames, *image.shape[1:]))}
 
 
@@ -176,8 +180,8 @@ def _separated(columns: Columns, config: PreTrainedConfig) -> Columns | None:
 
 def _in_patches(config: PreTrainedConfig) -> Columns:
     """An image as a sequence of patches, with the height and width that they are laid out in."""
-    size = visual_field(config, "patch_size", 16)
-    channels = visual_field(config, "num_channels", 3)
+    size = visual_field(config, 16, "patch_size")
+    channels = visual_field(config, 3, *IMAGE_CHANNELS)
     return {
         "pixel_values": Column((1, PATCHES**2, channels * size**2)),
         "pixel_attention_mask": Column((1, PATCHES**2), 1, first=1),

@@ -207,6 +207,32 @@ def test_layers_whose_outputs_are_taken_stay_as_many() -> None:
     ) is None  # fmt: skip
 
 
+def test_layers_taken_by_name_are_named_anew() -> None:
+    names = {"out_features": ["stage3", "stage6", "stage9"]}
+    config = transformers.BeitConfig(**names)
+    small = transformers.BeitConfig(**(names | smallest(config)))  # as a stored config is changed
+    assert (small.num_hidden_layers, small.out_indices) == (3, [0, 1, 2])
+    assert small.out_features == ["stem", "stage1", "stage2"]
+    assert agreeing(config, smallest(config))["out_features"] is None
+    assert not {"out_indices", "out_features"} & smallest(config, names).keys()
+
+
+def test_a_part_keeps_a_width_that_its_own_heads_divide() -> None:
+    config = transformers.VJEPA2Config(pred_hidden_size=384, pred_num_attention_heads=12)
+    small = smallest(config)  # 384 in the proportions of 1024 would be 12 for 3 heads, and then 16
+    assert (small["num_attention_heads"], small["pred_num_attention_heads"]) == (4, 4)
+    assert (small["hidden_size"], small["pred_hidden_size"]) == (32, 32)
+    thirds = next(attempts(config, {}, Wanted(heads_divisor=3))).fields
+    assert thirds["pred_hidden_size"] % thirds["pred_num_attention_heads"] == 0
+    given = {"pred_hidden_size": 12}
+    assert not given.keys() & smallest(transformers.VJEPA2Config(**given), given).keys()
+
+
+def test_channels_in_groups_of_one_stay_so() -> None:
+    assert smallest(transformers.MimiConfig())["upsample_groups"] == 32
+    assert "upsample_groups" not in smallest(transformers.MimiConfig(upsample_groups=64))
+
+
 def test_layers_to_take_outputs_of_are_chosen_where_the_config_names_one() -> None:
     config = transformers.BeitConfig()
     filled = [f["out_indices"] for f in completions(config) if "out_indices" in f]

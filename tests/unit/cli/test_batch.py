@@ -19,6 +19,10 @@ TEXT = {**SMALL, "vocab_size": 31, "max_position_embeddings": 32}
 IMAGE = {**SMALL, "image_size": 32, "patch_size": 16}
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 31, "n_positions": 32}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 31}
+FILM = {
+    "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1,
+    "pred_hidden_size": 32, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1,
+}  # fmt: skip
 SEGFORMER = {
     "hidden_sizes": [8, 8, 16, 16],
     "depths": [1, 1, 1, 1],
@@ -118,6 +122,11 @@ MODELS = [
         "SegformerForSemanticSegmentation",
         SEGFORMER,
         {"pixel_values": (2, 3, 224, 224), "labels": (2, 224, 224)},
+    ),
+    (
+        "VJEPA2ForVideoClassification",
+        {**FILM, "crop_size": 32, "in_chans": 2},
+        {"pixel_values_videos": (2, 4, 2, 32, 32), "labels": (2,)},
     ),
 ]
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from merak.check.reference import EagerError
 from merak.cli.batch import example_columns
 from merak.cli.columns import draw_batch
-from merak.cli.documented import with_companions
+from merak.cli.documented import loss_givers, with_companions
 from merak.cli.errors import CommandError
 from merak.cli.examples import Example, examples
 from merak.cli.losses import outputs_loss
@@ -69,6 +69,26 @@ class Series(PreTrainedModel):
         return {"loss": found.mean() + future_values.mean(), "forecast": found}
 
 
+class Hiding(Series):
+    """Gives a loss for what is hidden from it."""
+
+    def forward(self, past_values: Any, masked_pos: Any = None) -> Any:
+        """Fills what is hidden.
+
+        past_values (`torch.FloatTensor` of shape `(batch_size, sequence_length, config.channels)`):
+            What was.
+        masked_pos (`torch.BoolTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            What is hidden.
+
+        Returns:
+            An object.
+
+        - **loss** (`torch.Tensor` of shape `(1,)`, returned when `masked_pos` is provided) -- Loss.
+        - **found** (`torch.Tensor`, returned when `past_values` is provided) -- All.
+        """
+        return past_values
+
+
 class Undocumented(Series):
     main_input_name = "things"
 
@@ -108,6 +128,13 @@ def test_what_a_model_asks_for_is_given_next() -> None:
     failures.append(failure(fourth, loss_is_given=False))
     last = next(batches)
     assert last.loss_fn is outputs_loss
+
+
+def test_what_a_loss_is_documented_to_need_is_in_the_first_batch() -> None:
+    assert loss_givers(Hiding) == ["masked_pos"] and loss_givers(Series) == []
+    first = next(examples(Hiding, SeriesConfig(), 8))
+    assert set(first.columns) == {"past_values", "masked_pos"}
+    assert first.columns["masked_pos"].is_switch and first.loss_fn is None
 
 
 def test_what_goes_with_a_target_is_given_with_it() -> None:
