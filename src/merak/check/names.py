@@ -22,6 +22,9 @@ EXPERTS = 4
 CHOSEN_EXPERTS = 2
 AXIAL = [4, 8]
 WINDOW = 16
+CONTEXT = 1024
+"""Moments of a series, for models that take many in one patch."""
+
 STATE = 16
 NUM_FILTERS = 8
 """Channels of a first convolution, which every later one doubles."""
@@ -91,4 +94,5 @@ IMAGES = ("image_size", "crop_size")
 IMAGE_CHANNELS = ("num_channels", "in_chans")
 """What configs call the sides and the channels of their images, the most usual name first."""
 
+CONTEXTS = ("context_length",)
 WINDOWS = re.compile(r"^(sliding_window|attention_window_size|local_attention)$")

@@ -334,7 +334,7 @@ def _shorter(name: str, value: Any, sizes: _Sizes) -> Any:
         return min(value, names.POSITIONS)
     if names.WINDOWS.search(name):
         return min(value, names.WINDOW)
-    return value
+    return min(value, names.CONTEXT) if name in names.CONTEXTS else value
 
 
 def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:

@@ -28,6 +28,11 @@ DEFAULT_PATCH = 16
 
 _ARGUMENT = re.compile(r"^\s*(\w+) \(`?[^:`]*?(\w*)Tensor`? of shape ([^:]*?)\):\s*$", re.MULTILINE)
 _LOSS = re.compile(r"^- \*\*loss\*\* .*?returned when (.*?) (?:is|are) provided", re.MULTILINE)
+_SERIES = re.compile(
+    r"^\s*(\w+) \(`[^`]*(?:Sequence|[Ll]ist)\[torch\.Tensor\]`[^)]*\):\s[^:]*?"
+    r"\bEach tensor is a 1D ",
+    re.MULTILINE,
+)
 _SHAPE = re.compile(r"\(([^()]*)\)")
 _BATCH = re.compile(r"(batch|batch_size|bs)")
 _SEQUENCE = re.compile(r"(seq_length|seq_len|sequence_length)$")
@@ -84,6 +89,8 @@ def described(model_class: type[PreTrainedModel]) -> dict[str, Described]:
 
 
 def _arguments(text: str) -> Iterator[Described]:
+    for match in _SERIES.finditer(text):  # a tensor of rows is a sequence of them, too
+        yield Described(match[1], Kind.REAL, ("batch_size", "sequence_length"))
     for match in _ARGUMENT.finditer(text):
         name, tensor, shapes = match.groups()
         ways = [_words(shape) for shape in _SHAPE.findall(shapes)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -24,6 +25,7 @@ from merak.cli.batch import (
 )
 from merak.cli.columns import Column, Columns
 from merak.cli.documented import asked_for, described, is_target, loss_givers, with_companions
+from merak.cli.fitted import fitted
 from merak.cli.losses import class_loss, outputs_loss, pair_loss
 from merak.graph.call import LossFunction
 
@@ -77,7 +79,7 @@ def examples(
         CommandError: there is no batch for such a model.
     """
     seen: list[Example] = []
-    for example in _all(model_class, config, sequence):
+    for example in chain(_all(model_class, config, sequence), _fitted(seen, failures)):
         if example in seen:
             continue
         seen.append(example)
@@ -149,6 +151,20 @@ def _asked(
         else:
             return
         yield example
+
+
+def _fitted(tried: Sequence[Example], failures: Sequence[BaseException]) -> Iterator[Example]:
+    """Examples that failed in the sizes that the model then asks for, one after the other."""
+    for example in tuple(tried):
+        for _ in range(MOST_ASKED):
+            place = tried.index(example)
+            if place >= len(failures):
+                return
+            columns = fitted(_origin(failures[place]), example.columns)
+            if not columns:
+                break
+            example = replace(example, columns=example.columns | columns)
+            yield example
 
 
 def _as_video(error: BaseException, columns: Columns, config: PreTrainedConfig) -> Columns:

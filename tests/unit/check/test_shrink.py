@@ -207,6 +207,11 @@ def test_layers_whose_outputs_are_taken_stay_as_many() -> None:
     ) is None  # fmt: skip
 
 
+def test_a_series_is_as_long_as_a_few_patches_need() -> None:
+    assert smallest(transformers.TimesFm2_5Config())["context_length"] == 1024
+    assert "context_length" not in smallest(transformers.TimesFmConfig(context_length=512))
+
+
 def test_layers_taken_by_name_are_named_anew() -> None:
     names = {"out_features": ["stage3", "stage6", "stage9"]}
     config = transformers.BeitConfig(**names)

@@ -9,10 +9,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from merak.check.reference import EagerError
 from merak.cli.batch import example_columns
-from merak.cli.columns import draw_batch
-from merak.cli.documented import loss_givers, with_companions
+from merak.cli.columns import Column, draw_batch
+from merak.cli.documented import described, loss_givers, with_companions
 from merak.cli.errors import CommandError
 from merak.cli.examples import Example, examples
+from merak.cli.fitted import fitted
 from merak.cli.losses import outputs_loss
 
 
@@ -89,6 +90,32 @@ class Hiding(Series):
         return past_values
 
 
+class Rows(Series):
+    """Takes rows of any kind."""
+
+    def forward(self, past_values: Any, times: Any = None) -> Any:
+        """Forecasts.
+
+        past_values (`collections.abc.Sequence[torch.Tensor]`):
+            What was. Each tensor is a 1D series.
+        times (`list[torch.Tensor]`, *optional*):
+            When it was.
+        """
+        return past_values
+
+
+class Unsaid(Series):
+    """Takes what nobody knows the size of."""
+
+    def forward(self, past_values: Any) -> Any:
+        """Forecasts.
+
+        past_values (`torch.FloatTensor` of shape `(batch_size, unknown)`):
+            What was.
+        """
+        return past_values
+
+
 class Undocumented(Series):
     main_input_name = "things"
 
@@ -135,6 +162,39 @@ def test_what_a_loss_is_documented_to_need_is_in_the_first_batch() -> None:
     first = next(examples(Hiding, SeriesConfig(), 8))
     assert set(first.columns) == {"past_values", "masked_pos"}
     assert first.columns["masked_pos"].is_switch and first.loss_fn is None
+
+
+def test_a_sequence_of_rows_is_a_tensor() -> None:
+    columns = example_columns(Rows, SeriesConfig(), batch=2)
+    assert {name: c.shape for name, c in columns.items()} == {"past_values": (2, 9)}
+    assert set(described(Rows)) == {"past_values"}
+
+
+def test_sizes_are_those_that_the_model_says() -> None:
+    codes = {"input_ids": Column((1, 8), 7), "codes": Column((1, 8, 4), 7)}
+    labels = {"labels": Column((1, 8), 7), "kind_labels": Column((1,), 7)}
+    sizes = (
+        "The size of tensor a ({}) must match the size of tensor b (9) at non-singleton dimension 2"
+    )
+    asked = fitted(RuntimeError(sizes.format(4)), codes | labels)
+    assert asked == {"codes": Column((1, 8, 9), 7)}
+    assert fitted(RuntimeError(sizes.format(5)), codes) == {}  # not a size that was guessed
+    rows = "Expected input batch_size ({}) to match target batch_size (16)."
+    assert fitted(ValueError(rows.format(144)), codes | labels) == {"labels": Column((1, 72), 7)}
+    assert fitted(ValueError(rows.format(24)), codes | labels) == {}
+
+
+def test_what_failed_is_tried_in_the_sizes_that_the_model_says() -> None:
+    said = (
+        "The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 1"
+    )
+    failures: list[BaseException] = []
+    tried: list[Example] = []
+    for example in examples(Unsaid, SeriesConfig(), 8, failures):
+        tried.append(example)
+        failures.append(RuntimeError(said))
+    shapes = [example.columns["past_values"].shape for example in tried]
+    assert shapes == [(1, 4), (1, 4), (1, 3), (1, 3)]  # with the model's own loss, and another
 
 
 def test_what_goes_with_a_target_is_given_with_it() -> None:
