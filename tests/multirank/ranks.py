@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -23,6 +24,20 @@ class RankError(Exception):
     """A rank raised, died or did not come back; the message holds its traceback."""
 
 
+PRELOADED = ("merak.trainer", "merak.check", "torch._dynamo", "torch.distributed")
+"""What ranks import: once, in a process that they are forked from, which never computes."""
+
+
+def _way_to_start() -> str:
+    """How ranks start, by multiprocessing's name for it; devices do not outlive a fork."""
+    import torch
+
+    if sys.platform != "linux" or torch.accelerator.is_available():
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    return "forkserver"
+
+
 class RankPool:
     """Processes that run a function on every rank of a fresh process group, again and again.
 
@@ -31,7 +46,7 @@ class RankPool:
     """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context: Any = multiprocessing.get_context(_way_to_start())
         self._folder = Path(tempfile.mkdtemp(prefix="merak-ranks-"))
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._num_runs = 0

@@ -135,7 +135,7 @@ def gather_picks(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
         UntraceableError: what is picked is returned, or written, by the model.
     """
     for node in reversed(list(graph.nodes)):
-        if _is_open(node) and not node.users and not written_by(node):
+        if not node.users and _is_about_sizes(node) and not written_by(node):
             graph.erase_node(node)
     regions = []
     seen: set[fx.Node] = set()
@@ -145,8 +145,9 @@ def gather_picks(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
             seen |= regions[-1]
     checks = [r for r in regions if not _leaving(r)]
     others = _apart([r for r in regions if _leaving(r)])
-    for region in others[-1:]:
+    for region in others[-1:] if checks else ():
         region.update(*checks)
+        region |= _between(graph, region)
     for region in others or checks:
         _replace(graph, [node for node in graph.nodes if node in region], line_of)
 
@@ -164,11 +165,25 @@ def _has_symbol(value: Any) -> bool:
     return isinstance(value, _SYMBOLS)
 
 
+def _is_about_sizes(node: fx.Node) -> bool:
+    """Whether an operator makes such a size, or reads one, and does not check it."""
+    if node.op != "call_function" or is_assertion(node):
+        return False
+    return _is_open(node) or any(map(_is_open, node.all_input_nodes))
+
+
 def is_assertion(node: fx.Node) -> bool:
     """Whether a node checks a size that depends on values."""
-    return node.target is torch.ops.aten._assert_scalar.default and any(
-        map(_is_open, node.all_input_nodes)
-    )
+    if node.target is not torch.ops.aten._assert_scalar.default:
+        return False
+    read = [n for c in node.all_input_nodes for n in (c, *c.all_input_nodes)]
+    return any(map(_is_open, read)) and not any(map(_is_about_truth, node.all_input_nodes))
+
+
+def _is_about_truth(node: fx.Node) -> bool:
+    """Whether a node asks if a truth lies between 0 and 1, as torch writes down of its own."""
+    is_truth = any(n.target is torch.sym_ite for n in node.all_input_nodes)
+    return is_truth and node.target in (operator.ge, operator.le)
 
 
 def _region(graph: fx.Graph, first: fx.Node) -> set[fx.Node]:

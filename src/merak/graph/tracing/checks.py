@@ -1,7 +1,8 @@
 """Checks of a batch's numbers in a model's code: a trace takes them to pass.
 
 `if labels.max() >= self.vocab_size: raise …` decides nothing but whether the model fails. Numbers
-are not there while it is traced, so the way past the check is taken.
+are not there while it is traced, so the way past the check is taken. Of how many elements are
+picked, as in `assert (ids == separator).nonzero().shape[0] == 3 * len(ids)`, the trace is told.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ import linecache
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+)
 
 logger = logging.getLogger(__name__)
+
+Place = tuple[str, int]
+"""A file and the number of a line in it."""
 
 _LIBRARIES = ("/torch/", "/merak/graph/", "<")
 _CHECKING = ("/torch/distributions/", "/torch/nn/functional.py")
@@ -27,47 +36,82 @@ _CHECKING = ("/torch/distributions/", "/torch/nn/functional.py")
 _SPEAKERS = ("logger", "logging", "warnings")
 
 
-class PassedChecks(TorchFunctionMode):
-    """While active, a tensor whose truth only decides whether an error is raised lets it pass."""
+class PassedChecks:
+    """While active, numbers that only decide whether an error is raised are taken to pass.
+
+    Whatever asks for the truth of a tensor, or of a comparison of sizes, comes by here: a function
+    of torch that a mode has been told of runs without that mode.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._found: dict[tuple[str, int], str] = {}
+        self._left_out: set[Place] = set()
+        self._of_sizes: set[Place] = set()
         self._trees: dict[str, ast.Module] = {}
+        self._patches = ExitStack()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Answer for a tensor of unknown numbers; anything else goes its way."""
-        if func in (torch.Tensor.__bool__, torch.Tensor.item) and _is_unknown(func, args[0]):
-            answer = self._answer(sys._getframe(1))
-            if answer is not None:
-                return answer
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> Self:
+        """Begin to answer."""
 
-    def tell(self) -> None:
-        """Say which checks are left out, on one rank."""
+        def truth(tensor: FakeTensor) -> bool:
+            return self._truth(tensor, sys._getframe(1))
+
+        of_sizes: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+
+        def truth_of_sizes(condition: torch.SymBool) -> bool:
+            self._take_for_granted(condition, sys._getframe(1))
+            return of_sizes(condition)
+
+        patch = mock.patch.object
+        # The method of Tensor asks the modes first: numbers that they know need no answer.
+        self._patches.enter_context(patch(FakeTensor, "__bool__", truth, create=True))
+        self._patches.enter_context(patch(torch.SymBool, "__bool__", truth_of_sizes))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Leave it to torch again."""
+        self._patches.close()
+
+    def tell(self, are_sizes_checked: bool) -> None:
+        """Say which checks are left out, on one rank.
+
+        Args:
+            are_sizes_checked: whether those of sizes are made when the graph runs.
+        """
         if dist.is_initialized() and dist.get_rank():
             return
-        for (file, line), text in self._found.items():
+        left_out = self._left_out if are_sizes_checked else self._left_out | self._of_sizes
+        for file, line in sorted(left_out):
             logger.warning(
                 "%s:%d checks the numbers of the batch (`%s`); this check is taken to pass, and is "
                 "not made in training.",
                 file,
                 line,
-                text,
+                linecache.getline(file, line).strip(),
             )
 
-    def _answer(self, frame: FrameType | None) -> bool | None:
-        while frame is not None and _is_inner(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is None:
-            return None
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        answer = passing(self._tree(file), line)
-        if answer is not None:
-            self._found[file, line] = linecache.getline(file, line).strip()
+    def _truth(self, tensor: torch.Tensor, frame: FrameType) -> bool:
+        try:
+            return torch.Tensor.__bool__(tensor)
+        except (DataDependentOutputException, GuardOnDataDependentSymNode):
+            place = _own_line(frame)
+            answer = self._answer(place)
+            if answer is None:
+                raise
+        self._left_out.add(place)
         return answer
+
+    def _take_for_granted(self, condition: torch.SymBool, frame: FrameType) -> None:
+        """Where a check asks, tell the trace what it asks for; the graph makes it if it can."""
+        if not free_unbacked_symbols(condition):
+            return
+        place = _own_line(frame)
+        answer = self._answer(place)
+        if answer is not None:
+            torch._check(condition if answer else torch.sym_not(condition))
+            self._of_sizes.add(place)
+
+    def _answer(self, place: Place) -> bool | None:
+        return passing(self._tree(place[0]), place[1])
 
     def _tree(self, file: str) -> ast.Module:
         if file not in self._trees:
@@ -78,14 +122,15 @@ class PassedChecks(TorchFunctionMode):
         return self._trees[file]
 
 
+def _own_line(frame: FrameType | None) -> Place:
+    """The line of the model's code, or of torch's that checks numbers, that a frame runs for."""
+    while frame is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
 def _is_inner(file: str) -> bool:
     return any(part in file for part in _LIBRARIES) and not any(part in file for part in _CHECKING)
-
-
-def _is_unknown(func: Callable[..., Any], tensor: Any) -> bool:
-    if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
-        return False
-    return func is torch.Tensor.__bool__ or tensor.dtype is torch.bool
 
 
 def passing(tree: ast.AST, line: int) -> bool | None:

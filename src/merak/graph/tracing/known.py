@@ -164,7 +164,7 @@ class KnownNumbers(TorchFunctionMode):
         return tensor.shape == mask.shape and self._known(mask) is not None
 
     def _placed(self, func: Any, args: Any) -> Any:
-        """Arguments with the places in them that known masks pick."""
+        """Arguments with the places in them that known masks and numbers pick."""
         if func not in (_T.__getitem__, _T.__setitem__):
             return args
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -175,15 +175,17 @@ class KnownNumbers(TorchFunctionMode):
         placed = [each for part, place in pairs for each in ((part,) if place is None else place)]
         return (args[0], tuple(placed), *args[2:])
 
-    def _places(self, part: Any) -> tuple[torch.Tensor, ...] | None:
-        """Where a mask is true, if it is one and that is known."""
-        if not isinstance(part, FakeTensor) or part.dtype is not torch.bool or not part.ndim:
+    def _places(self, part: Any) -> tuple[torch.Tensor | int, ...] | None:
+        """Where a mask is true, or a single number, if it is one of them and known."""
+        if not isinstance(part, FakeTensor):
             return None
-        twin = self._known(part)
+        is_mask = part.dtype is torch.bool and part.ndim > 0
+        is_number = part.dtype is torch.int64 and part.ndim == 0
+        twin = self._known(part) if is_mask or is_number else None
         if twin is None:
             return None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return twin.nonzero(as_tuple=True)
+            return twin.nonzero(as_tuple=True) if is_mask else (int(twin),)
 
 
 def _is_large(func: Any, args: Any) -> bool:

@@ -181,7 +181,7 @@ def export_model(
                 None if isinstance(error, TraceError) else error
             )
     _refuse_growing(program, runner.remade)
-    checks.tell()
+    checks.tell(are_sizes_checked=keeping.picking is not Picking.REFUSED)
     attach(program.graph_module, calls)
     return Exported(
         program.graph_module.graph,

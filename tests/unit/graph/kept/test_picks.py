@@ -82,6 +82,19 @@ class Between(Picking):
         return functional.cross_entropy(self.head((twice.view_as(h) + shared).mean(1)), y)
 
 
+class Counted(Picking):
+    """Insists on how many words of a kind there are, and on some others."""
+
+    def loss(self, h: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        marked = (x == 2).nonzero()
+        assert marked.shape[0] == 2 * x.size(0), "two of every sample"
+        ends = marked.view(-1, 2, 2)[:, 1, 1]
+        picked = h[torch.arange(x.size(0)), ends]
+        if (x > 2).nonzero().size(0) < 2:
+            raise ValueError("too few others")
+        return functional.cross_entropy(self.head(picked), y)
+
+
 def batch(seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(3, WORDS, (SAMPLES, LENGTH), generator=generator)
@@ -106,7 +119,7 @@ def run(graph: ModelGraph, model: nn.Module, given: Batch) -> torch.Tensor:
     return values[str(graph.loss)]
 
 
-@pytest.mark.parametrize("kind", [LastMarked, Labelled, Masked, Between])
+@pytest.mark.parametrize("kind", [LastMarked, Labelled, Masked, Between, Counted])
 def test_gradients_are_those_of_eager_code(kind: type[Picking]) -> None:
     torch.manual_seed(1)
     model = kind()
@@ -136,6 +149,8 @@ def change(given: Batch, **columns: Any) -> Batch:
         (LastMarked, "x", torch.tensor([[2, 3, 3, 3, 3], [2, 2, 2, 3, 3], [2, 2, 3, 3, 3]])),
         (LastMarked, "x", torch.full((SAMPLES, LENGTH), 3)),
         (Labelled, "y", torch.full((SAMPLES,), -100)),
+        (Counted, "x", torch.tensor([[2, 3, 3, 3, 3], [2, 2, 2, 3, 3], [2, 2, 2, 3, 3]])),
+        (Counted, "x", torch.tensor([[2, 1, 1, 2, 1], [2, 1, 1, 2, 1], [2, 1, 1, 2, 3]])),
     ],
 )
 def test_a_batch_for_which_the_trace_is_not_true_is_refused(

@@ -91,3 +91,21 @@ def test_checks_of_distributions_are_taken_to_pass(caplog: pytest.LogCaptureFixt
     trace(Distributed(), COLUMNS)
     (said,) = [r.getMessage() for r in caplog.records if r.name == "merak.graph.tracing.checks"]
     assert "distributions/distribution.py:" in said and "_is_all_true(valid)" in said
+
+
+class Spread(Checked):
+    """Has a loss that checks its arguments in a function of torch, and a check of one number."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if x.abs().max().item() > 100:
+            raise ValueError("too large")
+        y = self.layer(x)
+        return {"loss": nn.functional.gaussian_nll_loss(y, x, nn.functional.softplus(y))}
+
+
+def test_checks_in_functions_of_torch_are_taken_to_pass(caplog: pytest.LogCaptureFixture) -> None:
+    traced = trace(Spread(), COLUMNS)
+    assert not any("item" in str(node.target) for node in traced.graph.nodes)
+    said = [r.getMessage() for r in caplog.records if r.name == "merak.graph.tracing.checks"]
+    assert any("torch.any(var < 0)" in one for one in said)
+    assert any("x.abs().max().item() > 100" in one for one in said)
