@@ -47,7 +47,7 @@ def shares(config: PreTrainedConfig) -> bool:
 
 def taken_stages(config: PreTrainedConfig) -> dict[str, list[int]]:
     """Fields with the numbers of layers whose outputs a model for images puts together."""
-    if any(name in vars(config) for name in names.DEPTHS):
+    if any(isinstance(vars(config).get(name), (list, tuple)) for name in names.DEPTHS):
         return {}  # stages of several layers each, none of which is left out
     lists = {n: v for n, v in vars(config).items() if n[0] != "_" and names.STAGES.search(n)}
     if "_out_indices" in vars(config):

@@ -66,18 +66,20 @@ OTHERS_WIDTH = re.compile(r"(?<!ffn_)(hidden_size|d_model|embed_dim|hidden_dim)"
 """Widths that may be those of another config, where they are not their own config's main one."""
 
 WIDTH_LISTS = ("axial_pos_embds_dim",)
+MAIN_STAGE_WIDTHS = ("hidden_sizes", "embed_dim")
+"""Widths of the stages of a hierarchical model, the first of which says how much they shrink."""
+
 STAGE_WIDTHS = (
-    "hidden_sizes", "stem_channels", "stem_out_channels", "stage_in_channels",
+    *MAIN_STAGE_WIDTHS, "stem_channels", "stem_out_channels", "stage_in_channels",
     "stage_mid_channels", "stage_out_channels",
 )  # fmt: skip
-"""Widths of the stages of a hierarchical model, the first of which says how much they shrink."""
 
 WIDTH_FACTORS = ("depth_multiplier", "width_multiplier", "width_coefficient")
 WIDTH_FACTOR = 0.25
 DEPTH_FACTORS = ("depth_coefficient",)
 """What all widths, and all depths, of some convolutional models are multiplied by."""
 
-DEPTHS = ("depths", "block_sizes", "num_block_repeats")
+DEPTHS = ("depths", "depth", "block_sizes", "num_block_repeats")
 LAYER_NUMBERS = re.compile(r"(idxs|layer_ids|cross_attention_layers|moe_layers|mlp_only_layers)$")
 STAGES = re.compile(r"out_indices$")
 """Numbers of layers whose outputs are taken one by one, so that there are as many as before."""

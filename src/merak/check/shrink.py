@@ -56,7 +56,8 @@ class Style(Enum):
 ALL = tuple(Group)
 VERSIONS: tuple[tuple[Style, tuple[Group, ...]], ...] = (
     *((style, ALL) for style in Style),
-    *((Style.PLAIN, tuple(g for g in ALL if g is not out)) for out in reversed(ALL)),
+    *((Style.PLAIN, tuple(g for g in ALL if g is not out)) for out in reversed(ALL[1:])),
+    *((style, ALL[1:]) for style in (Style.STAGES, Style.PLAIN)),
     *((Style.PLAIN, ALL[:count]) for count in (3, 2, 1, 0)),
 )
 """How each version is made, and its groups of rules, the most wanted version first."""
@@ -261,9 +262,10 @@ class _Shrinker:
 def _first_width(config: PreTrainedConfig) -> dict[str, int]:
     """The width of the first stage of a hierarchy, as if it were the model's main one."""
     main, known = names.MAIN_WIDTHS[0], vars(config)
-    widths = known.get(names.STAGE_WIDTHS[0])
-    if _are_counts(widths):
-        return {main: widths[0]}
+    for name in names.MAIN_STAGE_WIDTHS:
+        widths = known.get(name)
+        if _are_counts(widths):
+            return {main: widths[0]}
     factors = [v for n, v in known.items() if n in names.WIDTH_FACTORS and isinstance(v, float)]
     return {main: int(names.SMALLEST_WIDTH * max(factors) / names.WIDTH_FACTOR)} if factors else {}
 

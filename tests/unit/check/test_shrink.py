@@ -101,6 +101,13 @@ def test_stages_of_a_hierarchy_become_narrower() -> None:
     assert "hidden_sizes" not in smallest(segformer)
 
 
+def test_stages_become_narrower_where_none_may_be_shallower() -> None:
+    config = transformers.CvtConfig()  # whose model reads one drop rate for each stage and layer
+    first, *others = [version.fields for version in attempts(config, {})]
+    assert first == {"embed_dim": [32, 96, 192], "depth": [1, 2, 2]}
+    assert {"embed_dim": [32, 96, 192]} in others
+
+
 def test_heads_by_stage_keep_their_proportions() -> None:
     swin = transformers.SwinConfig()  # 3, 6, 12 and 24 heads
     assert smallest(swin)["num_heads"] == [1, 2, 4, 8]
