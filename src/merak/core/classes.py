@@ -134,6 +134,7 @@ def logsumexp_of_share(logits: torch.Tensor, keepdim: bool, layout: Layout) -> t
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Of the own classes; (…, own classes), padded as the logits are."""
         dim, size, axis = layout
         start, stop = own_rows(size, axis)
         own = own_classes(logits, dim, stop - start)

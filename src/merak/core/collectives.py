@@ -255,6 +255,7 @@ class _ThereAndBack(torch.autograd.Function):
         back: Collective,
         layout: tuple[int, tuple[int, ...], str],
     ) -> torch.Tensor:
+        """Run the one; the other waits for the gradient."""
         ctx.back, ctx.layout = back, layout
         return there(tensor, *layout)
 

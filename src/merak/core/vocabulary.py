@@ -146,6 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
         ignored: torch.Tensor,
         smoothed: _Smoothed,
     ) -> torch.Tensor:
+        """The losses, in the shape of the target: the ranks share a maximum, then all sums at once."""
         dim, size, axis = smoothed.layout
         start, stop = own_rows(size, axis)
         own = own_classes(logits, dim, stop - start)
@@ -171,6 +172,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        """The gradient of the own classes' logits: no rank needs another's."""
         logits, local, foreign, weights, ignored, normaliser = ctx.saved_tensors
         smoothed: _Smoothed = ctx.smoothed
         dim, size, axis = smoothed.layout

@@ -122,6 +122,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
+        """The gradient of x now, of the weight when its turn comes."""
         (x,), weight = ctx.saved_tensors, ctx.weight
         rows = gradient.reshape(-1, gradient.shape[-1])
         if weight.requires_grad:

@@ -266,6 +266,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Leave the gradient, laid out as a leaf's would be."""
         # Laid out as a leaf's gradient: kernels of other strides may round otherwise.
         laid_out = zip(gradient.shape, gradient.stride(), ctx.strides, strict=True)
         if any(size > 1 and stride != wanted for size, stride, wanted in laid_out):

@@ -112,6 +112,7 @@ class _Describer:
         return self._hash.hexdigest()
 
     def module_tree(self, model: nn.Module) -> None:
+        """Take in the modules: their classes, and what they hold."""
         for name, module in model.named_modules(remove_duplicate=False):
             self._write("module", name)
             if self._is_known(module):

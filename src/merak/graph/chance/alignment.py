@@ -139,6 +139,7 @@ class _Aligner:
             self.by_key[key].append(node)
 
     def run(self) -> Found:
+        """Pair the nodes of all traces, from the last that differs to the first."""
         for other in self.others:
             self._pair_returned(other)
             self._pair_writes(other)

@@ -63,6 +63,7 @@ class _Kept(Function):
 
     @staticmethod
     def forward(ctx: Any, call: KeptCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the module on leaves of its own, and keep what it made for the backward."""
         leaves = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
         before = _attributes(call)
         with torch.enable_grad():
@@ -78,6 +79,7 @@ class _Kept(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run the module's own backward, with its attributes as the forward left them."""
         pairs = [
             (result, gradient)
             for result, gradient in zip(ctx.results, gradients, strict=True)

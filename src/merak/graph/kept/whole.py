@@ -186,6 +186,7 @@ class _Pretended(Function):
     def forward(
         ctx: Any, outputs: Sequence[TensorMeta], saved_bytes: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        """Empty results, and as many saved bytes as the module keeps."""
         device = tensors[0].device if tensors else torch.device("cpu")
         made = tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in outputs)
         plain = (m for m in made if not (m.is_floating_point() or m.is_complex()))

@@ -312,6 +312,7 @@ class _Writer:
         self.narrowed: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        """The graph of the half."""
         for node in graph.nodes:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], lambda n: self.env[n]))
@@ -325,6 +326,8 @@ class _Writer:
         return self.graph
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
+        """The operator on the half's rows, by what was decided about it."""
+
         def operand(n: fx.Node) -> fx.Node:
             need = decision.needs.get(n)
             if isinstance(need, Sharded) and not isinstance(self.placements[n], Sharded):

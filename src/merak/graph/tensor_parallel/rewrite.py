@@ -73,6 +73,7 @@ class _Rewriter:
         self.split: list[fx.Node] = []
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        """The graph of one rank."""
         for node in graph.nodes:
             if node.op == "output":
                 self.leave(node)
@@ -110,6 +111,8 @@ class _Rewriter:
         return {**node.meta, "tensor": local, "origin": node.name}
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
+        """The operator on this rank's shares, and what completes its result."""
+
         def operand(n: fx.Node) -> fx.Node:
             return self.convert(n, need_of(n, decision, self.propagation.placements))
 
@@ -138,6 +141,7 @@ class _Rewriter:
         kwargs: dict[str, Any],
         origin: fx.Node,
     ) -> fx.Node:
+        """A new operator that stands for an old one."""
         new = self.graph.call_function(target, args, kwargs)
         new.meta = {**origin.meta, "origin": origin.name}
         return new
@@ -159,6 +163,7 @@ class _Rewriter:
         return self.converted[node, need]
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
+        """A value that lies in one way, made to lie in another."""
         if self.propagation.scatters and isinstance(placed, (Partial, Sharded)):
             scattered = self.scattered(node, placed, need)
             if scattered is not None:

@@ -144,6 +144,7 @@ class _Planner:
         return SequencePlan(found, self.values)
 
     def segment(self, segment: Segment) -> SegmentShares:
+        """How one segment shares the sequence out; as segments like it do."""
         judge = _Judge(segment, self)
         key = (judge.likeness(), *structure_of(Task(segment, judge.split.weights, frozenset())))
         if key in self._known:
