@@ -146,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
         ignored: torch.Tensor,
         smoothed: _Smoothed,
     ) -> torch.Tensor:
-        """The losses, in the shape of the target: the ranks share a maximum, then all sums at once."""
+        """The losses, in the shape of the target: ranks share a maximum, then all sums at once."""
         dim, size, axis = smoothed.layout
         start, stop = own_rows(size, axis)
         own = own_classes(logits, dim, stop - start)
