@@ -17,14 +17,12 @@ from tests.multirank.training import (
     train_reference,
 )
 
-# Eleven batches of 4 and one of 2 in an epoch: the last microbatch of its last step has fewer
-# samples; 8 steps go over three epochs.
-RAGGED = 46
-STEPS = {"max_steps": 8}
-PLAIN_SETUPS = [Setup(family, num_samples=RAGGED, arguments=STEPS) for family in FAMILIES]
+# 23 batches of 4 and one of 2 in an epoch: the steps at its end have fewer microbatches, the last
+# of them fewer samples; 20 steps go over three epochs.
+RAGGED = 94
+PLAIN_SETUPS = [Setup(family, num_samples=RAGGED) for family in FAMILIES]
 CLIPPED_SETUPS = [
-    Setup(family, num_samples=RAGGED, arguments={**STEPS, "max_grad_norm": 0.1})
-    for family in FAMILIES
+    Setup(family, num_samples=RAGGED, arguments={"max_grad_norm": 0.1}) for family in FAMILIES
 ]
 
 

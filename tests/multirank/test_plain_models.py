@@ -33,8 +33,7 @@ def check(
     return report
 
 
-# Split, all of them are pipelines too; every other one is a pipeline alone.
-@pytest.mark.parametrize("model", list(MODELS)[::2], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_as_a_pipeline(pool: RankPool, model: type[nn.Module], tmp_path: Path) -> None:
     report = check(pool, model, (Layout(pp=2), "1f1b"), tmp_path)
     assert report.tolerance == 1e-5

@@ -145,9 +145,9 @@ def gather_picks(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
             seen |= regions[-1]
     checks = [r for r in regions if not _leaving(r)]
     others = _apart([r for r in regions if _leaving(r)])
-    for region in others[-1:] if checks else ():
-        region.update(*checks)
-        region |= _between(graph, region)
+    if checks and others:
+        last = others[-1].union(*checks)
+        others = _apart([*others[:-1], last | _between(graph, last)])
     for region in others or checks:
         _replace(graph, [node for node in graph.nodes if node in region], line_of)
 
