@@ -23,6 +23,7 @@ from merak.graph.call import Call, call_model
 from merak.graph.ir import TensorMeta
 from merak.graph.observe import Observed, Observer
 from merak.parallel import ParallelModel, split_batch
+from merak.plan.device import preset
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,6 +32,9 @@ Place = tuple[int, int, int]
 
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
+BALANCED_FOR = "a100-80gb"
+"""The device whose speeds decide which segments are a stage: alike on every machine."""
+
 MAX_GRAD_NORM = 1.0
 """Not in float64: the norm over all ranks is a number in float32."""
 
@@ -320,6 +324,7 @@ def _parallelize(
         num_microbatches=job.options.num_microbatches,
         seed=job.options.seed,
         sequence_parallel=job.options.sequence_parallel,
+        device_profile=preset(BALANCED_FOR),
         sub_pipelining="auto" if observer is None else "off",
         observer=observer,
     )

@@ -107,7 +107,8 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
     times = segment_times(layout.graph, forecast.options, forecast.mesh, cache)
     speed = forecast.options.host_bytes_per_s
     if speed is None:
-        speed = speeds(forecast.mesh, cache).host_bytes_per_s if layout.offloaded else math.inf
+        own = speeds(forecast.options, forecast.mesh, cache) if layout.offloaded else None
+        speed = math.inf if own is None else own.host_bytes_per_s
     keeping = Keeping(kept, layout.partly, layout.offloaded)
     found = simulated(forecast, keeping, times, speed)
     schedule = forecast.recomputing(layout.schedule, kept)

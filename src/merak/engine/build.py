@@ -86,7 +86,7 @@ def build_engine(
     keep_less = None
     may_give_up = layout.schedule.is_synchronous and (options.zero != 3 or can_give_up())
     if may_change(options.recompute) and may_give_up:
-        profile = partial(speeds, mesh, source.cache_dir)
+        profile = partial(speeds, options, mesh, source.cache_dir)
         keep_less = Backoff(forecast, times, profile, programs).keep_less
     return _assemble(layout, programs, names, mesh, options, keep_less)
 
@@ -141,7 +141,7 @@ def forecast_of(
         plans = plans_for_costs(forecast, times)
         refuse_sharing(plans.base.schedule, options.zero)
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
-    return settle_recompute(forecast, times, partial(speeds, mesh, source.cache_dir))
+    return settle_recompute(forecast, times, partial(speeds, options, mesh, source.cache_dir))
 
 
 def _assemble(

@@ -38,6 +38,7 @@ class EngineOptions:
         features: tensor parallel attributes that override what is derived from the graph.
         segments_per_stage: a partition of one's own; None balances by times.
         segment_times: a file of measured times of the segments; None estimates them.
+        device_profile: the speeds that estimates rest on; None measures those of the device.
         bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.
         exact_tied_gradients: exchange gradients of tied parameters after every microbatch, which
             sums them as one process does; else once per step.
@@ -73,6 +74,7 @@ class EngineOptions:
     features: Features | None = None
     segments_per_stage: tuple[int, ...] | None = None
     segment_times: Path | None = None
+    device_profile: DeviceProfile | None = None
     bucket_bytes: int = 25 * 2**20
     exact_tied_gradients: bool = True
     sub_pipelining: str = "auto"
@@ -174,12 +176,12 @@ def segment_times(
     """The times of all segments for one microbatch: measured ones of the user's, or estimated."""
     if options.segment_times is not None:
         return load_times(options.segment_times, [segment.name for segment in graph.segments])
-    return segment_costs(graph.segments, measure(mesh.device, cache))
+    return segment_costs(graph.segments, speeds(options, mesh, cache))
 
 
-def speeds(mesh: Mesh, cache: Path | None) -> DeviceProfile:
-    """The speeds of this rank's device."""
-    return measure(mesh.device, cache)
+def speeds(options: EngineOptions, mesh: Mesh, cache: Path | None) -> DeviceProfile:
+    """The speeds of this rank's device, as given or measured."""
+    return options.device_profile or measure(mesh.device, cache)
 
 
 def stages_of_parameters(graph: ModelGraph, partition: Partition) -> dict[str, frozenset[int]]:

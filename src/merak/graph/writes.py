@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,16 +76,35 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
-    if (asked := _RUNNING_STATISTICS.get(str(target))) is not None:
-        return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if node.args[asked] else []
-    if not target._schema.is_mutable:
+    writes = _writes_of(target)
+    if not writes.arguments or (writes.asked is not None and not node.args[writes.asked]):
         return []
-    found: list[fx.Node] = []
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            found += [v for v in _flat(value) if isinstance(v, fx.Node)]
-    return found
+    values = (
+        node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in writes.arguments
+    )
+    return [v for value in values for v in _flat(value) if isinstance(v, fx.Node)]
+
+
+@dataclass(frozen=True, slots=True)
+class _TargetWrites:
+    """What an operator may write into.
+
+    Args:
+        arguments: positions and names.
+        asked: the argument that says whether it does; None if it always does.
+    """
+
+    arguments: tuple[tuple[int, str], ...]
+    asked: int | None = None
+
+
+@cache
+def _writes_of(target: torch._ops.OpOverload) -> _TargetWrites:
+    named = enumerate(target._schema.arguments)
+    if (asked := _RUNNING_STATISTICS.get(str(target))) is not None:
+        return _TargetWrites(tuple((i, a.name) for i, a in named if i in (3, 4)), asked)
+    written = ((i, a.name) for i, a in named if a.alias_info is not None and a.alias_info.is_write)
+    return _TargetWrites(tuple(written) if target._schema.is_mutable else ())
 
 
 def _flat(value: Any) -> Iterable[Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
@@ -131,12 +132,15 @@ class Operator:
         placements: how the results of all nodes before it lie.
         degree: the tensor parallel degree; or the whole ÷ one share, where shares are unequal.
         copied: whether to count it to the work that is split, though its operands are whole.
+        in_memory: how the results before it lie that are in some memory, by its number; may be
+            left out where none is copied.
     """
 
     node: fx.Node
     placements: Mapping[fx.Node, Placed]
     degree: Degree
     copied: bool = False
+    in_memory: Mapping[int | None, Collection[Placed]] = field(default_factory=dict)
 
     def placement(self, operand: Any) -> Placement:
         """How an operand lies; a partial sum counts as replicated, as it is reduced first.
@@ -253,6 +257,7 @@ def local_meta(meta: Any, placed: Placed, degree: Degree) -> Any:
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
 
 
+@cache
 def family(target: Any) -> str:
     """An operator's name without namespace and overload: add for aten.add.Tensor."""
     if isinstance(target, torch._ops.OpOverload):

@@ -82,15 +82,18 @@ def propagate(
     """
     placements: dict[fx.Node, Placed] = {}
     decisions: dict[fx.Node, Decision] = {}
+    in_memory: dict[int | None, set[Placed]] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
             placements[node] = weights.get(node.meta["name"], REPLICATED)
         elif node.op == "call_function":
-            decision = rule(Operator(node, placements, degree, node in inside))
+            decision = rule(Operator(node, placements, degree, node in inside, in_memory))
             decisions[node] = decision
             placements[node] = REPLICATED if decision.then else decision.output
         elif node.op != "output":
             placements[node] = entering.get(node, REPLICATED)
+        if node.op != "output":
+            in_memory.setdefault(node.meta.get("memory"), set()).add(placements[node])
     refuse_lost_writes(graph, placements, decisions)
     return Propagation(placements, decisions)
 

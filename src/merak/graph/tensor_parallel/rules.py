@@ -37,6 +37,8 @@ from merak.graph.writes import is_mutating, written_by
 
 aten = torch.ops.aten
 
+_WHOLE = Decision(REPLICATED)
+
 
 def decide(op: Operator) -> Decision:
     """What becomes of one operator.
@@ -51,6 +53,8 @@ def decide(op: Operator) -> Decision:
         ShardError: no rule says how the operator works on operands that are split so.
     """
     operands = op.node.all_input_nodes
+    if _is_whole(op, operands):
+        return _WHOLE
     if family(op.node.target) == "getitem":
         return _getitem(op)
     if any(isinstance(op.raw(n), Mixed) for n in operands):
@@ -70,6 +74,12 @@ def decide(op: Operator) -> Decision:
     return rule(op)
 
 
+def _is_whole(op: Operator, operands: Sequence[fx.Node]) -> bool:
+    """Whether nothing is split here, as nearly everywhere while one weight's split is followed."""
+    are_whole = all(op.placements[n] is REPLICATED for n in operands)
+    return are_whole and not op.copied and not is_mutating(op.node)
+
+
 def _inside(op: Operator) -> Decision:
     """An operator on whole values: what reads a copied one is done by every rank for its own."""
     if is_mutating(op.node):
@@ -80,9 +90,9 @@ def _inside(op: Operator) -> Decision:
 
 def _write(op: Operator) -> Decision:
     """A write into whole values: all that lies in the memory has its gradient in one way."""
-    memory = {n.meta.get("memory") for n in written_by(op.node)}
-    placed = {op.placements[n] for n in op.placements if n.meta.get("memory") in memory}
-    placed |= {op.placements[n] for n in written_by(op.node)}
+    written = written_by(op.node)
+    placed = {op.placements[n] for n in written}
+    placed = placed.union(*(op.in_memory.get(n.meta.get("memory"), ()) for n in written))
     if placed == {COPIED}:
         return Decision(COPIED)
     if COPIED in placed:

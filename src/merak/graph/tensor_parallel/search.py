@@ -120,7 +120,9 @@ class Search:
         groups = sorted(self._groups(seeds), key=lambda found: found.value)
         for _ in range(2):
             for group in groups:
-                best = self._better(best, {**group.weights, **best.weights})
+                found = self._better(best, {**group.weights, **best.weights})
+                if found is not best and self.runs(group.weights):
+                    best = found
         for name in [n for n in best.weights if n not in self.fixed]:
             best = self._better(best, {n: p for n, p in best.weights.items() if n != name})
         return best
@@ -163,7 +165,7 @@ class Search:
                     weights = self.close({**self.fixed, name: split})
                     found = None if weights in seen else self.judge(weights)
                     seen.append(weights)
-                    if found is not None and self.runs(weights):
+                    if found is not None:
                         yield found
 
     def close(self, weights: Assignment) -> Assignment:

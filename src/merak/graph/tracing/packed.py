@@ -133,6 +133,8 @@ class PackedSequences(TorchFunctionMode):
         super().__init__()
         self._rows = WeakIdKeyDictionary()
         self._counts = WeakIdKeyDictionary()
+        self.is_used = False
+        """Whether a sequence has been packed."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -141,6 +143,8 @@ class PackedSequences(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _pack and isinstance(args[0], FakeTensor):
             return self._packed(*args, **kwargs)
+        if not self.is_used:
+            return func(*args, **kwargs)
         given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, FakeTensor)]
         if not any(a in self._rows or a in self._counts for a in given):
             return func(*args, **kwargs)
@@ -159,6 +163,7 @@ class PackedSequences(TorchFunctionMode):
         self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         data, counts = torch.ops.merak.pack_padded(x, lengths, batch_first)
+        self.is_used = True
         self._rows[data] = None
         self._counts[counts] = x.shape[0 if batch_first else 1]
         return data, counts

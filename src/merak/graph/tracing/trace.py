@@ -49,7 +49,9 @@ from merak.graph.tracing.known import KnownNumbers
 from merak.graph.tracing.packed import PackedSequences
 from merak.graph.tracing.quiet import quiet_failures
 from merak.graph.tracing.retrace import trace_keeping
+from merak.graph.tracing.told import Told
 from merak.graph.tracing.traced import Trace
+from merak.graph.tracing.unread import unread_left_out
 from merak.graph.writes import eliminate_dead_code, settle_writes
 
 
@@ -166,13 +168,14 @@ def export_model(
                 draws,
                 checks,
                 CtcLosses(),
-                PackedSequences(),
+                PackedSequences() as packed,
                 host_draws,
                 DetachedData(),
                 SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
                 TensorHooks(),
                 KnownNumbers(),
                 keeping_whole(model, keeping, real, device) as calls,
+                Told(packed),
             ):
                 program = _export(runner, values, symbolic)
         except Exception as error:
@@ -236,13 +239,13 @@ def _export(
     auto = torch.export.Dim.AUTO
     sizes = (tuple(dict.fromkeys(range(v.ndim), auto) for v in values),) if symbolic else None
     try:
-        with quiet_failures():
+        with quiet_failures(), unread_left_out():
             return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
     except TraceError:
         raise
     except Exception as error:
         try:
-            with seemingly_eager(), quiet_failures():
+            with seemingly_eager(), quiet_failures(), unread_left_out():
                 return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
         except Exception:
             raise error from None  # of the two ways, the usual one is told
