@@ -32,7 +32,7 @@ NUM_FILTERS = 8
 LAYERS = re.compile(
     r"^(num_hidden_layers|n_layers?|num_layers|\w*encoder_layers|\w*decoder_layers|num_blocks"
     r"|num_(encoder|decoder)_layers|\w*_num_hidden_layers|num_self_attends_per_block"
-    r"|num_layers_per_stack)$"
+    r"|num_layers_per_stack|num_(spatial|temporal|auxiliary)_layers)$"
 )
 MAIN_HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
@@ -48,7 +48,7 @@ WIDTH = re.compile(
     r"(hidden_size|hidden_dim|intermediate_size|^d_model$|^n_embd$|^n_inner$|^dim$|ffn_dim|^dim_ff$"
     r"|^d_ff$|^dff$|^d_inner$|embed_dim$|embedding_size$|embedding_dim$|word_embed_proj_dim"
     r"|lora_rank$|lru_width|ffn_hidden_size|feed_forward_size|^emb_dim$|emb_size$|projection_dim"
-    r"|projection_size|classifier_proj_size|d_latents|_ssm$|^mlp_dim$|bottleneck_size)"
+    r"|projection_size|classifier_proj_size|d_latents|_ssm$|^mlp_dim$|bottleneck_(size|features))"
 )
 VOCABULARIES = re.compile(r"(vocab_size(_per_layer_input)?|group_vocab)$")
 TOKEN = re.compile(r"(_token_id|_token_index|^mask_index|^unk_index|^pad_index|^eod_token_id)$")
@@ -65,8 +65,9 @@ MAIN_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim"
 OTHERS_WIDTH = re.compile(r"(?<!ffn_)(hidden_size|d_model|embed_dim|hidden_dim)")
 """Widths that may be those of another config, where they are not their own config's main one."""
 
-WIDTH_LISTS = ("axial_pos_embds_dim",)
-MAIN_STAGE_WIDTHS = ("hidden_sizes", "embed_dim")
+NECK = "neck_hidden_sizes"
+WIDTH_LISTS = ("axial_pos_embds_dim", NECK)
+MAIN_STAGE_WIDTHS = ("hidden_sizes", "embed_dim", NECK)
 """Widths of the stages of a hierarchical model, the first of which says how much they shrink."""
 
 STAGE_WIDTHS = (
@@ -88,7 +89,7 @@ PART_OF_LAYERS = ("num_kv_shared_layers",)
 FILTERS = ("num_filters",)
 STATES = ("mamba_d_state", "state_size", "ssm_state_size", "mamba_chunk_size")
 GROUPS = re.compile(r"_groups$")
-"""Groups of a convolution's channels, where they are as many as its model is wide."""
+"""Groups of channels; those of a convolution may be as many as its model is wide."""
 
 STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 KINDS = re.compile(r"(layer_types|block_types|layers_block_type|attn_layers|attention_layers)$")
@@ -97,4 +98,4 @@ IMAGE_CHANNELS = ("num_channels", "in_chans")
 """What configs call the sides and the channels of their images, the most usual name first."""
 
 CONTEXTS = ("context_length",)
-WINDOWS = re.compile(r"^(sliding_window|attention_window_size|local_attention)$")
+WINDOWS = re.compile(r"^(sliding_window|attention_window(_size)?|local_attention)$")

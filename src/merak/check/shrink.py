@@ -330,6 +330,8 @@ def _shorter(name: str, value: Any, sizes: _Sizes) -> Any:
         return min(value, names.IMAGE) if is_count(value) else value
     if name == "axial_pos_shape":  # a grid of positions, which training fills
         return names.AXIAL
+    if names.WINDOWS.search(name) and _are_counts(value):
+        return [min(window, names.WINDOW) for window in value]
     if not is_count(value) or value <= 0:
         return value
     if names.POSITION_COUNTS.search(name):
@@ -347,8 +349,8 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
         return min(value, names.WIDTH_FACTOR)
     if sizes.by_stages and name in names.STAGE_WIDTHS:
         return _narrower_stages(value, sizes)
-    if name in names.WIDTH_LISTS and isinstance(value, (list, tuple)):
-        return [_divided(part, sizes.width_divisor) for part in value]
+    if name in names.WIDTH_LISTS:
+        return _narrower_stages(value, sizes)
     if _is_width_by_layer(name, value, sizes):
         return [_divided(part, sizes.width_divisor) for part in value]
     if names.HEADS_BY_LAYER.search(name) and isinstance(value, (list, tuple)):
@@ -366,6 +368,8 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
         return max(1, value * new // old)
     if names.WIDTH.search(name):
         return _divided(value, sizes.width_divisor)
+    if sizes.by_stages and names.GROUPS.search(name):
+        return max(1, int(value / sizes.width_divisor))
     if name in names.STATE_GROUPS:
         return min(value, max(1, new // 2))
     if name in names.FILTERS:
