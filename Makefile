@@ -15,6 +15,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Each has ranks of its own; what one of them waits for, the other uses.
+TEST_PROCESSES ?= 2
 TESTS := $(wildcard tests/unit tests/golden tests/multirank)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
@@ -37,8 +39,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train GPT-2 on four local ranks (tp=2, pp=2)
 	$(BIN)/torchrun --nproc-per-node 4 examples/pretrain_gpt2.py --output-dir runs/demo
 
-test: $(STAMP) ## run the tests: the unit tier first, then the tiers with real ranks
-	$(BIN)/python -m pytest $(TESTS)
+test: $(STAMP) ## run the tests of all tiers: units beside those with real ranks
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(TESTS)
 
 lint: $(STAMP) ## check format, lint, types and the direction of imports
 	$(BIN)/ruff check $(LINTED)
