@@ -108,6 +108,25 @@ def test_stages_become_narrower_where_none_may_be_shallower() -> None:
     assert {"embed_dim": [32, 96, 192]} in others
 
 
+def test_groups_of_channels_are_as_wide_as_they_were_where_stages_become_narrower() -> None:
+    fields = smallest(transformers.BitConfig())  # 32 groups of at least 2 channels
+    assert (fields["hidden_sizes"][0], fields["num_groups"]) == (32, 4)
+
+
+def test_necks_become_narrower_with_what_follows_them() -> None:
+    assert smallest(transformers.DPTConfig())["neck_hidden_sizes"] == [8, 8, 16, 32]
+    fields = smallest(transformers.ZoeDepthConfig())  # which has no width of its own
+    assert fields["neck_hidden_sizes"] == [32, 64, 128, 256]
+    assert fields["bottleneck_features"] == fields["fusion_hidden_size"] == 88
+
+
+def test_windows_are_shorter_than_the_sequence() -> None:
+    assert smallest(transformers.MistralConfig())["sliding_window"] == 16
+    assert smallest(transformers.LongformerConfig())["attention_window"] == 16
+    by_layer = transformers.LEDConfig(attention_window=[8] + [512] * 11)
+    assert set(smallest(by_layer)["attention_window"]) == {8, 16}
+
+
 def test_heads_by_stage_keep_their_proportions() -> None:
     swin = transformers.SwinConfig()  # 3, 6, 12 and 24 heads
     assert smallest(swin)["num_heads"] == [1, 2, 4, 8]
