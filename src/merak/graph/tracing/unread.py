@@ -22,7 +22,7 @@ def unread_left_out() -> Iterator[None]:
     """Inside, a graph's code is made when it first runs, and stacks are those of `forward`s."""
     with (
         patch.object(fx.GraphModule, "recompile", _recompile_when_run),
-        patch.object(fx.proxy, "CapturedTraceback", _Forwards),
+        patch.object(fx.proxy, "CapturedTraceback", _Forwards, create=True),
     ):
         yield
 
