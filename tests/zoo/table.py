@@ -23,7 +23,7 @@ of a gradient in the first step, by the largest magnitude of its tensor; one abo
 that float64 shows to vanish, unless it says that it differs. Behind a layout with tp, the share of
 the parameters that are split is given in brackets. In the column "evaluate" it is the largest
 difference of an output in evaluation, with tp=2 and pp=2, of a whole batch and of one with fewer
-samples, before, between and after the steps.
+samples, where the model takes fewer, before, between and after the steps.
 
 `make zoo` runs it and writes this page; it takes hours and goes on where it stopped. Tasks of which
 nothing has been run yet are left out. It is not part of the tests, which check forty architectures

@@ -18,7 +18,7 @@ from merak.check.compare import TOLERANCE, Disagreement, exact_tolerance
 from merak.check.judge import Verdict, judge
 from merak.check.parting import alike, find_parting
 from merak.check.precision import computing_in
-from merak.check.reference import reference
+from merak.check.reference import with_reference
 from merak.check.training import (
     CheckOptions,
     Job,
@@ -111,7 +111,7 @@ def check_model(
     """
     started = time.perf_counter()
     job = Job(case, layout, options or CheckOptions())
-    expected = reference(job)
+    job, expected = with_reference(job)
     with tempfile.TemporaryDirectory(prefix="merak-check-") as folder:
         report = check_against(expected, job, Workshop(Path(folder), launch))
     return replace(report, seconds=time.perf_counter() - started)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from dataclasses import replace
 
 import torch
 
@@ -56,6 +57,32 @@ def reference(job: Job) -> Outcome:
             "off in its config."
         )
     return outcome
+
+
+def with_reference(job: Job) -> tuple[Job, Outcome]:
+    """A job that one process can do, and what it makes of it there.
+
+    Some models take batches of certain numbers of samples alone, such as a multiple of their
+    codebooks: for these, the last batch of an evaluation is a whole one.
+
+    Args:
+        job: what to train, and perhaps to evaluate.
+
+    Raises:
+        EagerError: as of `reference`.
+    """
+    try:
+        return job, reference(job)
+    except FinalError:
+        raise
+    except EagerError as error:
+        whole = replace(job, ragged=False)
+        if not job.options.evaluate or whole == job:
+            raise
+        try:
+            return whole, reference(whole)
+        except EagerError:
+            raise error from None
 
 
 def why_not(case: Case, error: Exception) -> str:

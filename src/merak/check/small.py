@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from merak.check.fields import Fields
-from merak.check.reference import EagerError, FinalError, is_without_loss, reference
+from merak.check.reference import EagerError, FinalError, is_without_loss, with_reference
 from merak.check.training import Job, Outcome
 from merak.core.errors import MerakError, PackageError
 
@@ -83,7 +83,7 @@ def _train(version: Version) -> Trained | MerakError:
             if not failures:
                 _refuse_large(job, version)
             try:
-                return Trained(job, reference(job), version.filled)
+                return Trained(*with_reference(job), version.filled)
             except EagerError as failed:  # perhaps for want of another batch
                 failures.append(failed)
     except MerakError as failed:

@@ -100,12 +100,14 @@ class Job:
         layout: on which ranks.
         options: how.
         dtype: floating point type of weights and inputs.
+        ragged: whether the last batch that is evaluated has fewer samples than the others.
     """
 
     case: Case
     layout: Layout = field(default_factory=Layout)
     options: CheckOptions = field(default_factory=CheckOptions)
     dtype: torch.dtype = torch.float32
+    ragged: bool = True
 
     @property
     def num_samples(self) -> int:
@@ -137,8 +139,9 @@ class Job:
         return {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in found.items()}
 
     def evaluation_batches(self) -> list[Tensors]:
-        """What is evaluated: a whole batch, and a last one with fewer samples."""
-        sizes = (self.options.microbatch, max(1, self.options.microbatch - 1))
+        """What is evaluated: a whole batch, and a last one, with fewer samples if it is ragged."""
+        most = self.options.microbatch
+        sizes = (most, max(1, most - 1) if self.ragged else most)
         return [self.batch(self.options.steps + i, size) for i, size in enumerate(sizes)]
 
     def sample(self) -> dict[str, TensorMeta]:

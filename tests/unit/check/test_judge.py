@@ -21,7 +21,7 @@ from merak.check.compare import (
     whole,
 )
 from merak.check.judge import Verdict, judge
-from merak.check.reference import reference
+from merak.check.reference import reference, with_reference
 from merak.check.small import Version, first_that_trains
 from merak.check.training import Outcome, train_alone
 from merak.core.errors import MerakError
@@ -51,6 +51,13 @@ class Broken(Net):
 class Endless(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) / 0
+
+
+class InFours(Net):
+    """Takes batches of a multiple of four samples alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(-1, 4, x.shape[-1]).flatten(0, 1))
 
 
 class Running(Net):
@@ -184,6 +191,20 @@ def test_what_one_process_cannot_train(model: type[nn.Module], said: str) -> Non
 
 def test_a_buffer_that_forward_moves_is_no_draw() -> None:
     assert len(reference(job_of(Running)).losses) == OPTIONS.steps
+
+
+def test_the_last_batch_of_an_evaluation_has_fewer_samples_where_the_model_takes_fewer() -> None:
+    def evaluated(model: type[nn.Module]) -> list[int]:
+        job, outcome = with_reference(
+            replace(job_of(model), options=replace(OPTIONS, evaluate=True))
+        )
+        assert len(outcome.evaluations) == 2 * (OPTIONS.steps + 1)
+        return [len(batch["x"]) for batch in job.evaluation_batches()]
+
+    assert evaluated(Net) == [4, 3]
+    assert evaluated(InFours) == [4, 4]
+    with pytest.raises(EagerError, match="losses are inf"):
+        evaluated(Endless)
 
 
 def test_the_first_version_that_trains_is_taken() -> None:
