@@ -29,7 +29,8 @@ def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int
         each: so many of each kind.
     """
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple))}
-    kinds = max((len(set(map(str, v))) for v in lists.values() if len(v) == old), default=1)
+    by_layer = (v for n, v in lists.items() if len(v) == old and not names.LAYER_NUMBERS.search(n))
+    kinds = max((len(set(map(str, v))) for v in by_layer), default=1)
     # Kinds that take turns: so many layers until each has had one.
     turns = [len(v) for n, v in lists.items() if names.KINDS.search(n) and len(v) < old]
     several = 4 if kinds > 1 else 2

@@ -50,6 +50,12 @@ def test_every_kind_of_layer_is_kept() -> None:
     assert small.sliding_window == 16
 
 
+def test_numbers_of_layers_are_no_kinds_of_them() -> None:
+    config = transformers.Llama4TextConfig()  # `moe_layers` names all of its 48 layers
+    fields = smallest(config)
+    assert fields["moe_layers"] == list(range(fields["num_hidden_layers"])) == [0, 1, 2, 3]
+
+
 def test_special_tokens_stay_in_the_vocabulary_and_apart() -> None:
     config = transformers.BartConfig(vocab_size=60000, bos_token_id=50000, eos_token_id=50001)
     fields = smallest(config)
