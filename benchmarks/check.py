@@ -26,6 +26,7 @@ MODELS = (
     "WhisperForConditionalGeneration",
     "MixtralForCausalLM",
     "SegformerForSemanticSegmentation",
+    "Qwen3_5ForCausalLM",
 )
 COMMAND = "import sys; from merak.cli.main import main; sys.exit(main())"
 
