@@ -27,6 +27,8 @@ MODELS = (
     "MixtralForCausalLM",
     "SegformerForSemanticSegmentation",
     "Qwen3_5ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "Qwen4ExpForCausalLM",
 )
 COMMAND = "import sys; from merak.cli.main import main; sys.exit(main())"
 

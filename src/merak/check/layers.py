@@ -33,9 +33,8 @@ def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int
     kinds = max((len(set(map(str, v))) for v in by_layer), default=1)
     # Kinds that take turns: so many layers until each has had one.
     turns = [len(v) for n, v in lists.items() if names.KINDS.search(n) and len(v) < old]
-    several = 4 if kinds > 1 else 2
-    if kinds > 1:
-        several = max(several, kinds * (2 if shares(config) else each))
+    # One more than there are kinds, so that a kind has layers on both of two stages.
+    several = max(kinds + 1, kinds * (2 if shares(config) else each))
     stages = max((len(indices) for indices in taken_stages(config).values()), default=0)
     layers = min(old, max(least, several, stages, *turns))
     return _until_all_kinds(config, old, layers)
