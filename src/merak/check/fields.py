@@ -9,6 +9,9 @@ from transformers import PreTrainedConfig
 
 Fields = dict[str, Any]
 
+BY_LAYER = "per_layer_config"
+"""The field with what layers have of their own, by their numbers."""
+
 
 def is_count(value: object) -> bool:
     """Whether a field's value is a whole number, and no switch."""
@@ -16,11 +19,14 @@ def is_count(value: object) -> bool:
 
 
 def merged(changes: Mapping[str, Any], given: Mapping[str, Any]) -> Fields:
-    """Fields of a config from two sources, configs inside it included; the second one wins."""
+    """Fields of a config from two sources, configs inside it included; the second one wins.
+
+    What layers have of their own is one value, as lists with one value for each layer are.
+    """
     fields = dict(changes)
     for name, value in given.items():
         old = fields.get(name)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        both = name != BY_LAYER and isinstance(value, Mapping) and isinstance(old, Mapping)
         fields[name] = merged(old, value) if both else value  # type: ignore[arg-type]
     return fields
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from merak.check import names
-from merak.check.fields import is_count
+from merak.check.fields import BY_LAYER, is_count
 
 MOST_LAYERS = 8
 """No more for the sake of a kind of layer that comes late."""
@@ -30,7 +30,7 @@ def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int
     """
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple))}
     by_layer = (v for n, v in lists.items() if len(v) == old and not names.LAYER_NUMBERS.search(n))
-    kinds = max((len(set(map(str, v))) for v in by_layer), default=1)
+    kinds = max((len(set(map(str, v))) for v in (*by_layer, own_fields(config, old))), default=1)
     # Kinds that take turns: so many layers until each has had one.
     turns = [len(v) for n, v in lists.items() if names.KINDS.search(n) and len(v) < old]
     # One more than there are kinds, so that a kind has layers on both of two stages.
@@ -38,6 +38,13 @@ def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int
     stages = max((len(indices) for indices in taken_stages(config).values()), default=0)
     layers = min(old, max(least, several, stages, *turns))
     return _until_all_kinds(config, old, layers)
+
+
+def own_fields(config: PreTrainedConfig, layers: int) -> list[dict[str, Any]]:
+    """The fields that each layer has of its own; none in a config whose layers are all alike."""
+    by_number = config.to_dict().get(BY_LAYER) or {}
+    own = {int(number): fields for number, fields in by_number.items()}
+    return [own.get(number, {}) for number in range(layers)] if own else []
 
 
 def shares(config: PreTrainedConfig) -> bool:
@@ -52,7 +59,7 @@ def taken_stages(config: PreTrainedConfig) -> dict[str, list[int]]:
     lists = {n: v for n, v in vars(config).items() if n[0] != "_" and names.STAGES.search(n)}
     if "_out_indices" in vars(config):
         lists["out_indices"] = config.out_indices
-    return {n: list(v) for n, v in lists.items() if isinstance(v, (list, tuple)) and len(v) > 1}
+    return {n: list(v) for n, v in lists.items() if isinstance(v, (list, tuple)) and v}
 
 
 def fewer_stages(

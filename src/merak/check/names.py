@@ -44,11 +44,14 @@ HEADS_BY_LAYER = re.compile(r"heads_per_layer$")
 HEAD_SIZES = re.compile(
     r"(head_dim$|^rotary_dim$|d_head$|headdim$|^d_kv$|^kv_channels$|^dim_head$|head_size$)"
 )
+ROTARY_SECTIONS = "mrope_section"
+ROTARY_FACTORS = ("short_factor", "long_factor")
 WIDTH = re.compile(
     r"(hidden_size|hidden_dim|intermediate_size|^d_model$|^n_embd$|^n_inner$|^dim$|ffn_dim|^dim_ff$"
     r"|^d_ff$|^dff$|^d_inner$|embed_dim$|embedding_size$|embedding_dim$|word_embed_proj_dim"
     r"|lora_rank$|lru_width|ffn_hidden_size|feed_forward_size|^emb_dim$|emb_size$|projection_dim"
-    r"|projection_size|classifier_proj_size|d_latents|_ssm$|^mlp_dim$|bottleneck_(size|features))"
+    r"|projection_size|classifier_proj_size|d_latents|_ssm$|^mlp_dim$|bottleneck_(size|features)"
+    r"|^number_output_channels$|dt_rank$|^time_step_rank$)"
 )
 VOCABULARIES = re.compile(r"(vocab_size(_per_layer_input)?|group_vocab)$")
 TOKEN = re.compile(r"(_token_id|_token_index|^mask_index|^unk_index|^pad_index|^eod_token_id)$")
@@ -65,9 +68,9 @@ MAIN_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim"
 OTHERS_WIDTH = re.compile(r"(?<!ffn_)(hidden_size|d_model|embed_dim|hidden_dim)")
 """Widths that may be those of another config, where they are not their own config's main one."""
 
-NECK = "neck_hidden_sizes"
-WIDTH_LISTS = ("axial_pos_embds_dim", NECK)
-MAIN_STAGE_WIDTHS = ("hidden_sizes", "embed_dim", NECK)
+NECKS = ("neck_hidden_sizes", "post_process_channels")
+WIDTH_LISTS = ("axial_pos_embds_dim", *NECKS)
+MAIN_STAGE_WIDTHS = ("hidden_sizes", "embed_dim", *NECKS)
 """Widths of the stages of a hierarchical model, the first of which says how much they shrink."""
 
 STAGE_WIDTHS = (

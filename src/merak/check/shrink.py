@@ -14,19 +14,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
 from merak.check import names
-from merak.check.fields import Fields, inside, is_count
+from merak.check.fields import BY_LAYER, Fields, inside, is_count
 from merak.check.layers import (
     fewer_stages,
     first_stages,
     in_turns,
     num_layers,
     of_each_kind,
+    own_fields,
     shares,
 )
 from merak.check.relations import agreeing, by_channel, parts, without_derived
@@ -192,6 +194,10 @@ class _Shrinker:
             found |= fewer_stages(config, self.given, sizes.old_layers, sizes.layers)
         if Group.WIDTHS in sizes.groups:
             found |= by_channel(config, changes) | parts(config, changes, self.part)
+        if own := own_fields(config, sizes.old_layers):
+            kept = _fewer_layers(BY_LAYER, own, sizes) if Group.LAYERS in self.groups else own
+            small = [{n: _small(n, v, sizes) for n, v in fields.items()} for fields in kept]
+            found[BY_LAYER] = {str(number): fields for number, fields in enumerate(small) if fields}
         return {n: v for n, v in found.items() if n not in self.given}
 
     def part(self, width: int, heads: int) -> tuple[int, int]:
@@ -342,9 +348,8 @@ def _shorter(name: str, value: Any, sizes: _Sizes) -> Any:
 
 
 def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
-    if isinstance(value, dict) and "mrope_section" in value:
-        parts = [part // sizes.head_divisor for part in value["mrope_section"]]
-        return {**value, "mrope_section": parts}
+    if isinstance(value, dict):
+        return {n: _fewer_rotated(n, part, sizes) for n, part in value.items()}
     if sizes.by_stages and name in names.WIDTH_FACTORS and isinstance(value, float):
         return min(value, names.WIDTH_FACTOR)
     if sizes.by_stages and name in names.STAGE_WIDTHS:
@@ -375,6 +380,18 @@ def _narrower(name: str, value: Any, sizes: _Sizes) -> Any:
     if name in names.FILTERS:
         return min(value, names.NUM_FILTERS)
     return min(value, names.STATE) if name in names.STATES else value
+
+
+def _fewer_rotated(name: str, value: Any, sizes: _Sizes) -> Any:
+    """What a config says of the pairs of numbers that rotary positions turn in a head."""
+    if isinstance(value, dict):  # by kind of layer
+        return {n: _fewer_rotated(n, part, sizes) for n, part in value.items()}
+    if name == names.ROTARY_SECTIONS and _are_counts(value):
+        ends = [end // sizes.head_divisor for end in accumulate(value, initial=0)]
+        return [end - start for start, end in pairwise(ends)]
+    if name in names.ROTARY_FACTORS and isinstance(value, (list, tuple)):
+        return list(value[:: sizes.head_divisor])
+    return value
 
 
 def _fewer_by_stage(heads: Sequence[int], divisor: int) -> Sequence[int]:

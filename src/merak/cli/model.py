@@ -13,13 +13,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
-from merak.check.fields import merged
+from merak.check.fields import inner_configs, merged
 from merak.cli.errors import CommandError
 from merak.cli.words import near
 from merak.core.errors import MerakError, PackageError
 from merak.core.packages import missing_package
 
 CONFIG_FILE = "config.json"
+FLOAT = "__float__"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -151,12 +152,17 @@ def read_object(file: Path) -> dict[str, Any]:
         CommandError: the file is missing, or holds something else.
     """
     try:
-        parsed = json.loads(file.read_text(encoding="utf-8"))
+        parsed = json.loads(file.read_text(encoding="utf-8"), object_hook=_with_floats)
     except (OSError, ValueError) as cause:
         raise CommandError(f"{file} cannot be read as JSON: {cause}.") from cause
     if not isinstance(parsed, dict):
         raise CommandError(f"{file} holds a {type(parsed).__name__}, not a JSON object.")
     return parsed
+
+
+def _with_floats(read: dict[str, Any]) -> Any:
+    """An object of a config, or the number that transformers writes so: JSON has no infinity."""
+    return float(read[FLOAT]) if read.keys() == {FLOAT} else read
 
 
 def _model_names() -> set[str]:
@@ -251,12 +257,9 @@ def _change(
         if name not in lacking:
             _check_field(config, name)
         field = type(config).attribute_map.get(name, name)
-        old = fields.get(field)
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
-            value = merged(old, value)
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not isinstance(fields.get(field), Mapping):
             value = _with_defaults(type(config), field, value)
-        fields[field] = value
+        fields = merged(fields, {field: value})
     return _parse_config(type(config), fields)
 
 
@@ -294,11 +297,20 @@ def _parse_config(
     config_class: type[PreTrainedConfig], fields: Mapping[str, Any]
 ) -> PreTrainedConfig:
     try:
-        return config_class(**fields)
+        config = config_class(**fields)
     except Exception as cause:
         raise CommandError(
             f"{config_class.__name__} refuses these fields: {_first_line(cause)}."
         ) from cause
+    _leave_dtype_to_the_whole(config)
+    return config
+
+
+def _leave_dtype_to_the_whole(config: PreTrainedConfig) -> None:
+    """Models inside a model would be built in their own configs' types, beside a float32 rest."""
+    for _, inner in inner_configs(config):
+        inner.dtype = None
+        _leave_dtype_to_the_whole(inner)
 
 
 def _first_line(error: Exception) -> str:

@@ -50,6 +50,22 @@ def test_every_kind_of_layer_is_kept() -> None:
     assert small.sliding_window == 16
 
 
+def test_layers_with_fields_of_their_own_are_kinds_of_layers() -> None:
+    config = transformers.Gemma4TextConfig()  # wider heads in layers of full attention
+    fields = smallest(type(config)(**config.to_dict()))
+    assert fields["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
+    assert fields["per_layer_config"] == {"2": {"head_dim": 2 * fields["head_dim"]}}
+
+
+def test_rotary_positions_fit_the_smaller_head() -> None:
+    sections = {"rope_type": "default", "mrope_section": [16, 24, 24]}
+    fields = smallest(transformers.Qwen2VLTextConfig(rope_parameters=sections))
+    assert sum(fields["rope_parameters"]["mrope_section"]) == 4  # half of a head
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope = smallest(transformers.Phi3Config(rope_parameters=factors))["rope_parameters"]
+    assert (rope["short_factor"], rope["long_factor"]) == ([1.0] * 4, [2.0] * 4)
+
+
 def test_numbers_of_layers_are_no_kinds_of_them() -> None:
     config = transformers.Llama4TextConfig()  # `moe_layers` names all of its 48 layers
     fields = smallest(config)

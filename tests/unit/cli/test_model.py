@@ -1,10 +1,12 @@
 """Models by name, folder and file, with overrides, and what wrong ones are told."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, CLIPConfig, GPT2Config, GPT2LMHeadModel
+import torch
+from transformers import BertConfig, CLIPConfig, GPT2Config, GPT2LMHeadModel, Mamba2Config
 
 from merak.cli.errors import CommandError
 from merak.cli.model import parse_overrides, resolve_model
@@ -85,6 +87,27 @@ def test_files_without_a_model(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CommandError, match=r"has no config\.json; give a folder that save_pretra"):
         resolve_model(str(tmp_path))
+
+
+def test_stored_configs_may_hold_infinity(tmp_path: Path) -> None:
+    config = Mamba2Config(architectures=["Mamba2ForCausalLM"])  # `time_step_limit` ends nowhere
+    config.save_pretrained(tmp_path)
+    assert list(resolve_model(str(tmp_path)).config.time_step_limit) == [0.0, math.inf]
+
+
+def test_models_inside_are_of_the_type_of_the_whole(tmp_path: Path) -> None:
+    text = {"model_type": "llama", "dtype": "float16", "num_hidden_layers": 1, "hidden_size": 32}
+    stored = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "text_config": text}), "utf-8")
+    with torch.device("meta"):
+        model = resolve_model(str(tmp_path)).build()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_what_layers_have_of_their_own_is_replaced_as_a_whole() -> None:
+    own = {"per_layer_config": {"1": {"head_dim": 64}}}
+    config = resolve_model("Gemma4ForCausalLM", {"num_hidden_layers": 2, **own}).config
+    assert [layer.head_dim for layer in config.per_layer_config] == [256, 64]
 
 
 def test_overrides_are_an_object() -> None:
