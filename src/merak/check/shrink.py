@@ -223,6 +223,8 @@ class _Shrinker:
         # The user's widths bind all others.
         groups = self.groups - {Group.WIDTHS} if bound else self.groups
         old_layers = next((v for n, v in numbers.items() if names.LAYERS.match(n)), 0)
+        if isinstance(getattr(type(config), "num_hidden_layers", None), property):
+            old_layers = config.num_hidden_layers  # as many as a list of their kinds has
         layers = self.layers(config, old_layers)
         by_stages = self.style is Style.STAGES and not numbers.keys() & set(names.MAIN_WIDTHS)
         if by_stages:

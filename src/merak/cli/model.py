@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,12 +16,12 @@ from transformers.models.auto import modeling_auto
 
 from merak.check.fields import inner_configs, merged
 from merak.cli.errors import CommandError
+from merak.cli.stored import in_todays_names, read_object
 from merak.cli.words import near
 from merak.core.errors import MerakError, PackageError
 from merak.core.packages import missing_package
 
 CONFIG_FILE = "config.json"
-FLOAT = "__float__"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -145,26 +146,6 @@ def parse_overrides(text: str | None) -> dict[str, Any]:
     return parsed
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object in a file.
-
-    Raises:
-        CommandError: the file is missing, or holds something else.
-    """
-    try:
-        parsed = json.loads(file.read_text(encoding="utf-8"), object_hook=_with_floats)
-    except (OSError, ValueError) as cause:
-        raise CommandError(f"{file} cannot be read as JSON: {cause}.") from cause
-    if not isinstance(parsed, dict):
-        raise CommandError(f"{file} holds a {type(parsed).__name__}, not a JSON object.")
-    return parsed
-
-
-def _with_floats(read: dict[str, Any]) -> Any:
-    """An object of a config, or the number that transformers writes so: JSON has no infinity."""
-    return float(read[FLOAT]) if read.keys() == {FLOAT} else read
-
-
 def _model_names() -> set[str]:
     names: set[str] = set()
     for variable, mapping in vars(modeling_auto).items():
@@ -252,8 +233,15 @@ def _change(
 ) -> PreTrainedConfig:
     if not changes:
         return config
-    fields: dict[str, Any] = dict(stored)
+    today = config.to_dict()
+    old = {n: v for n, v in changes.items() if n in stored and n not in today}
+    if old:
+        stored = merged(stored, old)
+        config = _parse_config(type(config), stored)
+    fields = in_todays_names(config, stored) if stored else {}
     for name, value in changes.items():
+        if name in old:
+            continue
         if name not in lacking:
             _check_field(config, name)
         field = type(config).attribute_map.get(name, name)
@@ -297,7 +285,7 @@ def _parse_config(
     config_class: type[PreTrainedConfig], fields: Mapping[str, Any]
 ) -> PreTrainedConfig:
     try:
-        config = config_class(**fields)
+        config = config_class(**copy.deepcopy(dict(fields)))  # it writes into them
     except Exception as cause:
         raise CommandError(
             f"{config_class.__name__} refuses these fields: {_first_line(cause)}."

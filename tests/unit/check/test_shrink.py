@@ -66,6 +66,13 @@ def test_rotary_positions_fit_the_smaller_head() -> None:
     assert (rope["short_factor"], rope["long_factor"]) == ([1.0] * 4, [2.0] * 4)
 
 
+def test_layers_are_counted_where_a_list_of_kinds_says_how_many() -> None:
+    kinds = ["linear_attention", "mlp"] * 5 + ["full_attention"]
+    config = transformers.NemotronHConfig(layers_block_type=kinds)
+    fields = smallest(config)["layers_block_type"]
+    assert fields == ["linear_attention", "mlp", "linear_attention", "full_attention"]
+
+
 def test_numbers_of_layers_are_no_kinds_of_them() -> None:
     config = transformers.Llama4TextConfig()  # `moe_layers` names all of its 48 layers
     fields = smallest(config)

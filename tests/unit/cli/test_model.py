@@ -1,12 +1,11 @@
 """Models by name, folder and file, with overrides, and what wrong ones are told."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, CLIPConfig, GPT2Config, GPT2LMHeadModel, Mamba2Config
+from transformers import BertConfig, CLIPConfig, GPT2Config, GPT2LMHeadModel
 
 from merak.cli.errors import CommandError
 from merak.cli.model import parse_overrides, resolve_model
@@ -87,12 +86,6 @@ def test_files_without_a_model(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CommandError, match=r"has no config\.json; give a folder that save_pretra"):
         resolve_model(str(tmp_path))
-
-
-def test_stored_configs_may_hold_infinity(tmp_path: Path) -> None:
-    config = Mamba2Config(architectures=["Mamba2ForCausalLM"])  # `time_step_limit` ends nowhere
-    config.save_pretrained(tmp_path)
-    assert list(resolve_model(str(tmp_path)).config.time_step_limit) == [0.0, math.inf]
 
 
 def test_models_inside_are_of_the_type_of_the_whole(tmp_path: Path) -> None:
