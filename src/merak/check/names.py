@@ -69,7 +69,7 @@ OTHERS_WIDTH = re.compile(r"(?<!ffn_)(hidden_size|d_model|embed_dim|hidden_dim)"
 """Widths that may be those of another config, where they are not their own config's main one."""
 
 NECKS = ("neck_hidden_sizes", "post_process_channels")
-WIDTH_LISTS = ("axial_pos_embds_dim", *NECKS)
+WIDTH_LISTS = ("axial_pos_embds_dim", "conv_dim", "tdnn_dim", *NECKS)
 MAIN_STAGE_WIDTHS = ("hidden_sizes", "embed_dim", *NECKS)
 """Widths of the stages of a hierarchical model, the first of which says how much they shrink."""
 
