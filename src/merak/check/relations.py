@@ -41,10 +41,38 @@ def agreeing(config: PreTrainedConfig, changes: Fields) -> Fields:
     return _agreeing(config, changes, (), list(_main_widths(config, changes, ())))
 
 
+def equally_wide(config: PreTrainedConfig, changes: Fields) -> Fields:
+    """Let configs inside that are equally wide stay so: one's model may add to another's vectors.
+
+    Args:
+        config: the config as it is.
+        changes: its fields' new values.
+    """
+    widths = list(_main_widths(config, changes, ()))
+    widest = {w.old: max(other.new for other in widths if other.old == w.old) for w in widths}
+    return _equally_wide(config, changes, widest)
+
+
+def _equally_wide(
+    config: PreTrainedConfig, changes: Mapping[str, Any], widest: Mapping[int, int]
+) -> Fields:
+    found = dict(changes)
+    main = _main_width(config)
+    if main in found:
+        found[main] = widest[vars(config)[main]]
+    for name, inner in inner_configs(config):
+        found[name] = inside(inner, _equally_wide(inner, changes.get(name, {}), widest))
+    return {n: v for n, v in found.items() if v != {}}
+
+
+def _main_width(config: PreTrainedConfig) -> str | None:
+    return next((n for n in names.MAIN_WIDTHS if is_count(vars(config).get(n))), None)
+
+
 def _main_widths(
     config: PreTrainedConfig, changes: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[_Width]:
-    main = next((n for n in names.MAIN_WIDTHS if is_count(vars(config).get(n))), None)
+    main = _main_width(config)
     if main is not None:
         old = vars(config)[main]
         yield _Width(path, old, changes.get(main, old))
@@ -103,7 +131,7 @@ def by_channel(config: PreTrainedConfig, changes: Fields) -> Fields:
         changes: its fields' new values.
     """
     known = vars(config)
-    main = next((n for n in names.MAIN_WIDTHS if is_count(known.get(n))), None)
+    main = _main_width(config)
     if main is None or main not in changes:
         return {}
     groups = (n for n, v in known.items() if names.GROUPS.search(n) and is_count(v))

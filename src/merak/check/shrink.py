@@ -31,7 +31,7 @@ from merak.check.layers import (
     own_fields,
     shares,
 )
-from merak.check.relations import agreeing, by_channel, parts, without_derived
+from merak.check.relations import agreeing, by_channel, equally_wide, parts, without_derived
 
 
 class Group(Enum):
@@ -50,6 +50,7 @@ class Style(Enum):
     STAGES = "the stages of a hierarchy narrower as well"
     PLAIN = "every field by its own name"
     AGREEING = "widths named after another config follow that one"
+    EQUAL = "configs inside that are equally wide stay so"
     DERIVED = "fields that the config derives from others are left to it"
     TWICE = "two layers of each kind"
     NARROWEST = "the first stage of a hierarchy a few numbers wide"
@@ -147,6 +148,8 @@ def attempts(
         fields = _Shrinker(given, frozenset(groups), style, wanted, {}).fields(config)
         if style is Style.AGREEING:
             fields = agreeing(config, fields)
+        if style is Style.EQUAL:
+            fields = equally_wide(config, fields)
         if style is Style.DERIVED:
             fields = without_derived(config, fields)
         if fields not in seen:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from merak.check.complete import completions, lacking
 from merak.check.fields import flat, text_part
 from merak.check.layers import nearer, of_each_kind
-from merak.check.relations import agreeing, without_derived
+from merak.check.relations import agreeing, equally_wide, without_derived
 from merak.check.shrink import VERSIONS, Wanted, attempts
 
 
@@ -201,6 +201,16 @@ def test_widths_of_other_configs_follow_them() -> None:
     agreed = agreeing(config, changes)
     assert agreed["text_config"]["vision_hidden_size"] == 24
     assert agreed["vision_config"]["hidden_size"] == 24
+
+
+def test_configs_inside_that_were_equally_wide_stay_so() -> None:
+    config = transformers.CLIPConfig(vision_config={"hidden_size": 512, "num_attention_heads": 8})
+    assert config.text_config.hidden_size == 512
+    small = {"vision_config": {"hidden_size": 32}, "text_config": {"hidden_size": 16}}
+    found = equally_wide(config, small)
+    assert [found[name]["hidden_size"] for name in small] == [32, 32]
+    other = transformers.CLIPConfig(vision_config={"hidden_size": 768})
+    assert equally_wide(other, small)["text_config"]["hidden_size"] == 16
 
 
 def test_what_the_config_concludes_is_left_to_it() -> None:
