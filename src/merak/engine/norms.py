@@ -29,9 +29,11 @@ def global_norm(
         rows: by id, which rows those are of which this rank has only some.
 
     Returns:
-        A scalar, float32, the same on every rank; nothing is synchronised with the host.
+        A scalar, the same on every rank, float64 where this rank's gradients are and else float32;
+        nothing is synchronised with the host.
     """
-    total = torch.zeros((), device=device)
+    # Ranks without gradients do not know how exact those of others are.
+    total = torch.zeros((), device=device, dtype=torch.float64)
     pieces = [
         piece
         for p in parameters
@@ -41,12 +43,13 @@ def global_norm(
     for split in (True, False):
         gradients = [gradient for gradient, is_split in pieces if is_split is split]
         if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients)).float()
+            norms = torch.stack(torch._foreach_norm(gradients)).double()
             total += norms.square().sum() / (1 if split else tp_degree)
     for group in groups:
         if group is not None:
             dist.all_reduce(total, group=group)
-    return total.sqrt()
+    is_exact = any(gradient.dtype == torch.float64 for gradient, _ in pieces)
+    return total.sqrt() if is_exact else total.sqrt().float()
 
 
 def _pieces(

@@ -34,6 +34,16 @@ def test_the_norm_is_torchs() -> None:
     assert found.item() == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-6)
 
 
+def test_the_norm_of_float64_gradients_is_as_exact_as_they_are() -> None:
+    parameters = [nn.Parameter(p.detach().double()) for p in make_parameters()]
+    for parameter, other in zip(parameters, make_parameters(), strict=True):
+        parameter.grad = None if other.grad is None else other.grad.double() / 3
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    found = global_norm(parameters, {}, 1, (None, None), CPU)
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-14)
+
+
 def test_whole_parameters_count_once_over_tp_ranks() -> None:
     parameters = make_parameters()
     split = {id(parameters[0]): ParameterShard(0, (12,), 4)}
