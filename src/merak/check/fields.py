@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
@@ -16,6 +16,11 @@ BY_LAYER = "per_layer_config"
 def is_count(value: object) -> bool:
     """Whether a field's value is a whole number, and no switch."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def are_counts(value: Any) -> TypeGuard[Sequence[int]]:
+    """Whether a field's value is a list of whole numbers that holds some."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(is_count, value))
 
 
 def merged(changes: Mapping[str, Any], given: Mapping[str, Any]) -> Fields:
