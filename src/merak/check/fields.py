@@ -13,7 +13,7 @@ BY_LAYER = "per_layer_config"
 """The field with what layers have of their own, by their numbers."""
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Whether a field's value is a whole number, and no switch."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 
 from merak.check.fields import inner_configs, merged
 from merak.cli.errors import CommandError
-from merak.cli.stored import in_todays_names, read_object
+from merak.cli.stored import in_todays_names, read_object, with_fewer_layers
 from merak.cli.words import near
 from merak.core.errors import MerakError, PackageError
 from merak.core.packages import missing_package
@@ -239,12 +239,12 @@ def _change(
         stored = merged(stored, old)
         config = _parse_config(type(config), stored)
     fields = in_todays_names(config, stored) if stored else {}
-    for name, value in changes.items():
-        if name in old:
-            continue
-        if name not in lacking:
-            _check_field(config, name)
-        field = type(config).attribute_map.get(name, name)
+    new = {name: value for name, value in changes.items() if name not in old}
+    for name in new.keys() - set(lacking):
+        _check_field(config, name)
+    new = {type(config).attribute_map.get(name, name): value for name, value in new.items()}
+    fields = with_fewer_layers(fields, new)
+    for field, value in new.items():
         if isinstance(value, Mapping) and not isinstance(fields.get(field), Mapping):
             value = _with_defaults(type(config), field, value)
         fields = merged(fields, {field: value})

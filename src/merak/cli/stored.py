@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from merak.check.fields import inner_configs
+from merak.check import names
+from merak.check.fields import BY_LAYER, are_counts, inner_configs, is_count
 from merak.cli.errors import CommandError
 
 FLOAT = "__float__"
@@ -51,6 +52,35 @@ def in_todays_names(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict
     except Exception:  # no config without the old names
         return today
     return kept | {n: v for n, v in today.items() if n not in concluded or concluded[n] != v}
+
+
+def with_fewer_layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config of which a change leaves the first layers alone.
+
+    What the fields say of each layer is cut to those that stay, unless it is changed as well.
+
+    Args:
+        fields: the config's, with those of configs inside it.
+        changes: by the same names.
+    """
+    found = dict(fields)
+    for name, new in changes.items():
+        old = fields.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and name != BY_LAYER:
+            found[name] = with_fewer_layers(old, new)
+        elif names.LAYERS.match(name) and is_count(old) and is_count(new) and new < old:
+            cut = {n: _of_first(n, value, old, new) for n, value in found.items()}
+            found |= {n: value for n, value in cut.items() if n not in changes}
+    return found
+
+
+def _of_first(name: str, value: Any, old: int, new: int) -> Any:
+    """What a field says of the first layers of a model."""
+    if name == BY_LAYER and isinstance(value, Mapping):
+        return {number: own for number, own in value.items() if int(number) < new}
+    if names.LAYER_NUMBERS.search(name) and are_counts(value):
+        return [number for number in value if number < new]
+    return value[:new] if isinstance(value, (list, tuple)) and len(value) == old else value
 
 
 def _with_floats(read: dict[str, Any]) -> Any:

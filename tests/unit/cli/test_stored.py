@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Mamba2Config
+from transformers import GptOssConfig, Mamba2Config
 
+from merak.cli.errors import CommandError
 from merak.cli.model import resolve_model
+from merak.cli.stored import with_fewer_layers
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
@@ -65,3 +67,32 @@ def test_fields_that_moved_into_a_config_inside(tmp_path: Path) -> None:
     assert (text.num_hidden_layers, text.hidden_size, text.vocab_size) == (3, 512, 99)
     assert text.rope_parameters["mrope_section"] == [16, 24, 24]
     assert text.rope_parameters["rope_theta"] == 1e6
+
+
+def test_a_model_of_fewer_layers_is_the_first_ones(tmp_path: Path) -> None:
+    config = GptOssConfig(num_hidden_layers=6, architectures=["GptOssForCausalLM"])
+    config.save_pretrained(tmp_path)  # with a `layer_types` for each of them
+    found = resolve_model(str(tmp_path), {"num_hidden_layers": 3}).config
+    assert found.layer_types == config.layer_types[:3]
+    kinds = ["full_attention"] * 3
+    given = {"num_hidden_layers": 3, "layer_types": kinds}
+    assert resolve_model(str(tmp_path), given).config.layer_types == kinds
+    with pytest.raises(CommandError, match="layer_types"):  # of what kind the seventh is, who knows
+        resolve_model(str(tmp_path), {"num_hidden_layers": 7})
+
+
+def test_fewer_layers_of_a_config_inside() -> None:
+    own = {str(number): {"head_dim": 64} for number in (1, 5)}
+    text = {"num_hidden_layers": 6, "layer_types": list("abcdef"), "per_layer_config": own}
+    fields = {"text_config": {**text, "hybrid_layer_ids": [2, 4], "sizes": [1, 2]}, "depth": 6}
+    found = with_fewer_layers(fields, {"text_config": {"num_hidden_layers": 3}})
+    assert found == {
+        "text_config": {
+            "num_hidden_layers": 6,  # the change itself comes after
+            "layer_types": ["a", "b", "c"],
+            "per_layer_config": {"1": {"head_dim": 64}},
+            "hybrid_layer_ids": [2],
+            "sizes": [1, 2],
+        },
+        "depth": 6,
+    }
