@@ -54,7 +54,7 @@ class BranchingFloat(nn.Module):
 
 
 class Chaotic(nn.Module):
-    """Enlarges the rounding of its products some thousand times, in float32 whatever its type."""
+    """Enlarges rounding some ten thousand times, in float32 whatever its type."""
 
     def __init__(self, squash: nn.Module | None = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Chaotic(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.down(torch.tanh(self.up(x)))
         x = torch.sigmoid(x.float()) if self.squash is None else self.squash(x)
-        for _ in range(12):
+        for _ in range(16):
             x = torch.full((1,), 4.0) * x * (1 - x)
         return self.last(x).square().mean()
 
@@ -100,7 +100,8 @@ def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
 def test_what_float64_shows_to_be_rounding_is_right(
     pool: RankPool, build: Callable[[], nn.Module]
 ) -> None:
-    report = run_case(pool, Case("Chaotic", build, draw), Layout(tp=2))
+    # Replicas add up gradients in another order, so that the second step is not quite alike.
+    report = run_case(pool, Case("Chaotic", build, draw), Layout(dp=2))
     assert (report.ok, report.reason) == (True, None)
     assert report.gradient_max_rel_diff is not None
     assert report.tolerance >= max(report.gradient_max_rel_diff, 1.1e-5)
