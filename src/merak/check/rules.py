@@ -40,7 +40,7 @@ class Sizes:
         each: how many layers of each kind there are at least, where there is room.
         shares: whether the later half of the layers use what layers of their kind before them made.
         by_stages: whether the widths of stages, and what multiplies widths, are divided too.
-        heads_divisor: as of `Wanted`.
+        heads_divisor: heads are a multiple of this where they were one.
     """
 
     groups: frozenset[Group]

@@ -234,16 +234,19 @@ def _change(
     if not changes:
         return config
     today = config.to_dict()
+    # Names that only the stored config has change it before it is read, all others afterwards.
     old = {n: v for n, v in changes.items() if n in stored and n not in today}
     if old:
         stored = merged(stored, old)
         config = _parse_config(type(config), stored)
-    fields = in_todays_names(config, stored) if stored else {}
-    new = {name: value for name, value in changes.items() if name not in old}
-    for name in new.keys() - set(lacking):
-        _check_field(config, name)
-    new = {type(config).attribute_map.get(name, name): value for name, value in new.items()}
-    fields = with_fewer_layers(fields, new)
+    new: dict[str, Any] = {}
+    for name in changes:
+        if name in old:
+            continue
+        if name not in lacking:
+            _check_field(config, name)
+        new[type(config).attribute_map.get(name, name)] = changes[name]
+    fields = with_fewer_layers(in_todays_names(config, stored) if stored else {}, new)
     for field, value in new.items():
         if isinstance(value, Mapping) and not isinstance(fields.get(field), Mapping):
             value = _with_defaults(type(config), field, value)

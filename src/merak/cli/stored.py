@@ -1,4 +1,4 @@
-"""Configs as they are stored: read, and put into the names that today's transformers has."""
+"""Configs as they are stored: read, and made ready for changes of single fields."""
 
 from __future__ import annotations
 
