@@ -35,38 +35,49 @@ class Net(nn.Module):
         return {"loss": self.norm(x).square().mean() + x.sum() / 100}
 
 
-class Branching(nn.Module):
-    """Cannot be traced inside, where it computes in float32 whatever it is given."""
+class Rounded(nn.Module):
+    """A sigmoid in float32 whatever it is given; on ranks its last bits are others.
+
+    A thousand of them, of whatever type it computes in: rounding that is the same on any machine.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bits = 1000 if "RANK" in os.environ else 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sigmoid(x.float())
+        return x * (1 + self.num_bits * torch.finfo(x.dtype).eps)
+
+
+class Branching(Rounded):
+    """Cannot be traced inside, and returns the type that it is given."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.abs().max() > 1e6:
             x = x / 2
-        return torch.sigmoid(x.float()).type_as(x)
+        return super().forward(x).type_as(x)
 
 
-class BranchingFloat(nn.Module):
+class BranchingFloat(Rounded):
     """Cannot be traced inside, and returns float32 whatever it is given."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.abs().max() > 1e6:
             x = x / 2
-        return torch.sigmoid(x.float())
+        return super().forward(x)
 
 
-class Chaotic(nn.Module):
-    """Enlarges rounding some ten thousand times, in float32 whatever its type."""
+class Rounding(nn.Module):
+    """Computes in float32 whatever its type, and on ranks rounds otherwise than one process."""
 
-    def __init__(self, squash: nn.Module | None = None) -> None:
+    def __init__(self, squash: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.up, self.down, self.last = nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 4)
-        self.squash = squash
+        self.squash = squash()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.down(torch.tanh(self.up(x)))
-        x = torch.sigmoid(x.float()) if self.squash is None else self.squash(x)
-        for _ in range(16):
-            x = torch.full((1,), 4.0) * x * (1 - x)
-        return self.last(x).square().mean()
+        return self.last(self.squash(self.down(torch.tanh(self.up(x))))).square().mean()
 
 
 def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
@@ -94,17 +105,15 @@ def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
     assert report.segments == 4
 
 
-@pytest.mark.parametrize(
-    "build", [Chaotic, partial(Chaotic, Branching()), partial(Chaotic, BranchingFloat())]
-)
+@pytest.mark.parametrize("squash", [Rounded, Branching, BranchingFloat])
 def test_what_float64_shows_to_be_rounding_is_right(
-    pool: RankPool, build: Callable[[], nn.Module]
+    pool: RankPool, squash: Callable[[], nn.Module]
 ) -> None:
-    # Replicas add up gradients in another order, so that the second step is not quite alike.
-    report = run_case(pool, Case("Chaotic", build, draw), Layout(dp=2, tp=2))
+    case = Case("Rounding", partial(Rounding, squash), draw)
+    report = run_case(pool, case, Layout(dp=2, tp=2))
     assert (report.ok, report.reason) == (True, None)
-    assert report.gradient_max_rel_diff is not None
-    assert report.tolerance >= max(report.gradient_max_rel_diff, 1.1e-5)
+    assert report.gradient_max_rel_diff is not None and report.gradient_max_rel_diff > 1e-5
+    assert report.tolerance >= report.gradient_max_rel_diff
 
 
 def test_a_model_that_parts_from_one_process(pool: RankPool) -> None:

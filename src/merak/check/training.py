@@ -325,7 +325,8 @@ def _parallelize(
         sub_pipelining="auto" if observer is None else "off",
         observer=observer,
     )
-    engine = build_engine(source, sample, mesh, chosen)
+    with computing_in(job.dtype):  # a rank may find no trace that it could share
+        engine = build_engine(source, sample, mesh, chosen)
     return ParallelModel(
         source.model, engine, chosen.num_microbatches, make_optimizer, MAX_GRAD_NORM
     )
