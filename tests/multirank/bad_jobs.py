@@ -48,7 +48,6 @@ def callback() -> None:
 def killed() -> None:
     def kill() -> None:
         if int(os.environ["RANK"]) == 1:
-            mark()
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(callbacks=[at_step_2(kill)])
@@ -57,7 +56,6 @@ def killed() -> None:
 def leaves() -> None:
     def leave() -> None:
         if int(os.environ["RANK"]) == 1:
-            mark()
             sys.exit(0)  # for the launcher no failure
 
     train(callbacks=[at_step_2(leave)])
@@ -100,7 +98,6 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index == 40 and self.bad_rank == int(os.environ["RANK"]):
-            mark()
             if self.slow:
                 time.sleep(300)
             raise OSError("sample 40 cannot be read")
@@ -108,15 +105,9 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def mark() -> None:
-    """Note when the failure happens."""
-    (FOLDER / "failing").touch()
-
-
 def fail_on(rank: int, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def fail(*args: object) -> Any:
         if int(os.environ["RANK"]) == rank:
-            mark()
             raise OSError("this rank has a reason")
         return otherwise(*args)
 

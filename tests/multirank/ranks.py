@@ -56,7 +56,7 @@ class RankPool:
         function: Callable[..., Any],
         world_size: int,
         *args: object,
-        timeout_s: float = 240.0,
+        timeout_s: float = 600.0,
     ) -> list[Any]:
         """Call `function(*args)` on ranks 0 … world_size − 1, with gloo connected between them.
 

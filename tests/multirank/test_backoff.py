@@ -163,9 +163,7 @@ SUM = "merak.core.collectives._all_reduce"
 def check(pool, degrees, faults, tmp_path, **options):
     """Where memory ran out fewer segments are kept; elsewhere as many as before."""
     num_ranks = degrees[0] * degrees[1] * degrees[2]
-    by_rank = pool.run(
-        compare, num_ranks, degrees, faults, tmp_path, *options.values(), timeout_s=90.0
-    )
+    by_rank = pool.run(compare, num_ranks, degrees, faults, tmp_path, *options.values())
     for place, fault in enumerate(faults):
         positions = {rank // (num_ranks // degrees[2]) for rank in fault.ranks}
         for rank, found in enumerate(by_rank):

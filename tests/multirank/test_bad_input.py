@@ -180,7 +180,7 @@ EXPECTED: list[tuple[str, dict[str, int], str]] = [
 def test_every_rank_raises_the_sentence(
     pool: RankPool, case: str, degrees: dict[str, int], pattern: str
 ) -> None:
-    sentences = pool.run(sentence_of, 2, case, degrees, timeout_s=60.0)
+    sentences = pool.run(sentence_of, 2, case, degrees)
     for sentence in sentences:
         assert re.search(pattern, sentence), sentence
         assert "\n" not in sentence

@@ -205,7 +205,7 @@ def export_to_a_bad_place(folder: str) -> str:
 
 def test_when_rank_0_cannot_write_all_ranks_say_so(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("in the way")
-    one, two = pool.run(export_to_a_bad_place, 2, str(tmp_path / "out"), timeout_s=60)
+    one, two = pool.run(export_to_a_bad_place, 2, str(tmp_path / "out"))
     assert one == two
     assert "out is a file" in one
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -352,6 +352,6 @@ def save_linear(folder: str) -> None:
 def test_a_rank_that_fails_takes_the_others_along(pool: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     pool.run(save_linear, 2, folder)
-    one, two = pool.run(load_another_model_on_one_rank, 2, folder, timeout_s=60)
+    one, two = pool.run(load_another_model_on_one_rank, 2, folder)
     assert one == two
     assert "weight has shape (3, 3) in the model and (2, 3) in" in one

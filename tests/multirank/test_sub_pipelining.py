@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -188,18 +187,34 @@ def test_a_single_sample_runs_whole_and_says_so(pool, tmp_path):
     assert not any(rank["1f1b", True][2] for rank in ranks)
 
 
-class KnownSum:
-    """An all-reduce that is over after a known time."""
+class KnownTimes:
+    """A machine on which a matrix product takes 1 ms and an all-reduce a known time.
 
-    def __init__(self, seconds: float) -> None:
-        self.end = time.perf_counter() + seconds
+    Its clock goes on with its work alone, so that what is measured on it is the same anywhere.
+    """
+
+    def __init__(self, sum_s: float) -> None:
+        self.now_s = 0.0
+        self.sum_s = sum_s
+        self.end_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def product(self, *matrices: torch.Tensor) -> None:
+        self.now_s += 1e-3
+
+    def start(self, tensor: torch.Tensor, axis: str) -> KnownTimes:
+        self.end_s = self.now_s + self.sum_s
+        return self
 
     def wait(self) -> None:
-        time.sleep(max(0.0, self.end - time.perf_counter()))
+        self.now_s = max(self.now_s, self.end_s)
 
 
 def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
     """What a job of blocks that compute for 0.1 s decides, where sums take a known time."""
+    machine = KnownTimes(sum_s)
     mesh = init(tp=2)
     columns = dict(signature(draw(samples)).columns)
     graph = build_graph(GraphSource(blocks(0.1)), columns, training=True)
@@ -207,7 +222,9 @@ def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
     times = [SegmentTimes(s.name, 0.1, 0.2) for s in graph.segments]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks_per_node))
-        patch.setattr(overlap, "start_sum", lambda tensor, axis: KnownSum(sum_s))
+        patch.setattr(overlap, "start_sum", machine.start)
+        patch.setattr(overlap, "time", machine)
+        patch.setattr(torch, "mm", machine.product)
         return overlap.choose_halves(wish, layout, mesh, lambda: times)
 
 

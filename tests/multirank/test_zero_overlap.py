@@ -19,7 +19,7 @@ from merak.engine.arrivals import Arrivals
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_zero import make, share
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def small(layout: tuple[int, int, int], zero: int = 1) -> Any:

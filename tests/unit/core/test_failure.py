@@ -21,7 +21,7 @@ def run(folder: Path, code: str, **environment: str) -> subprocess.CompletedProc
         env={"PYTHONPATH": str(SOURCE), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -199,7 +199,7 @@ def test_of_many_processes_one_makes_the_entry(tmp_path: Path) -> None:
     workers = [context.Process(target=_ask, args=(tmp_path, start, results)) for _ in range(4)]
     for worker in workers:
         worker.start()
-    answers = [results.get(timeout=120) for _ in workers]
+    answers = [results.get(timeout=600) for _ in workers]
     for worker in workers:
         worker.join()
     assert sorted((count, known) for count, known, _ in answers) == [(0, True)] * 3 + [(1, False)]
