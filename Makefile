@@ -21,10 +21,10 @@ TESTS := $(wildcard tests/unit tests/golden tests/multirank)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs examples bench zoo check clean
+.PHONY: help setup demo test test-slow test-all lint format docs examples bench zoo check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything the other targets need
 
@@ -39,8 +39,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train GPT-2 on four local ranks (tp=2, pp=2)
 	$(BIN)/torchrun --nproc-per-node 4 examples/pretrain_gpt2.py --output-dir runs/demo
 
-test: $(STAMP) ## run the tests of all tiers: units beside those with real ranks
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(TESTS)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+test: $(STAMP) ## run the essential tests: units beside those with real ranks
+	$(PYTEST) -m 'not slow' $(TESTS)
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow $(TESTS)
+
+test-all: test test-slow ## run every test: the essential ones, then the slow ones
 
 lint: $(STAMP) ## check format, lint, types and the direction of imports
 	$(BIN)/ruff check $(LINTED)
@@ -77,7 +83,7 @@ zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and wr
 		$(BIN)/python -m tests.zoo.run runs/zoo/N-of-$(ZOO_SHARDS).jsonl --shard N/$(ZOO_SHARDS)
 	$(BIN)/python -m tests.zoo.table docs/zoo.md runs/zoo/*-of-$(ZOO_SHARDS).jsonl
 
-check: lint docs test examples ## all of the above that can fail: what the continuous integration runs
+check: lint docs test-all examples ## all of the above that can fail: what the continuous integration runs
 
 clean: ## remove .venv, caches, the built pages and the runs
 	rm -rf $(VENV) site runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -206,12 +206,14 @@ def test_shares_of_parameters_are_gathered_to_the_end(pool, tmp_path):
     check(pool, (2, 1, 2), faults, tmp_path)
 
 
+@pytest.mark.slow
 def test_shares_of_parameters_are_gathered_beside_sums_over_tp(pool, tmp_path):
     options = (("zero", 3), ("sub_pipelining", "off"))
     faults = [Fault(SUM, (1,), 10, options=options), Fault(BUFFER, (2,), 40, options=options)]
     check(pool, (2, 2, 1), faults, tmp_path)
 
 
+@pytest.mark.slow
 def test_sums_over_tp_are_completed(pool, tmp_path):
     """Memory may run out between the sums of one segment, forward, backward or recomputing."""
     off, on = (("sub_pipelining", "off"),), (("sub_pipelining", "on"),)

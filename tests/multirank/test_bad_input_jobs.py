@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import slow
+
 SCRIPT = Path(__file__).with_name("bad_jobs.py")
 PATIENCE_S = 300.0
 """Seconds after which a job is taken to hang: half of what ranks wait for a peer that is gone."""
@@ -73,8 +75,8 @@ def test_bad_input_gets_one_sentence(case: str, sentence: str, tmp_path: Path) -
     "case,reason",
     [
         ("dataset", "OSError: sample 40 cannot be read"),
-        ("collator", "OSError: this rank has a reason"),
-        ("callback", "OSError: this rank has a reason"),
+        slow("collator", "OSError: this rank has a reason"),
+        slow("callback", "OSError: this rank has a reason"),
     ],
 )
 def test_the_first_rank_that_raises_is_shown(case: str, reason: str, tmp_path: Path) -> None:
@@ -95,6 +97,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     assert "SIGKILL" in root_cause
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_ends_the_others(tmp_path: Path) -> None:
     ended = run("leaves", tmp_path)
     assert ended.code != 0

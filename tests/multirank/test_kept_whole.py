@@ -19,6 +19,7 @@ from merak.core.mesh import current_mesh
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.kept_models import BLOCKS, Gated, HitExperts, Stack, batch_of, case_of
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 
 STEPS = 3
 Degrees = tuple[int, int, int]
@@ -92,7 +93,7 @@ def one_rank(pool: RankPool) -> list[Seen]:
     return [gated, experts]
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 2, 1)])
+@pytest.mark.parametrize("degrees", [slow((1, 1, 2)), (1, 2, 1)])
 def test_dropout_is_drawn_alike_in_every_layout_and_again(
     pool: RankPool, one_rank: list[Seen], degrees: Degrees
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.multirank.memory_jobs import MODELS, MemoryJob, measure
+from tests.tiers import slow
 
 CHOICES = ({"recompute": "off"}, {"recompute": "full"}, {"recompute": 0.5})
 
@@ -19,6 +20,7 @@ def assert_close(ranks):
             assert job.estimated == pytest.approx(job.measured, rel=0.1), (rank, job)
 
 
+@pytest.mark.slow
 def test_pipelines_take_what_was_foreseen(pool, tmp_path):
     jobs = [MemoryJob(family, 0.1, options=choice) for family in MODELS for choice in CHOICES[:2]]
     jobs += [MemoryJob("gpt2", 0.0, options=choice) for choice in CHOICES]
@@ -29,13 +31,14 @@ def test_pipelines_take_what_was_foreseen(pool, tmp_path):
     assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
 
 
-@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("degrees", [(2, 1, 1), slow((1, 2, 1))])
 def test_replicas_and_shards_take_what_was_foreseen(pool, tmp_path, degrees):
     jobs = [MemoryJob(family, 0.1, options=c) for family in ("gpt2", "llama") for c in CHOICES[1:]]
     jobs += [MemoryJob("llama", 0.1, options={"recompute": "selective"})]
     assert_close(pool.run(measure, 2, degrees, jobs, tmp_path))
 
 
+@pytest.mark.slow
 def test_schedules_take_what_was_foreseen(pool, tmp_path):
     names = ("gpipe", "early_recompute", "shifted_critical_path", "interleaved_1f1b")
     names = (*names, "zero_bubble_h1", "zero_bubble_v", "dualpipe_v", "chimera", "gems")
@@ -45,6 +48,7 @@ def test_schedules_take_what_was_foreseen(pool, tmp_path):
     assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(2, 1, 2), (2, 2, 1)])
 def test_shared_optimizers_and_masters_take_what_was_foreseen(pool, tmp_path, degrees):
     half = {"master_weights": True, "bucket_bytes": 2**14}

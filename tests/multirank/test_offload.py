@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from merak import parallelize
@@ -101,6 +102,7 @@ def steps(family: str, options: dict[str, Any], away: str | None) -> list[torch.
     return [*losses, *(p.detach().clone() for p in parallel.engine.trained.named.values())]
 
 
+@pytest.mark.slow
 def test_asynchronous_schedules_train_the_same(pool):
     cases = [("uneven", {"schedule": name}) for name in ("pipedream", "pipedream_2bw")]
     assert pool.run(trained, 2, (1, 1, 2), cases) == [[True] * 2] * 2
@@ -124,6 +126,7 @@ def test_a_step_that_runs_out_of_memory_runs_again(pool, tmp_path):
     check(pool, (1, 1, 2), faults, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_stays_on_the_device_is_what_was_foreseen(pool, tmp_path):
     full = {"offload_activations": "full"}
     jobs = [
@@ -139,6 +142,7 @@ def test_what_stays_on_the_device_is_what_was_foreseen(pool, tmp_path):
         assert found[0].measured < found[-1].measured
 
 
+@pytest.mark.slow
 def test_shares_of_the_sequence_move_too(pool, tmp_path):
     options = {"sequence_parallel": True, "recompute": "off"}
     jobs = [

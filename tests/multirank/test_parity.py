@@ -16,6 +16,7 @@ from tests.multirank.training import (
     train_merak,
     train_reference,
 )
+from tests.tiers import slow
 
 # 23 batches of 4 and one of 2 in an epoch: the steps at its end have fewer microbatches, the last
 # of them fewer samples; 20 steps go over three epochs.
@@ -44,7 +45,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("pp", [slow(1), 2, slow(4)])
 def test_pipelines_are_bit_identical(
     pool: RankPool, unclipped: list[Outcome], cache: str, pp: int
 ) -> None:
@@ -58,9 +59,14 @@ LAYOUTS: list[Layout] = [
     (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2),
     (2, 2, 2),
 ]  # fmt: skip
+ESSENTIAL = {(2, 1, 1), (1, 2, 2)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+@pytest.mark.parametrize(
+    "layout",
+    [layout if layout in ESSENTIAL else slow(layout) for layout in LAYOUTS],
+    ids=lambda layout: "x".join(map(str, layout)),
+)
 def test_layouts_equal_one_process(
     pool: RankPool, clipped: list[Outcome], cache: str, layout: Layout
 ) -> None:

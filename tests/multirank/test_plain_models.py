@@ -33,6 +33,7 @@ def check(
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_as_a_pipeline(pool: RankPool, model: type[nn.Module], tmp_path: Path) -> None:
     report = check(pool, model, (Layout(pp=2), "1f1b"), tmp_path)

@@ -18,6 +18,7 @@ from tests.multirank.training import (
     train_merak,
     train_reference,
 )
+from tests.tiers import slow
 
 STEPS = {"max_steps": 8, "learning_rate": 3e-3, "max_grad_norm": 0.5}
 BF16 = [Setup(family, arguments={**STEPS, "bf16": True}) for family in ("gpt2", "plain")]
@@ -38,7 +39,7 @@ def alone(pool: RankPool) -> tuple[list[Outcome], list[Outcome]]:
     return outcomes[: len(BF16)], outcomes[len(BF16) :]
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 2, 1)])
 def test_bf16_is_that_of_transformers(
     pool: RankPool, alone: tuple[list[Outcome], list[Outcome]], cache: str, layout: Layout
 ) -> None:

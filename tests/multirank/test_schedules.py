@@ -19,6 +19,7 @@ from merak.plan.recompute import Recompute
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json
 from tests.multirank.compare import assert_gradients_close
+from tests.tiers import slow
 
 SYNCHRONOUS = tuple(name for name in names() if build(name, 4, 8).is_synchronous)
 SEVERAL_PIPES = tuple(name for name in SYNCHRONOUS if len(build(name, 4, 8).pipes) > 1)
@@ -106,7 +107,7 @@ def own_schedule(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize(("pp", "counts"), [(2, [4, 1, 3]), (4, [8, 3])])
+@pytest.mark.parametrize(("pp", "counts"), [(2, [4, 1, 3]), slow(4, [8, 3])])
 def test_all_schedules_give_the_gradients_of_one_process(pool, own_schedule, tmp_path, pp, counts):
     # The same dropout patterns come from the same engine on one rank; parity of that engine with
     # eager PyTorch is tested elsewhere.
@@ -142,7 +143,7 @@ def test_recomputation_gives_the_gradients_of_one_process(pool, tmp_path, recomp
                 assert torch.equal(found[name], gradient), (schedule, name)
 
 
-@pytest.mark.parametrize("degrees", [(2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("degrees", [(2, 1, 2), slow((1, 2, 2))])
 def test_all_schedules_run_beside_data_and_tensor_parallelism(pool, tmp_path, degrees):
     dp, tp, pp = degrees
     counts = [4, 1]

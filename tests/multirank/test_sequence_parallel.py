@@ -15,6 +15,7 @@ from merak.core.regather import keeping_shares
 from tests.multirank.compare import assert_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Setup, gpt2, make_merak, train_merak
+from tests.tiers import slow
 
 SHARED = {"sequence_parallel": True, "max_steps": 3}
 SETUPS = [
@@ -31,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("traces"))
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("layout", [(1, 2, 1), slow((1, 2, 2))])
 def test_ranks_equal_one_process(pool: RankPool, cache: str, layout: tuple[int, int, int]) -> None:
     # Merak on one rank, which draws dropout as every layout does.
     (expected,) = pool.run(train_merak, 1, (1, 1, 1), SETUPS, cache)
@@ -82,6 +83,7 @@ def losses_of_lengths(tp: int) -> list[float]:
     return [float(run(batch)) for batch in batches for run in (model.step, model.evaluate)]
 
 
+@pytest.mark.slow
 def test_lengths_change_from_step_to_step(pool: RankPool) -> None:
     (expected,) = pool.run(losses_of_lengths, 1, 1)
     for losses in pool.run(losses_of_lengths, 2, 2):

@@ -20,6 +20,7 @@ from merak.graph.build import GraphSource
 from merak.schedule.registry import build, names
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Layout, gpt2, llama
+from tests.tiers import slow
 
 Batch = dict[str, torch.Tensor]
 Step = dict[str, Any]
@@ -133,7 +134,7 @@ def whole_gradients(ranks: Sequence[Mapping[str, Any]], step: int) -> dict[str, 
     ("family", "layout", "schedule"),
     [
         ("llama", (1, 2, 2), "1f1b"),
-        ("t5", (1, 1, 2), "zero_bubble_h1"),
+        slow("t5", (1, 1, 2), "zero_bubble_h1"),
         ("gpt2", (2, 1, 2), "interleaved_1f1b"),
     ],
 )
@@ -146,6 +147,7 @@ def test_gradients_over_changing_shapes(
     assert_steps(ranks, expected, layout[0])
 
 
+@pytest.mark.slow
 def test_every_schedule_takes_changing_shapes(pool: RankPool, tmp_path: Path) -> None:
     layout: Layout = (1, 1, 2)
     (expected,) = pool.run(train_alone, 1, "gpt2", 1)

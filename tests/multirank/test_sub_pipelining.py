@@ -149,6 +149,7 @@ def test_halves_give_what_the_whole_gives(pool, tmp_path, family):
     assert len(halved) >= blocks
 
 
+@pytest.mark.slow
 def test_every_schedule_runs_in_unequal_halves(pool, tmp_path):
     schedules = [name for name in SYNCHRONOUS if name not in ("1f1b", "gpipe")]
     ranks = pool.run(gradients, 4, "llama", schedules, (2, 2), 3, tmp_path)

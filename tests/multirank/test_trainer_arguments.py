@@ -147,10 +147,12 @@ def test_arguments_through_a_pipeline(pool: RankPool, tmp_path: Path) -> None:
     _check(pool, (1, 1, 2), cases, "plain", tmp_path)
 
 
+@pytest.mark.slow
 def test_arguments_with_replicas_and_shards(pool: RankPool, tmp_path: Path) -> None:
     _check(pool, (2, 2, 1), CASES, "plain", tmp_path)
 
 
+@pytest.mark.slow
 def test_whole_parameters_with_replicas(pool: RankPool, tmp_path: Path) -> None:
     _check(pool, (2, 1, 1), {**WHOLE_PARAMETERS, **WORKERS}, "plain", tmp_path)
 
@@ -168,6 +170,7 @@ def test_grouping_by_length(pool: RankPool, tmp_path: Path, layout: Layout) -> N
     _check(pool, layout, {"lengths": setup}, "lengths", tmp_path)
 
 
+@pytest.mark.slow
 def test_layouts_agree_on_later_epochs_and_on_models_they_make(
     pool: RankPool, tmp_path: Path
 ) -> None:

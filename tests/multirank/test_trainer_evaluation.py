@@ -19,6 +19,7 @@ from tests.multirank.training import (
     make_merak,
     make_reference,
 )
+from tests.tiers import slow
 
 SETUPS = [
     Setup(
@@ -99,7 +100,7 @@ def expected(pool: RankPool) -> list[Seen]:
     return list(found)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 1, 2), slow((1, 2, 2))])
 def test_evaluation_equals_one_process(
     pool: RankPool, expected: list[Seen], layout: Layout, tmp_path_factory: Any
 ) -> None:

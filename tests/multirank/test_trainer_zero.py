@@ -15,6 +15,7 @@ import merak
 from tests.multirank import training
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Setup, make_merak
+from tests.tiers import slow
 
 STEPS, SAVED = 5, 3
 
@@ -95,7 +96,9 @@ def test_replicas_that_hold_shares_evaluate_unequal_numbers(pool: RankPool, tmp_
 
 
 @pytest.mark.parametrize(
-    "job", [FUSED, OWN, FOREACH, PARAMETERS], ids=["fused", "own", "foreach", "parameters"]
+    "job",
+    [FUSED, slow(OWN), slow(FOREACH), PARAMETERS],
+    ids=["fused", "own", "foreach", "parameters"],
 )
 def test_replicas_share_steps_and_resume_elsewhere(
     pool: RankPool, tmp_path: Path, job: Job

@@ -175,6 +175,7 @@ def curve(autocast: torch.dtype | None) -> list[float]:
     return [parallel.step(batch_of(step % 8, "loss")).item() for step in range(300)]
 
 
+@pytest.mark.slow
 def test_bfloat16_and_float32_learn_alike(pool: RankPool) -> None:
     single, half = (torch.tensor(pool.run(curve, 2, t)[0]) for t in (None, torch.bfloat16))
     assert not torch.equal(single, half)

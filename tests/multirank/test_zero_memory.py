@@ -102,6 +102,7 @@ def count(
     return seen, held(before) / PHI
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
 def test_bytes_fall_as_the_formulas_say(pool: RankPool, degree: int) -> None:
     # Masters and two moments take 12 bytes, parameters 2; gradients in their own type 2, or 4.

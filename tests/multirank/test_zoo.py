@@ -11,6 +11,7 @@ import pytest
 from merak.check import CheckOptions, Job, Layout, Workshop, check_against
 from merak.cli.small import Request, small_version
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.zoo.architectures import architectures
 from tests.zoo.run import Result
 from tests.zoo.table import render
@@ -60,9 +61,20 @@ SAMPLE = {
 """What each of them adds to the others."""
 
 LAYOUTS = (Layout(pp=2), Layout(tp=2))
+ESSENTIAL = (
+    "DeepseekV3ForCausalLM",
+    "GPTNeoXForCausalLM",
+    "MambaForCausalLM",
+    "MixtralForCausalLM",
+    "AlbertForMaskedLM",
+    "T5ForConditionalGeneration",
+    "SegformerForImageClassification",
+    "ViTForImageClassification",
+)
+"""Those that `make test` checks; `make test-all` checks all."""
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [n if n in ESSENTIAL else slow(n) for n in SAMPLE])
 def test_gradients_of_an_architecture(pool: RankPool, name: str, tmp_path: Path) -> None:
     def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
         return pool.run(function, num_ranks, *arguments)
