@@ -181,6 +181,7 @@ def _assemble(
             stage_rank=layout.stage_rank,
             parameters=parameters,
             owned=_owned(layout, programs, names, mesh),
+            norm_order=_norm_order(model, layout),
             shared=shared,
             buffers=programs.buffers,
             kept_buffers=_kept_buffers(layout, programs, mesh),
@@ -244,6 +245,12 @@ def _owned(layout: Layout, programs: Programs, names: Sequence[str], mesh: Mesh)
     """The parameters whose first reader in the first pipe is here."""
     first = {name: layout.stage_rank[min(programs.owners[name])] for name in names}
     return frozenset(name for name, rank in first.items() if rank == mesh.pp_rank)
+
+
+def _norm_order(model: nn.Module, layout: Layout) -> tuple[str, ...]:
+    """What is trained of what any segment reads, in the order of the model's parameters."""
+    read = {name for segment in layout.graph.segments for name in segment.parameters}
+    return tuple(n for n, p in model.named_parameters() if n in read and p.requires_grad)
 
 
 def _kept_buffers(layout: Layout, programs: Programs, mesh: Mesh) -> frozenset[str]:

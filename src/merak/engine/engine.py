@@ -18,7 +18,7 @@ from merak.engine.exchange import Exchange
 from merak.engine.loans import borrow
 from merak.engine.microbatches import Microbatches
 from merak.engine.moved import bring
-from merak.engine.norms import clip_gradients, global_norm
+from merak.engine.norms import clip_gradients, global_norm, pipeline_norm
 from merak.engine.parts import Parts, Signature
 from merak.engine.program import Program
 from merak.engine.records import StepRecord, gather_records
@@ -391,6 +391,14 @@ class Engine:
         peers = tuple(peer for axis in axes for peer in self.mesh.peers(axis))
         rows = {id(i.stepped): i.rows for i in counted.values() if i.rows is not None}
         with self.progress.waiting(f"the gradient norm over {' and '.join(axes)} with", peers):
+            if self.mesh.tp == 1 and not self.trained.is_sharded:
+                gradients = {n: i.stepped.grad for n, i in counted.items()}
+                return pipeline_norm(
+                    {name: g for name, g in gradients.items() if g is not None},
+                    self._parts.norm_order,
+                    self.mesh.group("pp"),
+                    self.mesh.device,
+                )
             return global_norm(
                 [item.stepped for item in counted.values()],
                 {id(i.stepped): self.shards[n] for n, i in counted.items() if n in self.shards},

@@ -10,6 +10,43 @@ import torch.distributed as dist
 from merak.core.shards import ParameterShard, RowShare
 
 
+def pipeline_norm(
+    gradients: Mapping[str, torch.Tensor],
+    order: Sequence[str],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """The 2-norm of all gradients of a pipeline of whole parameters, to the last bit torch's own.
+
+    torch takes the norm of the parameters' norms, in the model's order; so must the ranks.
+
+    Args:
+        gradients: those that this rank counts, by name.
+        order: names of all parameters of the pipeline that have gradients, in the model's order.
+        group: the pipeline's ranks; None for one alone.
+        device: where the result is.
+
+    Returns:
+        A scalar, the same on every rank, float64 where this rank's gradients are and else float32;
+        nothing is synchronised with the host.
+    """
+    is_exact = any(gradient.dtype == torch.float64 for gradient in gradients.values())
+    # Ranks without gradients do not know how exact those of others are; float32 is kept in float64.
+    norms = torch.zeros(len(order), device=device, dtype=torch.float64)
+    places = [i for i, name in enumerate(order) if name in gradients]
+    if places:
+        own = torch._foreach_norm([_values(gradients[order[i]]) for i in places])
+        norms[torch.tensor(places, device=device)] = torch.stack(own).to(norms)
+    if group is not None:
+        dist.all_reduce(norms, group=group)  # of each norm and zeros: it stays as it is
+    return torch.linalg.vector_norm(norms if is_exact else norms.float())
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient whose others, if it is sparse, are zero."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def global_norm(
     parameters: Sequence[torch.nn.Parameter],
     sharded: Mapping[int, ParameterShard],
@@ -38,7 +75,7 @@ def global_norm(
         piece
         for p in parameters
         if p.grad is not None
-        for piece in _pieces(p.grad, sharded.get(id(p)), (rows or {}).get(id(p)))
+        for piece in _pieces(_values(p.grad), sharded.get(id(p)), (rows or {}).get(id(p)))
     ]
     for split in (True, False):
         gradients = [gradient for gradient, is_split in pieces if is_split is split]

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from merak.engine.offload import Offload, Stash, enter
 from merak.engine.program import SegmentProgram
-from merak.engine.surroundings import Values, add_to
+from merak.engine.surroundings import Sums, Values
 
 Saving = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
 """Inside, autograd saves for the host; not tensors that are given here."""
@@ -31,11 +31,13 @@ class Away:
     Args:
         stash: the activations, wherever they are.
         edges: by name of an output that carries a gradient, where that enters.
+        entries: by name of an input that carries one, where what later readers gave enters.
         gradients: of the inputs, once the backward has been run.
     """
 
     stash: Stash = field(default_factory=Stash)
     edges: dict[str, GradientEdge] = field(default_factory=dict)
+    entries: dict[str, GradientEdge] = field(default_factory=dict)
     gradients: Values = field(default_factory=dict)
 
 
@@ -52,6 +54,11 @@ def forward(program: SegmentProgram, values: Values, offload: Offload, run: Run)
     segment, away = program.segment, Away()
     carries, inputs = program.gradient_inputs, [values[name] for name in segment.inputs]
     entered = enter(segment.inputs, inputs, carries, away.gradients)
+    away.entries.update(
+        (name, get_gradient_edge(value))
+        for name, value in zip(segment.inputs, entered, strict=True)
+        if value.requires_grad
+    )
     outputs = run(entered, lambda held: offload.saving(away.stash, held))
     values.update(zip(segment.outputs, (output.detach() for output in outputs), strict=True))
     for name, output in zip(segment.outputs, outputs, strict=True):
@@ -61,7 +68,13 @@ def forward(program: SegmentProgram, values: Values, offload: Offload, run: Run)
     return away
 
 
-def backward(program: SegmentProgram, away: Away, gradients: Values, offload: Offload) -> None:
+def backward(
+    program: SegmentProgram,
+    away: Away,
+    gradients: Values,
+    offload: Offload,
+    sums: Callable[[], Sums] = tuple,
+) -> None:
     """Run a segment's backward.
 
     Args:
@@ -69,13 +82,17 @@ def backward(program: SegmentProgram, away: Away, gradients: Values, offload: Of
         away: from the forward.
         gradients: by name; loses those of the outputs and gains those of the inputs.
         offload: what moves its activations.
+        sums: as of `whole.propagate`.
     """
     offload.fetch(away.stash)
     found = [(n, gradients.pop(n)) for n in program.segment.outputs if n in gradients]
     found = [(name, gradient) for name, gradient in found if name in away.edges]
     if not found:
         return
-    torch.autograd.backward([away.edges[n] for n, _ in found], [g for _, g in found])
+    # As in `whole.propagate`: later readers' sum is the first that the graph adds to.
+    known = [(edge, gradients.pop(n)) for n, edge in away.entries.items() if n in gradients]
+    roots = [*sums(), *known, *((away.edges[name], gradient) for name, gradient in found)]
+    torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
     for name in program.segment.inputs:
         if name in away.gradients:
-            add_to(gradients, name, away.gradients.pop(name))
+            gradients[name] = away.gradients.pop(name)

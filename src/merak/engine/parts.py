@@ -40,6 +40,7 @@ class Parts:
         stage_rank: the pipeline position of each stage in the first pipe, which evaluates.
         parameters: this rank's parameters by name.
         owned: names of those whose copy on this rank counts, of all ranks of its pipeline.
+        norm_order: names of all of the pipeline's that have gradients, in the model's order.
         shared: names of those that several segments of the model read.
         buffers: the model's buffers by name.
         kept_buffers: names of the model's buffers that this rank keeps up to date.
@@ -64,6 +65,7 @@ class Parts:
     stage_rank: tuple[int, ...]
     parameters: Mapping[str, torch.nn.Parameter]
     owned: frozenset[str]
+    norm_order: tuple[str, ...]
     shared: frozenset[str]
     buffers: Mapping[str, torch.Tensor]
     kept_buffers: frozenset[str]

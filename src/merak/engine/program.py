@@ -34,6 +34,7 @@ class SegmentProgram:
         trains: whether it has a backward: a gradient goes back through one of its outputs.
         draws: whether it draws random numbers.
         written: names of the buffers it writes into.
+        repeated: names of the parameters that several of its operators read.
         kept: whether its activations are kept where its stage recomputes others.
         selective: its operators whose results are kept where it recomputes; None for none.
         offload: where its activations wait in host memory, the values that it reads or makes and
@@ -46,6 +47,7 @@ class SegmentProgram:
     trains: bool
     draws: bool
     written: tuple[str, ...]
+    repeated: tuple[str, ...] = ()
     kept: bool = False
     selective: Kept | None = None
     offload: frozenset[str] | None = None
@@ -318,6 +320,11 @@ def compile_segment(
         trains=any(values[name].requires_grad for name in segment.outputs),
         draws=draws,
         written=written_buffers(segment.graph),
+        repeated=tuple(
+            node.meta["name"]
+            for node in segment.graph.find_nodes(op="placeholder")
+            if node.meta["kind"] is Kind.PARAMETER and len(node.users) > 1
+        ),
     )
 
 

@@ -7,7 +7,7 @@ So the order of forwards, recomputations and backwards is the schedule's alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from merak.engine import interleave, whole
 from merak.engine.deferred import WeightGradients
 from merak.engine.offload import Offload
 from merak.engine.program import HalvedRun, Program, SegmentProgram, StageProgram
-from merak.engine.surroundings import InShares, Surroundings, Values
+from merak.engine.surroundings import BeginSums, InShares, Surroundings, Values, no_sums
 from merak.engine.weights import Leaves, Weights
 
 
@@ -144,6 +144,7 @@ class Stage:
         microbatch: Microbatch,
         gradients: Values,
         segment_done: Callable[[SegmentProgram], None],
+        begin_sums: BeginSums = no_sums,
     ) -> Values:
         """Run all segments' backwards on one microbatch.
 
@@ -154,6 +155,7 @@ class Stage:
             microbatch: as in the forward.
             gradients: of the values of `sent`, and of the loss where it is made here.
             segment_done: called after each segment's backward, last segment first.
+            begin_sums: gives what enters a segment's backward of parameters that several read.
 
         Returns:
             The gradients of the values of `received` that carry one.
@@ -161,6 +163,7 @@ class Stage:
         program = microbatch.program.stages[self.index]
         saved = self._saved.pop(number)
         around = self._around(self.weights.of(number), microbatch)
+        around = replace(around, begin_sums=begin_sums)
         self.waiting.start(number)
         self._begin_fetch(saved)
         for run in reversed(program.runs):

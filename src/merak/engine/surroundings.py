@@ -9,9 +9,17 @@ from typing import Protocol
 import torch
 
 from merak.engine.offload import Offload
+from merak.engine.program import SegmentProgram
 from merak.engine.weights import Leaves
 
 Values = dict[str, torch.Tensor]
+
+Sums = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Leaves, and the gradients that later readers have given to each."""
+
+BeginSums = Callable[[SegmentProgram, Leaves], Sums]
+"""Called before a segment's backward: gives the leaves of parameters that it reads several times
+and later segments read as well, with what those have given; see `tied.TiedGradients.begin`."""
 
 
 class InShares(Protocol):
@@ -32,6 +40,11 @@ class InShares(Protocol):
         """Its turn is over."""
 
 
+def no_sums(segment: SegmentProgram, leaves: Leaves) -> Sums:
+    """Where no gradient is collected over several segments."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """For one microbatch on one stage.
@@ -45,6 +58,7 @@ class Surroundings:
         device: where it computes.
         sharded: parameters that are gathered for a segment alone; None for none.
         offload: what moves activations to host memory; None for nothing.
+        begin_sums: gives what enters the backward of a segment besides its outputs' gradients.
     """
 
     weights: Leaves
@@ -55,6 +69,7 @@ class Surroundings:
     device: torch.device
     sharded: InShares | None = None
     offload: Offload | None = None
+    begin_sums: BeginSums = no_sums
 
 
 def add_to(gradients: Values, name: str, gradient: torch.Tensor) -> None:

@@ -24,6 +24,8 @@ from merak.engine.gradients import add_gradient, gradient_dtype, no_gradient
 from merak.engine.program import SegmentProgram
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
+from merak.engine.surroundings import Sums
+from merak.engine.weights import Leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,10 @@ class TiedGradients:
         for pipe, chain in enumerate(self._chains):
             chain.start_step(partial(orders, pipe), partial(open_sends, pipe))
 
+    def begin(self, pipe: int, microbatch: int, segment: SegmentProgram, leaves: Leaves) -> Sums:
+        """What enters a segment's backward; see `Chain.begin`."""
+        return self._chains[pipe].begin(segment, microbatch, leaves) if self._chains else ()
+
     def collect(self, segment: SegmentProgram, pipe: int, microbatch: int) -> None:
         """Take the gradients that a segment's backward has left on its leaves."""
         if self._chains:
@@ -214,6 +220,8 @@ class Chain:
             and shared.parameters[name].numel()  # a share may have no rows
         }
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
+        # Where the sum of the holder before has been taken, before this rank's own is complete.
+        self._taken: set[tuple[str, int]] = set()
         self._sent: dict[str, deque[tuple[int, dist.Work, torch.Tensor]]] = {}
         self._most_open: dict[str, int] = {}
         self._arriving: dict[str, deque[tuple[int, dist.Work, torch.Tensor]]] = {}
@@ -247,6 +255,26 @@ class Chain:
         }
         self._arriving = {name: deque() for name in self._expected}
 
+    def begin(self, segment: SegmentProgram, microbatch: int, leaves: Leaves) -> Sums:
+        """The sums of later readers, for the parameters that a segment reads several times.
+
+        Where they enter its backward, it adds what each of its own readers gives one by one, as
+        one process's autograd does; else it would add the sum of its own readers.
+        """
+        found = []
+        for name in segment.repeated:
+            if name not in self._own or not self._every_microbatch:
+                continue
+            # Shares have leaves of their own, and sums of a lower precision's are not its type.
+            leaf = next((own for own in self._leaves[name] if own is leaves[name]), None)
+            if leaf is None or gradient_dtype(leaf) != leaf.dtype:
+                continue
+            known = self._known(name, microbatch)
+            if known is not None:
+                self._sums.pop((name, microbatch), None)
+                found.append((leaf, known))
+        return found
+
     def collect(self, segment: SegmentProgram, microbatch: int) -> None:
         """Take the gradients that a segment's backward has left on its leaves."""
         for name in segment.segment.parameters:
@@ -276,22 +304,29 @@ class Chain:
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         self._sums.clear()
+        self._taken.clear()
         self._sent.clear()
         self._arriving.clear()
         self._expected.clear()
 
     def _add(self, name: str, key: int, gradient: torch.Tensor) -> None:
+        self._sums[name, key] = self._sum(gradient, self._known(name, key))
+
+    def _known(self, name: str, key: int) -> torch.Tensor | None:
+        """What readers before have given; None where they have not, or it has been begun with."""
         known = self._sums.get((name, key))
-        if known is None and self._comes_first(name):
+        if known is None and self._comes_first(name) and (name, key) not in self._taken:
+            self._taken.add((name, key))
             known = self._take(name, key)
-        self._sums[name, key] = self._sum(gradient, known)
+        return known
 
     def _pass_on(self, name: str, key: int) -> None:
         parameter = self._parameters[name]
         total = self._sums.pop((name, key), None)
-        if name in self._expected and (total is None or not self._comes_first(name)):
+        if name in self._expected and (name, key) not in self._taken:
             received = self._take(name, key)
             total = self._sum(total, received)
+        self._taken.discard((name, key))
         after = self._after(name)
         if after is not None:
             self.send(name, self._relief.allocate(partial(_whole, total, parameter)), after.rank)

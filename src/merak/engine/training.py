@@ -263,7 +263,14 @@ class TrainingStep:
             dtype = microbatch.program.values[loss].dtype
             scale = microbatch.scale * microbatch.loss_scale * self._share(number)
             gradients[loss] = torch.full((), scale, dtype=dtype, device=self._parts.mesh.device)
-        made = self._parts.stages[stage].backward(number, microbatch, gradients, segment_done)
+        pipe = self._schedule.microbatch_pipes[number]
+        made = self._parts.stages[stage].backward(
+            number,
+            microbatch,
+            gradients,
+            segment_done,
+            partial(self._parts.tied.begin, pipe, number),
+        )
         if stage > 0:
             self._exchange.give(Payload.GRADIENT, stage, number, made)
 

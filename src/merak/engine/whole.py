@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from merak.engine import offloaded
 from merak.engine.offloaded import Away, Saving
 from merak.engine.program import SegmentProgram
 from merak.engine.selective import Recording
-from merak.engine.surroundings import Surroundings, Values, add_to
+from merak.engine.surroundings import Sums, Surroundings, Values
 from merak.engine.weights import Leaves
 
 
@@ -121,12 +122,14 @@ def backward(
 
 
 def _go_back(run: SegmentProgram, saved: Saved, gradients: Values, around: Surroundings) -> None:
+    sums = partial(around.begin_sums, run, around.weights)
     if saved.away is not None:
         assert around.offload is not None
-        offloaded.backward(run, saved.away, gradients, around.offload)
+        offloaded.backward(run, saved.away, gradients, around.offload, sums)
         return
     assert saved.outputs is not None
-    propagate(run.segment.outputs, saved.outputs, run.segment.inputs, saved.inputs, gradients)
+    segment = run.segment
+    propagate(segment.outputs, saved.outputs, segment.inputs, saved.inputs, gradients, sums)
 
 
 @contextmanager
@@ -145,8 +148,13 @@ def propagate(
     inputs: Sequence[str],
     leaves: Sequence[torch.Tensor],
     gradients: Values,
+    sums: Callable[[], Sums] = tuple,
 ) -> None:
     """One autograd graph's backward.
+
+    What later readers have given to one of its leaves enters the graph as well, first of all: so
+    the readers' gradients are summed one by one, in the order of one process's autograd, and not
+    those of each graph on their own.
 
     Args:
         outputs: names of its results.
@@ -154,6 +162,7 @@ def propagate(
         inputs: names of its leaves.
         leaves: what the forward took.
         gradients: by name; loses those of the outputs and gains those of the inputs.
+        sums: gives further leaves, and what their readers in later graphs have given to each.
     """
     pairs = [
         (result, gradients.pop(name))
@@ -163,10 +172,13 @@ def propagate(
     pairs = [(result, gradient) for result, gradient in pairs if result.requires_grad]
     if not pairs:
         return
-    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-    for name, leaf in zip(inputs, leaves, strict=True):
+    own = [(n, leaf) for n, leaf in zip(inputs, leaves, strict=True) if leaf.requires_grad]
+    roots = [*sums(), *((leaf, gradients.pop(n)) for n, leaf in own if n in gradients), *pairs]
+    del pairs
+    torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
+    for name, leaf in own:
         if leaf.grad is not None:
-            add_to(gradients, name, leaf.grad)
+            gradients[name] = leaf.grad
 
 
 def call(
