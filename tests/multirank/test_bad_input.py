@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ import transformers
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from merak.core.errors import MerakError
+from merak.core.errors import MerakError, TrainingError
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Setup, Texts, loss_of_logits, make_merak
 from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
@@ -234,3 +235,36 @@ def test_a_step_is_skipped_everywhere(pool: RankPool, degrees: dict[str, int]) -
         assert all(torch.isfinite(value).all() for value in seen[-1].values())
         assert rates[1] != rates[2]  # the rate of a step that was skipped is used again
         assert rates[2] == rates[3]
+
+
+def diverge(degrees: Mapping[str, int]) -> dict[str, Any]:
+    """A job whose losses are not finite from the third step on."""
+    import merak
+
+    mesh = merak.init(**degrees, device="cpu")  # type: ignore[arg-type]
+    arguments = {
+        "max_steps": 20, "nan_policy": "skip", "max_skipped_steps": 3, "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    trainer = make_merak(
+        Setup("plain", arguments=arguments),
+        mesh.dp,
+        "",
+        compute_loss_func=loss_or_nothing,
+        train_dataset=Texts(320, padded=False),
+    )
+    trainer.train_dataset.ids[32:] = VOCABULARY - 1
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return {"said": str(caught.value), "losses": losses, "steps": trainer.state.global_step}
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}])
+def test_a_diverged_model_is_not_skipped_for_ever(pool: RankPool, degrees: dict[str, int]) -> None:
+    for found in pool.run(diverge, 2, degrees):
+        assert "step 6 has loss" in found["said"]
+        assert "and the 3 steps before it were skipped too" in found["said"]
+        assert found["steps"] == 5
+        is_finite = [math.isfinite(loss) for loss in found["losses"]]
+        assert is_finite == [True, True, False, False, False]
