@@ -16,7 +16,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from merak.core.errors import MerakError, TrainingError
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import VOCABULARY, Setup, Texts, loss_of_logits, make_merak
+from tests.multirank.training import (
+    VOCABULARY,
+    Setup,
+    Texts,
+    Uneven,
+    loss_of_logits,
+    make_merak,
+)
 from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
 
 
@@ -99,6 +106,19 @@ def _train(**kwargs: Any) -> None:
     make_merak(Setup("bert", arguments={"max_steps": 2}), 1, "", **kwargs).train()
 
 
+class Extra(Uneven):
+    """A model with a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {}
+
+
+def _train_extra(**arguments: Any) -> None:
+    trainer = make_merak(Setup("plain", arguments=arguments), 1, "")
+    trainer.model.__class__ = Extra
+    trainer.train()
+
+
 def _table(*names: str) -> Any:
     import datasets  # type: ignore[import-untyped]
 
@@ -131,6 +151,13 @@ CASES: dict[str, Callable[[], None]] = {
     "empty evaluation": lambda: make_merak(Setup("bert"), 1, "").evaluate(
         Columns("labels", size=0)
     ),
+    "later evaluation": lambda: make_merak(
+        Setup("bert", arguments={"eval_strategy": "steps", "eval_steps": 1000}),
+        1,
+        "",
+        eval_dataset=Columns("labels"),
+    ).train(),
+    "later save": lambda: _train_extra(save_strategy="steps", save_steps=1000),
     "no dataset": lambda: _train(train_dataset=None),
     "not a number": lambda: make_merak(
         Setup("bert", arguments={"learning_rate": 1e30}), 1, ""
@@ -172,6 +199,8 @@ EXPECTED: list[tuple[str, dict[str, int], str]] = [
     ("empty", PP, r"the training dataset is empty; give one with at least one sample"),
     ("empty stream", PP, r"the training dataset yields no samples; give one"),
     ("empty evaluation", PP, r"the evaluation dataset is empty; give one"),
+    ("later evaluation", PP, r"needs column 'input_ids', but the batch has labels; BertFor"),
+    ("later save", PP, r"_extra_state of the state dict is neither a parameter nor a buffer but"),
     ("no dataset", PP, r"nothing to train on; pass train_dataset=…"),
     ("not a number", PP, r"step \d+ has loss nan and gradient norm nan; .*nan_policy='skip'"),
 ]

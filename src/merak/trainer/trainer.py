@@ -35,8 +35,10 @@ from merak.graph.build import GraphSource
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.weights.proxies import empty_weights
 from merak.trainer.batches import Agreement, Council
+from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
+from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.not_finite import SkippedSteps
 from merak.trainer.refusals import (
     refuse_what_needs_all_gradients,
@@ -207,7 +209,11 @@ class MerakTrainer(Saving, Trainer):
         check_not_empty(self.train_dataset)
         self._skipped.start()
         loader = super().get_train_dataloader()
+        if self.engine is None:
+            check_what_follows(self)
+        refuse_unequal_replicas(self.args, loader, self.mesh.dp)
         engine = self.build_engine(loader, self.train_dataset)
+        refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside)
         assert self._counter is not None
         batch, _ = split_plain(example_batch(loader, seed=self.args.seed))
         columns = engine.columns(self._counter.signature(batch).columns)
@@ -218,6 +224,7 @@ class MerakTrainer(Saving, Trainer):
             columns=self._counter.to_read(columns),
             seed=self.args.seed,
             plain=self._plain,
+            whole_rounds=self.args.dataloader_drop_last and engine.needs_equal_replicas,
         )
 
     def get_batch_samples(
