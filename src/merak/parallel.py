@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merak.core.errors import DataError, ScheduleError
+from merak.core.errors import DataError, ScheduleError, TrainingError
 from merak.core.mesh import current_mesh
 from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
@@ -17,7 +17,7 @@ from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.precision import check_autocast
 from merak.engine.relief import OPTIMIZER_FIX, explained
-from merak.engine.scaling import LossScale
+from merak.engine.scaling import MAX_SKIPPED_STEPS, LossScale
 from merak.graph.build import GraphSource
 from merak.graph.call import LossFunction
 
@@ -72,6 +72,7 @@ class ParallelModel:
         Raises:
             DataError: a batch that does not divide into the microbatches, or has other plain
                 arguments than the one that the model was traced with.
+            TrainingError: fp16 overflows again and again, whatever the loss scale.
         """
         microbatches = split_batch(without_plain(batch, self.plain), self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
@@ -105,6 +106,13 @@ class ParallelModel:
             return False
         overflow = not bool(torch.isfinite(engine.gradient_norm() if norm is None else norm))
         self.scaler.update(overflow)
+        if self.scaler.num_vain_steps > MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"step {self.num_steps} and the {MAX_SKIPPED_STEPS} before it have gradients that "
+                f"are not finite, also with a loss scale of {self.scaler.scale:g}, so the model "
+                "has diverged; go on from earlier weights with a lower learning rate, or look at "
+                "the data."
+            )
         return overflow
 
     def _step_optimizer(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,9 +14,16 @@ import transformers
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from merak.core.errors import MerakError
+from merak.core.errors import MerakError, TrainingError
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import VOCABULARY, Setup, Texts, loss_of_logits, make_merak
+from tests.multirank.training import (
+    VOCABULARY,
+    Setup,
+    Texts,
+    Uneven,
+    loss_of_logits,
+    make_merak,
+)
 from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
 
 
@@ -98,6 +106,19 @@ def _train(**kwargs: Any) -> None:
     make_merak(Setup("bert", arguments={"max_steps": 2}), 1, "", **kwargs).train()
 
 
+class Extra(Uneven):
+    """A model with a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {}
+
+
+def _train_extra(**arguments: Any) -> None:
+    trainer = make_merak(Setup("plain", arguments=arguments), 1, "")
+    trainer.model.__class__ = Extra
+    trainer.train()
+
+
 def _table(*names: str) -> Any:
     import datasets  # type: ignore[import-untyped]
 
@@ -130,6 +151,13 @@ CASES: dict[str, Callable[[], None]] = {
     "empty evaluation": lambda: make_merak(Setup("bert"), 1, "").evaluate(
         Columns("labels", size=0)
     ),
+    "later evaluation": lambda: make_merak(
+        Setup("bert", arguments={"eval_strategy": "steps", "eval_steps": 1000}),
+        1,
+        "",
+        eval_dataset=Columns("labels"),
+    ).train(),
+    "later save": lambda: _train_extra(save_strategy="steps", save_steps=1000),
     "no dataset": lambda: _train(train_dataset=None),
     "not a number": lambda: make_merak(
         Setup("bert", arguments={"learning_rate": 1e30}), 1, ""
@@ -171,6 +199,8 @@ EXPECTED: list[tuple[str, dict[str, int], str]] = [
     ("empty", PP, r"the training dataset is empty; give one with at least one sample"),
     ("empty stream", PP, r"the training dataset yields no samples; give one"),
     ("empty evaluation", PP, r"the evaluation dataset is empty; give one"),
+    ("later evaluation", PP, r"needs column 'input_ids', but the batch has labels; BertFor"),
+    ("later save", PP, r"_extra_state of the state dict is neither a parameter nor a buffer but"),
     ("no dataset", PP, r"nothing to train on; pass train_dataset=…"),
     ("not a number", PP, r"step \d+ has loss nan and gradient norm nan; .*nan_policy='skip'"),
 ]
@@ -234,3 +264,36 @@ def test_a_step_is_skipped_everywhere(pool: RankPool, degrees: dict[str, int]) -
         assert all(torch.isfinite(value).all() for value in seen[-1].values())
         assert rates[1] != rates[2]  # the rate of a step that was skipped is used again
         assert rates[2] == rates[3]
+
+
+def diverge(degrees: Mapping[str, int]) -> dict[str, Any]:
+    """A job whose losses are not finite from the third step on."""
+    import merak
+
+    mesh = merak.init(**degrees, device="cpu")  # type: ignore[arg-type]
+    arguments = {
+        "max_steps": 20, "nan_policy": "skip", "max_skipped_steps": 3, "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    trainer = make_merak(
+        Setup("plain", arguments=arguments),
+        mesh.dp,
+        "",
+        compute_loss_func=loss_or_nothing,
+        train_dataset=Texts(320, padded=False),
+    )
+    trainer.train_dataset.ids[32:] = VOCABULARY - 1
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return {"said": str(caught.value), "losses": losses, "steps": trainer.state.global_step}
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}])
+def test_a_diverged_model_is_not_skipped_for_ever(pool: RankPool, degrees: dict[str, int]) -> None:
+    for found in pool.run(diverge, 2, degrees):
+        assert "step 6 has loss" in found["said"]
+        assert "and the 3 steps before it were skipped too" in found["said"]
+        assert found["steps"] == 5
+        is_finite = [math.isfinite(loss) for loss in found["losses"]]
+        assert is_finite == [True, True, False, False, False]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import merak
+from merak.core.errors import MerakError
 from tests.multirank import training
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Setup, make_merak
@@ -119,3 +120,31 @@ def test_replicas_share_steps_and_resume_elsewhere(
     table = 4 * training.VOCABULARY * 32 * (1 if job.own and job.own[0] is Signs else 2)
     total = sum(found["state"] for found in ranks)
     assert total == pytest.approx(alone["state"] + table, rel=0.01)
+
+
+def ragged(changes: Mapping[str, Any], degrees: Mapping[str, int], cache: str) -> Any:
+    """An epoch of 3 microbatches for 2 replicas: what is said of it, or the steps it takes."""
+    merak.init(**degrees, device="cpu")  # type: ignore[arg-type]
+    arguments = {"max_steps": -1, "num_train_epochs": 1, **changes}
+    trainer = make_merak(Setup("plain", 2, 12, arguments=arguments), 2, cache)
+    try:
+        trainer.train()
+    except MerakError as error:
+        return str(error), trainer.state.global_step
+    return trainer.state.global_step
+
+
+@pytest.mark.parametrize(
+    "changes,degrees",
+    [({"zero": 3}, {"dp": 2}), ({"schedule": "pipedream"}, {"dp": 2, "pp": 2})],
+    ids=["zero", "asynchronous"],
+)
+def test_a_ragged_last_step_is_refused_before_the_first(
+    pool: RankPool, tmp_path: Path, changes: dict[str, Any], degrees: dict[str, int]
+) -> None:
+    num_ranks = 2 * degrees.get("pp", 1)
+    for said, steps in pool.run(ragged, num_ranks, changes, degrees, str(tmp_path)):
+        assert "the 3 batches of an epoch are no multiple of dp=2" in said
+        assert steps == 0
+    dropped = {**changes, "dataloader_drop_last": True}
+    assert pool.run(ragged, num_ranks, dropped, degrees, str(tmp_path)) == [1] * num_ranks

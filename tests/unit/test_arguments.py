@@ -193,6 +193,7 @@ def test_accelerator_options(config: object, said: str, job: Callable[..., None]
         ({"nan_policy": "pray"}, "nan_policy='pray' is not a choice; use 'stop' or 'skip'"),
         ({"tied_gradients": "never"}, "use 'microbatch' or 'step'"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 is not a size"),
+        ({"max_skipped_steps": -1}, "max_skipped_steps=-1 is no number of steps; use 0 or more"),
         ({"hang_limit_s": 0.0}, "hang_limit_s=0.0 is not a time to wait; use a number of seconds"),
         ({"hang_limit_s": float("nan")}, "hang_limit_s=nan is not a time to wait"),
         ({"max_shapes": 0}, "max_shapes=0 is no number of shapes to keep; use 1 or more"),

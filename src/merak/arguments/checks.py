@@ -76,6 +76,10 @@ def _field_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
         )
     if arguments.max_shapes < 1:
         yield f"max_shapes={arguments.max_shapes} is no number of shapes to keep; use 1 or more."
+    if arguments.max_skipped_steps < 0:
+        yield (
+            f"max_skipped_steps={arguments.max_skipped_steps} is no number of steps; use 0 or more."
+        )
     if not arguments.hang_limit_s > 0:
         yield (
             f"hang_limit_s={arguments.hang_limit_s} is not a time to wait; use a number of seconds "

@@ -23,6 +23,7 @@ from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import current_mesh
 from merak.engine.precision import check_autocast
+from merak.engine.scaling import MAX_SKIPPED_STEPS
 from merak.graph.tensor_parallel.feature_file import parse_features
 
 CACHE_VARIABLE = "MERAK_CACHE"
@@ -55,6 +56,7 @@ class MerakArguments(TrainingArguments):
         feature_dict: how parameters are split by tensor parallelism, or a JSON file that says so.
         trace_cache: folder where traced models are kept; empty for none.
         nan_policy: "stop" or "skip", for a step whose loss or gradient is not finite.
+        max_skipped_steps: so many steps in a row may be skipped.
         bucket_bytes: bytes of gradients reduced together over the replicas.
         master_weights: keep float32 masters of bfloat16 and float16 parameters.
         gradient_sums: "float32" or "own": what gradients of such parameters are summed in.
@@ -121,6 +123,14 @@ class MerakArguments(TrainingArguments):
             "help": "What becomes of a step whose loss or gradient is NaN or infinite: 'stop' "
             "ends the job with a sentence, 'skip' leaves the parameters as they are on all ranks.",
             "choices": ["stop", "skip"],
+        },
+    )
+    max_skipped_steps: int = field(
+        default=MAX_SKIPPED_STEPS,
+        metadata={
+            "help": "With nan_policy='skip', so many steps in a row may be skipped; one more ends "
+            "the job, since the model has diverged. An overflow of fp16 is not counted while its "
+            "loss scale is above 1."
         },
     )
     bucket_bytes: int | None = field(

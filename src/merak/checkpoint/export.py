@@ -136,12 +136,36 @@ def _save_adapters(
         raise WeightsError(f"The adapters could not be saved in {target}: {failure}.")
 
 
+def check_saves(model: nn.Module) -> None:
+    """Refuse a model that `save_pretrained` cannot write, which is known before it is trained.
+
+    Args:
+        model: the user's model, with or without weights.
+
+    Raises:
+        WeightsError: it has adapters of transformers' own, or a state dict of more than tensors.
+    """
+    _refuse_adapters(model)
+    _check_keys(model)
+
+
 def _refuse_adapters(model: nn.Module) -> None:
     if getattr(model, "_hf_peft_config_loaded", False):
         raise WeightsError(
             "The model has adapters, which save_pretrained of merak does not write; merge them "
             "into the model first."
         )
+
+
+def _check_keys(model: nn.Module) -> None:
+    firsts = first_names(named_tensors(model))
+    for key, value in model.state_dict(keep_vars=True).items():
+        if key not in firsts:
+            raise WeightsError(
+                f"{key} of the state dict is neither a parameter nor a buffer but "
+                f"{type(value).__name__}, which safetensors cannot hold; leave it out of the "
+                "state dict."
+            )
 
 
 def _attempt(step: Callable[[], None]) -> str | None:
@@ -155,16 +179,10 @@ def _attempt(step: Callable[[], None]) -> str | None:
 
 def _state_without_numbers(model: nn.Module, holdings: Mapping[str, Holding]) -> State:
     """The state dict that is to be written, whole tensors on the meta device."""
-    named = named_tensors(model)
-    firsts = first_names(named)
+    _check_keys(model)
+    firsts = first_names(named_tensors(model))
     state: State = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        if key not in firsts:
-            raise WeightsError(
-                f"{key} of the state dict is neither a parameter nor a buffer but "
-                f"{type(value).__name__}, which safetensors cannot hold; leave it out of the "
-                "state dict."
-            )
+    for key in model.state_dict(keep_vars=True):
         holding = holdings.get(firsts[key])
         if holding is None:
             raise WeightsError(

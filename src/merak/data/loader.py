@@ -45,6 +45,7 @@ def shard_loader(
     columns: tuple[str, ...] | None,
     seed: int,
     plain: Mapping[str, Any] = MappingProxyType({}),
+    whole_rounds: bool = False,
 ) -> DataLoader[Any]:
     """Turn the loader of a single process into the loader of one rank.
 
@@ -59,6 +60,7 @@ def shard_loader(
             for all columns.
         seed: the job's seed; keys the draws of random datasets and collators.
         plain: arguments that are no tensors, which every batch has beside its columns.
+        whole_rounds: leave out a last round that has no batch for some rank.
 
     Returns:
         A loader with `set_epoch`, on which `accelerate.skip_first_batches` works.
@@ -70,13 +72,14 @@ def shard_loader(
     check_not_empty(loader.dataset)
     fetch = make_fetch(loader.dataset, loader.collate_fn, columns, seed, plain)
     if is_iterable(loader.dataset):
-        return _shard_stream(loader, fetch, dp_degree, dp_rank)
+        return _shard_stream(loader, fetch, dp_degree, dp_rank, whole_rounds)
     batched = loader.batch_sampler is not None
     batches = RankBatches(
         loader.batch_sampler if batched else loader.sampler,
         dp_degree=dp_degree,
         dp_rank=dp_rank,
         seed=seed,
+        whole_rounds=whole_rounds,
     )
     _check_some_batches(loader, batches)
     reads = columns != ()
@@ -94,7 +97,7 @@ def shard_loader(
 
 
 def _shard_stream(
-    loader: DataLoader[Any], fetch: Fetch, dp_degree: int, dp_rank: int
+    loader: DataLoader[Any], fetch: Fetch, dp_degree: int, dp_rank: int, whole_rounds: bool
 ) -> DataLoader[Any]:
     stream = RankStream(
         fetch,
@@ -103,6 +106,7 @@ def _shard_stream(
         batch_size=loader.batch_size,
         drop_last=getattr(loader, "_drop_last", loader.drop_last),
         options=_options(loader),
+        whole_rounds=whole_rounds,
     )
     sharded: DataLoader[Any] = DataLoaderShard(
         stream,
@@ -164,6 +168,12 @@ def _options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _check_some_batches(loader: DataLoader[Any], batches: RankBatches) -> None:
+    if len(batches) == 0 < len(batches.inner):
+        raise DataError(
+            f"the dataset's {len(batches.inner)} batches are not one for each of dp="
+            f"{batches.dp_degree} replicas, and drop_last drops such a round; use a smaller batch, "
+            "or a smaller dp."
+        )
     if len(batches) == 0:
         raise DataError(
             f"the dataset's {len(loader.dataset)} samples do not fill one batch of "  # type: ignore[arg-type]

@@ -43,13 +43,23 @@ class RankBatches(Sampler[BatchKey]):
         dp_degree: data parallel degree.
         dp_rank: this rank's data parallel replica.
         seed: the job's seed; starts the draws of samplers that have no generator of their own.
+        whole_rounds: leave out a last round that has no batch for some rank.
     """
 
-    def __init__(self, inner: Any, *, dp_degree: int, dp_rank: int, seed: int) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        dp_degree: int,
+        dp_rank: int,
+        seed: int,
+        whole_rounds: bool = False,
+    ) -> None:
         self.inner = inner
         self.dp_degree = dp_degree
         self.dp_rank = dp_rank
         self.seed = seed
+        self.whole_rounds = whole_rounds
         self.epoch = 0
         # accelerate reads these two.
         self.batch_size = getattr(inner, "batch_size", None)
@@ -68,7 +78,8 @@ class RankBatches(Sampler[BatchKey]):
                 inner.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return math.ceil(len(self.inner) / self.dp_degree)
+        rounds = len(self.inner) / self.dp_degree
+        return math.floor(rounds) if self.whole_rounds else math.ceil(rounds)
 
     def __iter__(self) -> Iterator[BatchKey]:
         epoch = self.epoch
@@ -83,6 +94,8 @@ class RankBatches(Sampler[BatchKey]):
             # Whole rounds, so that a rank that is left out of the last one knows it.
             for start in range(0, len(taken), self.dp_degree):
                 own = start + self.dp_rank
+                if self.whole_rounds and start + self.dp_degree > len(taken):
+                    return
                 yield BatchKey(epoch, first + own, taken[own] if own < len(taken) else None)
             first += len(taken)
 

@@ -87,6 +87,7 @@ class RankStream(IterableDataset[Any]):
         batch_size: samples per batch; None where the dataset itself yields batches.
         drop_last: whether a smaller last batch is left out.
         options: the loader's worker options.
+        whole_rounds: leave out a last round that has no batch for some rank.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class RankStream(IterableDataset[Any]):
         batch_size: int | None,
         drop_last: bool,
         options: dict[str, Any],
+        whole_rounds: bool = False,
     ) -> None:
         self.dataset = fetch.dataset
         alone = not options.get("num_workers")
@@ -108,15 +110,19 @@ class RankStream(IterableDataset[Any]):
         )
         self._dp_degree = dp_degree
         self._dp_rank = dp_rank
+        self._whole_rounds = whole_rounds
 
     def set_epoch(self, epoch: int) -> None:
         """Say which pass over the dataset the next iteration is."""
         self._batches.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return math.ceil(len(self._batches) / self._dp_degree)
+        rounds = len(self._batches) / self._dp_degree
+        return math.floor(rounds) if self._whole_rounds else math.ceil(rounds)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches = iter(self._loader)
         while turn := list(islice(batches, self._dp_degree)):
+            if self._whole_rounds and len(turn) < self._dp_degree:
+                return
             yield turn[self._dp_rank] if self._dp_rank < len(turn) else {}

@@ -78,6 +78,11 @@ class Engine:
         """Whether a step's schedule is asynchronous: it steps the optimizer on its way."""
         return not self._parts.plan_for.base.schedule.is_synchronous
 
+    @property
+    def needs_equal_replicas(self) -> bool:
+        """Whether all replicas must have equally many microbatches in every training step."""
+        return self.updates_inside or self._parts.zero == 3
+
     def is_owner(self, name: str) -> bool:
         """Whether this rank's copy of a parameter counts (in norms, in checkpoints)."""
         return name in self._parts.owned

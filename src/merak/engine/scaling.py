@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MAX_SKIPPED_STEPS = 10
+"""So many steps in a row may be skipped for a loss or gradient that is not finite."""
+
 
 @dataclass(slots=True)
 class LossScale:
@@ -22,6 +25,7 @@ class LossScale:
         backoff_factor: multiplies it after an overflow.
         growth_interval: it grows after so many steps in a row without an overflow.
         num_good_steps: the steps since it last changed.
+        num_vain_steps: the steps in a row that overflowed though the scale was 1 or less.
 
     Source: the rule and its constants are `torch.amp.GradScaler`'s.
     """
@@ -31,6 +35,7 @@ class LossScale:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     num_good_steps: int = 0
+    num_vain_steps: int = 0
 
     @property
     def may_overflow(self) -> bool:
@@ -43,6 +48,7 @@ class LossScale:
         Args:
             overflow: whether a gradient on any rank was infinite or NaN.
         """
+        self.num_vain_steps = self.num_vain_steps + 1 if overflow and not self.may_overflow else 0
         if overflow:
             self.scale *= self.backoff_factor
             self.num_good_steps = 0

@@ -22,7 +22,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
-from merak.core.errors import DataError, TrainingError
+from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
 from merak.data import check_not_empty, example_batch, shard_loader, split_plain
 from merak.engine.build import build_engine
@@ -35,8 +35,11 @@ from merak.graph.build import GraphSource
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.weights.proxies import empty_weights
 from merak.trainer.batches import Agreement, Council
+from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
+from merak.trainer.last_step import refuse_unequal_replicas
+from merak.trainer.not_finite import SkippedSteps
 from merak.trainer.refusals import (
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
@@ -83,6 +86,7 @@ class MerakTrainer(Saving, Trainer):
         self._next_round = 0
         arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
         self.scaler = LossScale() if arguments.fp16 else None
+        self._skipped = SkippedSteps(self.scaler)
         super().__init__(model=model, args=arguments, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -203,8 +207,13 @@ class MerakTrainer(Saving, Trainer):
         if self.train_dataset is None:
             raise DataError("there is nothing to train on; pass train_dataset=… to MerakTrainer.")
         check_not_empty(self.train_dataset)
+        self._skipped.start()
         loader = super().get_train_dataloader()
+        if self.engine is None:
+            check_what_follows(self)
+        refuse_unequal_replicas(self.args, loader, self.mesh.dp)
         engine = self.build_engine(loader, self.train_dataset)
+        refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside)
         assert self._counter is not None
         batch, _ = split_plain(example_batch(loader, seed=self.args.seed))
         columns = engine.columns(self._counter.signature(batch).columns)
@@ -215,6 +224,7 @@ class MerakTrainer(Saving, Trainer):
             columns=self._counter.to_read(columns),
             seed=self.args.seed,
             plain=self._plain,
+            whole_rounds=self.args.dataloader_drop_last and engine.needs_equal_replicas,
         )
 
     def get_batch_samples(
@@ -298,23 +308,20 @@ class MerakTrainer(Saving, Trainer):
 
     def _mind_not_finite(self, norm: torch.Tensor) -> None:
         """Stop, or skip the step, on all ranks alike: each knows the same losses and norm."""
-        is_finite = bool(torch.isfinite(norm) & torch.isfinite(self._losses).all())
-        self.optimizer._is_overflow = not is_finite  # the learning rate then does not move either
-        is_overflow = not is_finite and self.scaler is not None and self.scaler.may_overflow
-        if self.scaler is not None:
-            self.scaler.update(overflow=not is_finite)
-        if is_finite:
-            return
-        step, loss = self.state.global_step + 1, float(self._losses.sum())
-        if self.args.nan_policy == "stop" and not is_overflow:
-            raise TrainingError(
-                f"step {step} has loss {loss} and gradient norm {float(norm)}; lower the learning "
-                "rate or look at its data, or leave such steps out with nan_policy='skip'."
-            )
-        if self.args.should_log:
-            logger.warning("step %d skipped: loss %s, gradient norm %s", step, loss, float(norm))
-        assert self.engine is not None
-        self.engine.trained.clear_gradients()  # what has no gradient, an optimizer leaves as it is
+        step = self.state.global_step + 1
+        skips = self._skipped.skips(self.args, step, self._losses, norm)
+        self.optimizer._is_overflow = skips  # the learning rate then does not move either
+        if self.args.logging_nan_inf_filter:
+            self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
+        if skips:
+            assert self.engine is not None
+            self.engine.trained.clear_gradients()  # without a gradient nothing is stepped
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """transformers' own log, with NaN for the loss of steps of which none was finite."""
+        if self.args.logging_nan_inf_filter:
+            self._skipped.logged(logs)
+        super().log(logs, start_time)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of this rank's own parameters."""

@@ -7,9 +7,10 @@ from accelerate import skip_first_batches
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from merak.core.errors import DataError
-from merak.data import example_batch
+from merak.data import example_batch, shard_loader
 from tests.unit.data.helpers import (
     Recorder,
+    Stream,
     interleave,
     noisy_collate,
     plain_loader,
@@ -214,3 +215,22 @@ def test_the_example_batch_disturbs_nothing(tmp_path):
     expected = list(prepared_loader(tmp_path, Recorder(9), noisy_collate))
     got = list(loader)
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("dataset", [varied(11), Stream(11)], ids=["mapped", "streamed"])
+def test_whole_rounds_leave_out_what_not_every_rank_has(dataset, num_workers):
+    for rank in range(4):
+        collate = pad if isinstance(dataset, datasets.Dataset) else None
+        loader = plain_loader(dataset, collate_fn=collate, num_workers=num_workers)
+        options = {"columns": None, "seed": 5, "whole_rounds": True}
+        (own,) = shard_loader(loader, dp_degree=4, dp_rank=rank, **options)  # of 6 batches
+        assert own
+
+
+def test_too_few_batches_for_a_whole_round():
+    with pytest.raises(DataError, match=r"2 batches are not one for each of dp=3 replicas"):
+        shard_loader(
+            plain_loader(Recorder(4)), dp_degree=3, dp_rank=0, columns=None, seed=5,
+            whole_rounds=True,
+        )  # fmt: skip

@@ -27,3 +27,12 @@ def test_a_checkpoint_of_torchs_scale_is_read() -> None:
     assert ours == LossScale(8.0, 2.0, 0.5, 5, 0)
     assert ours.may_overflow
     assert not LossScale(1.0).may_overflow
+
+
+def test_overflows_at_a_scale_that_cannot_be_the_reason_are_counted() -> None:
+    scale = LossScale(4.0)
+    seen = []
+    for overflow in (True, True, True, True, False, True):
+        scale.update(overflow)
+        seen.append(scale.num_vain_steps)
+    assert seen == [0, 0, 1, 2, 0, 1]
