@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from merak.arguments.folders import folder_problems
+from merak.arguments.loggers import logger_problems
 from merak.arguments.optimizers import OPTIMIZERS
+from merak.arguments.ranges import loader_problems, range_problems
 from merak.arguments.rules import UNKNOWN, Layout, Policy, problems, refusal
 from merak.arguments.table import ACCELERATOR
 from merak.core.errors import PlanError
@@ -28,6 +31,9 @@ def own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
         arguments: to look at.
         mesh: the ranks of the job.
     """
+    yield from range_problems(arguments)
+    yield from loader_problems(arguments)
+    yield from logger_problems(arguments)
     yield from _optimizer_problems(arguments, mesh)
     yield from _accelerator_problems(arguments, mesh)
     yield from _field_problems(arguments, mesh)
@@ -59,11 +65,6 @@ def _accelerator_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str
 
 
 def _field_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
-    for name in ("nan_policy", "tied_gradients", "gradient_sums", "zero"):
-        choices = arguments.__dataclass_fields__[name].metadata["choices"]
-        if getattr(arguments, name) not in choices:
-            named = " or ".join(repr(choice) for choice in choices)
-            yield f"{name}={getattr(arguments, name)!r} is not a choice; use {named}."
     for name in ("bucket_bytes", "ddp_bucket_cap_mb"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -86,6 +87,8 @@ def _field_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
             "above 0."
         )
     yield from _memory_problems(arguments, mesh)
+    if mesh.rank == 0:  # which makes it
+        yield from folder_problems(arguments)
     partition = arguments.partition
     if partition is not None and (not partition or min(partition) < 1):
         yield f"partition={partition} has an empty stage; give every stage a segment or more."

@@ -18,9 +18,11 @@ from transformers import TrainingArguments
 from merak.arguments.alone import fresh_state
 from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
+from merak.arguments.kinds import kind_problems
+from merak.arguments.ranges import range_problems
 from merak.arguments.rules import problems, raise_first
 from merak.arguments.table import RULES, SEQ2SEQ
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, MerakError
 from merak.core.mesh import current_mesh
 from merak.engine.precision import check_autocast
 from merak.engine.scaling import MAX_SKIPPED_STEPS
@@ -243,12 +245,24 @@ class MerakArguments(TrainingArguments):
         """Refuse what cannot be honoured, then settle defaults as transformers does."""
         mesh = current_mesh()
         raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
+        raise_first(kind_problems(self, MerakArguments))
+        raise_first(range_problems(self))
         check_autocast(self.autocast, mesh.device)  # before transformers looks at device 0
         if mesh.device.type == "cpu" and self.bf16:
             self.use_cpu = True  # transformers would look for a GPU that has it
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        self._settle_as_transformers()
         check_arguments(self)
         self._settle()
+
+    def _settle_as_transformers(self) -> None:
+        """Settle defaults; what transformers refuses it refuses by all kinds of exceptions."""
+        try:
+            super().__post_init__()  # type: ignore[no-untyped-call]
+        except MerakError:
+            raise
+        except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as cause:
+            said = " ".join(str(cause).split()).rstrip(".")
+            raise ArgumentsError(f"these arguments do not go together: {said}.") from cause
 
     def _settle(self) -> None:
         if current_mesh().device.type == "cpu":
@@ -352,6 +366,7 @@ def check_arguments(arguments: MerakArguments) -> None:
     """
     mesh = current_mesh()
     raise_first(problems(arguments, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
+    raise_first(kind_problems(arguments, MerakArguments))
     raise_first(own_problems(arguments, mesh))
 
 

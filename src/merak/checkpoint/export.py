@@ -33,7 +33,8 @@ from merak.checkpoint.layout import (
     part_shape,
 )
 from merak.checkpoint.ranks import gather_objects, transfer_device
-from merak.core.errors import WeightsError
+from merak.checkpoint.writing import why_not_written
+from merak.core.errors import SavingError, WeightsError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join
 from merak.graph.weights.tape import Recorder
@@ -97,21 +98,25 @@ def save_pretrained(
     gatherer = _Gatherer(model, holdings, mesh)
     failure = None
     if mesh.rank == 0:
-        failure = _attempt(partial(_start, model, target, partial_folder))
+        failure = _attempt(partial(_start, model, target, partial_folder), target)
     for file, names in files.items():
         state = {}
         for source in dict.fromkeys(source for name in names for source in keys[name].sources):
             state[source] = gatherer.whole(source)
         if mesh.rank == 0 and failure is None:
             chosen = {name: keys[name] for name in names}
-            failure = _attempt(partial(_write, model, chosen, state, partial_folder / file))
+            failure = _attempt(
+                partial(_write, model, chosen, state, partial_folder / file), target
+            )
         del state
     if mesh.rank == 0:
-        failure = failure or _attempt(partial(_finish, partial_folder, target, index))
+        failure = failure or _attempt(
+            partial(_finish, partial_folder, target, index), target
+        )
         shutil.rmtree(partial_folder, ignore_errors=True)
     failure = gather_objects(failure)[0]
     if failure is not None:
-        raise WeightsError(f"The model could not be saved in {target}: {failure}.")
+        raise SavingError(f"The model could not be saved in {target}: {failure}.")
 
 
 def _save_adapters(
@@ -128,12 +133,14 @@ def _save_adapters(
         state[key] = gatherer.whole(key)
     failure = None
     if mesh.rank == 0:
-        failure = _attempt(partial(write_adapters, model, state, partial_folder, target))
-        failure = failure or _attempt(partial(place_adapters, partial_folder, target))
+        failure = _attempt(
+            partial(write_adapters, model, state, partial_folder, target), target
+        )
+        failure = failure or _attempt(partial(place_adapters, partial_folder, target), target)
         shutil.rmtree(partial_folder, ignore_errors=True)
     failure = gather_objects(failure)[0]
     if failure is not None:
-        raise WeightsError(f"The adapters could not be saved in {target}: {failure}.")
+        raise SavingError(f"The adapters could not be saved in {target}: {failure}.")
 
 
 def check_saves(model: nn.Module) -> None:
@@ -168,12 +175,12 @@ def _check_keys(model: nn.Module) -> None:
             )
 
 
-def _attempt(step: Callable[[], None]) -> str | None:
+def _attempt(step: Callable[[], None], target: Path) -> str | None:
     """Why a step failed, if it did: the other ranks are to be told, not left waiting."""
     try:
         step()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return why_not_written(error, target) or f"{type(error).__name__}: {error}"
     return None
 
 

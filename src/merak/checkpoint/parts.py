@@ -136,9 +136,15 @@ def load_parts(folder: Path, state: State) -> None:
 
 def read_index(folder: Path) -> Metadata | None:
     """What a folder holds; None where no complete checkpoint was written."""
-    if not (folder / ".metadata").is_file():
+    if not is_complete(folder):
         return None
     return FileSystemReader(folder).read_metadata()
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether all of a checkpoint was written: its index is written last."""
+    index = folder / ".metadata"
+    return index.is_file() and index.stat().st_size > 0
 
 
 def shape_of(index: Metadata, key: str) -> tuple[int, ...] | None:

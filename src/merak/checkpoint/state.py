@@ -24,7 +24,8 @@ from merak.checkpoint.optimizer import (
 )
 from merak.checkpoint.parts import State, load_parts, part_of, read_index, save_parts, shape_of
 from merak.checkpoint.ranks import gather_objects
-from merak.core.errors import WeightsError
+from merak.checkpoint.writing import why_not_written
+from merak.core.errors import SavingError, WeightsError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, Stepped
 
@@ -70,14 +71,14 @@ def save_state(
         if mesh.rank == 0:
             _start(target, unfinished)
 
-    _together(start, f"{target} could not be written")
+    _together(start, target)
     if optimizer is not None:
         by_rank = gather_objects(hyperparameters(optimizer, view))
         if mesh.rank == 0:
             state[GROUPS] = {name: group for groups in by_rank for name, group in groups.items()}
-    _together(partial(save_parts, unfinished, state), f"{target} could not be written")
+    _together(partial(save_parts, unfinished, state), target)
     finish = partial(_replace, unfinished, target) if mesh.rank == 0 else _nothing
-    _together(finish, f"{target} could not be written")
+    _together(finish, target)
 
 
 def load_state(
@@ -123,13 +124,13 @@ def load_state(
         state.update({GROUPS: None, **targets})
         tensors.update(memory)
 
-    _together(prepare, f"{target} could not be read")
-    _together(partial(load_parts, target, state), f"{target} could not be read")
+    _together(prepare, target, "read")
+    _together(partial(load_parts, target, state), target, "read")
     _refresh_masters(view)
     if optimizer is not None:
         loaded = {k: tensors.get(k, v) for k, v in state.items() if k.startswith(PREFIX)}
         fill = partial(fill_optimizer, optimizer, view, loaded, state[GROUPS])
-        _together(fill, f"{target} could not be loaded")
+        _together(fill, target, "loaded")
 
 
 def _refresh_masters(view: RankView) -> None:
@@ -178,21 +179,23 @@ def _buffers_to_save(
     return [name for name in buffers if holdings[name].ranks[0] == mesh.rank]
 
 
-def _together(action: Callable[[], None], problem: str) -> None:
+def _together(action: Callable[[], None], target: Path, done: str = "written") -> None:
     """Do something on every rank; if it fails on one, all of them say so and none waits."""
-    failure: str | None = None
+    failure: tuple[str, bool] | None = None
     try:
         action()
     except WeightsError as error:
-        failure = str(error)
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        failure = f"{problem}: {type(cause).__name__}: {cause}."
+        failure = (str(error), isinstance(error, SavingError))
     except Exception as error:
-        failure = f"{problem}: {type(error).__name__}: {error}."
-    failures = [text for text in gather_objects(failure) if text is not None]
+        reason = why_not_written(error, target) if done == "written" else None
+        if reason is None and isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        named = reason or f"{type(error).__name__}: {error}"
+        failure = (f"{target} could not be {done}: {named}.", reason is not None)
+    failures = [told for told in gather_objects(failure) if told is not None]
     if failures:
-        raise WeightsError(failures[0])
+        sentence, is_saving = failures[0]
+        raise (SavingError if is_saving else WeightsError)(sentence)
 
 
 def _nothing() -> None:

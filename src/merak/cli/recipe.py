@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -102,6 +103,26 @@ class Recipe:
         return Path(str(self.arguments["output_dir"])).expanduser()
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2: `1e-4` is a number, and `off`, `on`, `yes` and `no` are words."""
+
+
+_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in (_BOOL, _FLOAT)]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
+        r"|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
+    ),
+    "-+0123456789.",
+)
+
+
 def read_recipe(file: Path) -> Recipe:
     """Read and check a recipe.
 
@@ -109,7 +130,7 @@ def read_recipe(file: Path) -> Recipe:
         CommandError: the file cannot be read, or a field is unknown, missing or of a wrong kind.
     """
     try:
-        parsed = yaml.safe_load(file.read_text(encoding="utf-8"))
+        parsed = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # a safe one
     except OSError as cause:
         raise CommandError(f"the recipe {file} cannot be read: {cause.strerror}.") from cause
     except (yaml.YAMLError, UnicodeDecodeError) as cause:

@@ -43,3 +43,7 @@ class WeightsError(MerakError):
 
 class TrainingError(MerakError):
     """Training that cannot go on: a loss that is not finite, a transfer that never comes."""
+
+
+class SavingError(WeightsError, TrainingError):
+    """Files that cannot be written: a full disk, a folder that has become read-only."""

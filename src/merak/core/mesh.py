@@ -19,6 +19,9 @@ from merak.core.errors import MeshError
 
 logger = logging.getLogger(__name__)
 
+BACKENDS = ("gloo", "nccl")
+"""What carries tensors between ranks."""
+
 AXES = ("pp", "dp", "tp")
 """Slowest axis first: tp ranks are neighbours on one node, pp stages lie farthest apart."""
 
@@ -82,6 +85,9 @@ class Mesh:
         return self.device_mesh.get_group(axis)
 
 
+_LONGEST_S = 10 * 365 * 24 * 3600.0
+"""What a timeout may be, in seconds: torch counts it in milliseconds of limited size."""
+
 _current: list[Mesh] = []
 
 
@@ -111,14 +117,16 @@ def init(
 
     Raises:
         MeshError: degrees below 1, degrees whose product is not the world size, a job of several
-            ranks that torchrun did not start, or a second call.
+            ranks that torchrun did not start, a device or backend that is none, or a second call.
     """
     failure.install()
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     for axis, degree in (("dp", dp), ("tp", tp), ("pp", pp)):
-        if not isinstance(degree, int) or degree < 1:
+        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise MeshError(f"{axis}={degree!r} is not a degree; use a whole number of 1 or more.")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
+        raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
     num_ranks = dp * tp * pp
     if "RANK" not in os.environ and num_ranks > 1:
         raise MeshError(
@@ -131,7 +139,9 @@ def init(
             f"dp={dp} × tp={tp} × pp={pp} = {num_ranks} ranks, but torchrun started {world_size}; "
             f"make the product of the degrees equal the number of ranks."
         )
-    mesh = _connect(dp, tp, pp, _pick_device(device), backend, timeout_s)
+    chosen = _pick_device(device)
+    _check_backend(backend, chosen)
+    mesh = _connect(dp, tp, pp, chosen, backend, timeout_s)
     _current.append(mesh)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
     if mesh.rank == 0 and crosses_nodes(mesh, per_node):
@@ -151,8 +161,24 @@ def crosses_nodes(mesh: Mesh, ranks_per_node: int) -> bool:
     return mesh.world_size > ranks_per_node and ranks_per_node % mesh.tp != 0
 
 
+def _check_backend(backend: str | None, device: torch.device) -> None:
+    """Refuse what cannot carry a device's tensors, also where one rank has nobody to send to."""
+    if backend is None:
+        return
+    named = {part.rpartition(":")[2] for part in str(backend).split(",")}
+    if not named.issubset(BACKENDS):
+        raise MeshError(f"{backend=} is not supported; use 'gloo' or 'nccl', or leave it out.")
+    if backend == "nccl" and device.type == "cpu":
+        raise MeshError("backend='nccl' carries tensors of GPUs alone; use 'gloo' on the CPU.")
+
+
 def _pick_device(device: str | torch.device | None) -> torch.device:
-    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    try:
+        kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    except (RuntimeError, TypeError):
+        kind = str(device)
+    if kind not in ("cpu", "cuda"):
+        raise MeshError(f"device={str(device)!r} is not supported; use 'cpu' or 'cuda'.")
     if kind != "cuda":
         return torch.device(kind)
     if not torch.cuda.is_available():

@@ -34,6 +34,24 @@ def refuse_what_needs_all_gradients(args: MerakArguments) -> None:
         )
 
 
+def refuse_no_steps(args: MerakArguments) -> None:
+    """A training that has no step is a mistake, which nobody would find in its checkpoint.
+
+    Raises:
+        ArgumentsError: it has none.
+    """
+    if args.max_steps == 0:
+        raise ArgumentsError(
+            "max_steps=0 trains nothing; use 1 or more, or -1 for num_train_epochs passes over "
+            "the dataset."
+        )
+    if args.max_steps < 0 and not args.num_train_epochs > 0:
+        raise ArgumentsError(
+            f"num_train_epochs={args.num_train_epochs} trains nothing; use a number above 0, or "
+            "set max_steps."
+        )
+
+
 def refuse_what_ranks_cannot_share(
     cls: type, args: object, kwargs: Mapping[str, Any], world_size: int
 ) -> None:

@@ -17,20 +17,19 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import TrainOutput
 
 from merak.checkpoint.export import save_pretrained
 from merak.checkpoint.state import load_state, save_state
-from merak.core.errors import WeightsError
+from merak.checkpoint.writing import writing_into
 from merak.core.mesh import Mesh
 from merak.engine.engine import Engine
 from merak.engine.scaling import LossScale
+from merak.trainer.refusals import refuse_no_steps
+from merak.trainer.resuming import RANKS_FOLDER, check_whole, checkpoint_to_resume, unreadable
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
-
-RANKS_FOLDER = "merak"
-"""The part of a checkpoint that holds the ranks' parameters and optimizer states."""
-
 
 class Saving(Trainer):
     """The part of `MerakTrainer` that writes and reads folders."""
@@ -45,6 +44,25 @@ class Saving(Trainer):
     lr_scheduler: Any
     compute_loss_func: Any
 
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Train as `transformers.Trainer` does; what it is to go on from is looked at first.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the last in `output_dir`.
+            *rest: as in transformers.
+            **kwargs: as in transformers.
+
+        Raises:
+            ArgumentsError: there is no step to train.
+            WeightsError: there is nothing to resume from, or it is not whole.
+        """
+        refuse_no_steps(self.args)
+        found = checkpoint_to_resume(resume_from_checkpoint, str(self.args.output_dir))
+        trained: TrainOutput = super().train(found, *rest, **kwargs)
+        return trained
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder that `from_pretrained` reads. Every rank takes part; rank 0 writes.
 
@@ -54,13 +72,15 @@ class Saving(Trainer):
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         if self.engine is None:
-            super().save_model(folder, _internal_call)
+            with writing_into(folder):
+                super().save_model(folder, _internal_call)
             return
         with self.engine.whole_model():
             held = self.engine.held()
             save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
         if self.args.should_save:
-            self._save_companions(folder)
+            with writing_into(folder):
+                self._save_companions(folder)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -88,25 +108,20 @@ class Saving(Trainer):
             torch.save(scheduler, os.path.join(output_dir, SCHEDULER_NAME))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        with writing_into(str(self.args.output_dir)):
+            super()._save_checkpoint(model, trial)
         if self.mesh.world_size > 1:
             dist.barrier()  # no rank goes on, or ends, while rank 0 still writes
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights are loaded once the ranks have their segments, with the optimizer's state."""
-        folder = Path(resume_from_checkpoint) / RANKS_FOLDER
-        if not folder.is_dir():
-            raise WeightsError(
-                f"{resume_from_checkpoint} has no folder {RANKS_FOLDER!r}, so it is no checkpoint "
-                "to resume a Merak job from; name a checkpoint-… folder that Merak wrote."
-            )
+        check_whole(Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         self._load_ranks(checkpoint, self._inner_optimizer())
-        path = os.path.join(checkpoint, SCHEDULER_NAME)
-        self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+        self.lr_scheduler.load_state_dict(_load(checkpoint, SCHEDULER_NAME))
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
@@ -131,12 +146,23 @@ class Saving(Trainer):
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.scaler is None or checkpoint is None:
             return
-        path = os.path.join(checkpoint, SCALER_NAME)
-        if os.path.isfile(path):  # else it was saved without fp16
-            self.scaler.load_state_dict(torch.load(path, weights_only=True))
+        if os.path.isfile(os.path.join(checkpoint, SCALER_NAME)):  # else it was without fp16
+            self.scaler.load_state_dict(_load(checkpoint, SCALER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: draws are keyed by what they are for."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Nothing: draws are keyed by what they are for."""
+
+
+def _load(checkpoint: str, name: str) -> Any:
+    """A small file of a checkpoint.
+
+    Raises:
+        WeightsError: it is damaged.
+    """
+    try:
+        return torch.load(os.path.join(checkpoint, name), weights_only=True)
+    except Exception as cause:  # whatever a damaged file may lead to
+        raise unreadable(checkpoint, name, cause) from cause

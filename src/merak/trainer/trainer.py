@@ -22,6 +22,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
+from merak.arguments.folders import make_output_folder
 from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
 from merak.data import check_not_empty, example_batch, shard_loader, split_plain
@@ -87,6 +88,8 @@ class MerakTrainer(Saving, Trainer):
         arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
         self.scaler = LossScale() if arguments.fp16 else None
         self._skipped = SkippedSteps(self.scaler)
+        if arguments.should_save:
+            make_output_folder(str(arguments.output_dir))
         super().__init__(model=model, args=arguments, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -1,0 +1,143 @@
+"""The kind of value that every argument takes, read off its annotation.
+
+One mechanism for all fields, those of a newer transformers included: `max_steps: three` is refused
+by name before anything compares it with a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any
+
+from merak.core.did_you_mean import near
+
+PATHS = frozenset(
+    ("output_dir", "resume_from_checkpoint", "segment_times", "feature_dict", "trace_cache")
+)
+"""Fields of text that name a file or folder, which Python also has path objects for."""
+
+ALSO: Mapping[str, tuple[Any, ...]] = {
+    "resume_from_checkpoint": (bool,),
+    "bf16": (None,),
+    "fp16": (None,),
+    "recompute": (float, list[Any]),
+    "offload_activations": (float, list[Any]),
+}
+"""Kinds that a field takes beside those of its annotation."""
+
+SETTLED = frozenset(("accelerator_config", "parallelism_config", "debug", "fsdp_config"))
+"""Fields that hold objects of transformers' own once they are settled; it checks them itself."""
+
+
+def kind_problems(arguments: object, cls: type) -> Iterator[str]:
+    """One sentence for every field whose value is of another kind than its annotation says.
+
+    Args:
+        arguments: a dataclass instance.
+        cls: the dataclass whose fields are looked at, of which `arguments` may be a subclass.
+    """
+    hints = _hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in SETTLED or not field.init:
+            continue
+        value = getattr(arguments, field.name)
+        if value is field.default:
+            continue
+        options = (*_options(hints[field.name]), *ALSO.get(field.name, ()))
+        if field.name in PATHS and isinstance(value, os.PathLike):
+            continue
+        if not any(_fits(value, option) for option in options):
+            yield f"{field.name}={_shown(value)} should be {_named(options)}."
+        else:
+            yield from _choice_problem(field, value, options)
+
+
+@lru_cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The kinds of a union; the one kind of anything else."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return tuple(option for part in typing.get_args(hint) for option in _options(part))
+    return (hint,)
+
+
+def _fits(value: object, option: Any) -> bool:
+    if option is Any:
+        return True
+    if option is None or option is type(None):
+        return value is None
+    if typing.get_origin(option) is typing.Literal:
+        return any(value is choice or value == choice for choice in typing.get_args(option))
+    kind = typing.get_origin(option) or option
+    is_truth = isinstance(value, bool)
+    if kind is bool:
+        return is_truth or (isinstance(value, Integral) and value in (0, 1))
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not is_truth
+    if kind is list:
+        return isinstance(value, list | tuple) and _each_fits(value, typing.get_args(option))
+    return isinstance(value, Mapping if kind is dict else kind)
+
+
+def _each_fits(values: list[Any] | tuple[Any, ...], kinds: tuple[Any, ...]) -> bool:
+    return all(any(_fits(v, o) for o in _options(kinds[0])) for v in values) if kinds else True
+
+
+def _choice_problem(
+    field: dataclasses.Field[Any], value: object, options: tuple[Any, ...]
+) -> Iterator[str]:
+    """What is wrong with a value of the right kind that is none of a few choices."""
+    choices = tuple(field.metadata.get("choices") or ())
+    for option in options:
+        if isinstance(option, type) and issubclass(option, Enum):
+            choices = tuple(member.value for member in option)
+    plain = value.value if isinstance(value, Enum) else value
+    if not choices or value is None or plain in choices:
+        return
+    named = " or ".join(repr(choice) for choice in choices)
+    similar = near(str(plain), [str(choice) for choice in choices])
+    how = similar if similar != "." and len(choices) > 4 else f"; use {named}."
+    yield f"{field.name}={_shown(plain)} is not a choice{how}"
+
+
+_NAMES: Mapping[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a dictionary",
+}
+
+
+def _named(options: tuple[Any, ...]) -> str:
+    names: dict[str, None] = {}
+    for option in options:
+        if option is None or option is type(None):
+            continue  # said last
+        kind = typing.get_origin(option) or option
+        if kind is list and typing.get_args(option):
+            inner = _NAMES.get(_options(typing.get_args(option)[0])[0], "values")
+            names[f"a list of {inner.removeprefix('a ')}s"] = None
+        elif kind in _NAMES:
+            names[_NAMES[kind]] = None
+        elif kind is typing.Literal:
+            names |= dict.fromkeys(repr(choice) for choice in typing.get_args(option))
+    if None in options or type(None) in options:
+        names["None"] = None
+    return " or ".join(names)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

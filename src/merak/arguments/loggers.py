@@ -1,0 +1,44 @@
+"""Whether the loggers of `report_to` are known and installed, before anything is built for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from transformers.integrations import integration_utils
+
+from merak.core.did_you_mean import near
+
+if TYPE_CHECKING:
+    from merak.arguments.training import MerakArguments
+
+NEEDS = {"azure_ml": "azureml", "flyte": "flytekit"}
+"""What a logger needs, where that is called otherwise."""
+
+PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
+"""What to install for a logger, where that is called otherwise."""
+
+
+def logger_problems(arguments: MerakArguments) -> Iterator[str]:
+    """One sentence for every logger that is unknown or not installed."""
+    known = integration_utils.INTEGRATION_TO_CALLBACK
+    wanted = arguments.report_to or []
+    for name in [wanted] if isinstance(wanted, str) else wanted:
+        if name in ("all", "none"):
+            continue  # all that are installed; or, among others, refused by transformers
+        if name not in known:
+            yield f"report_to={name!r} is no logger of transformers{near(name, [*known, 'none'])}"
+        elif not _is_installed(name):
+            package = PACKAGES.get(name, name)
+            yield (
+                f"report_to={name!r} needs the package {package}, which is not installed; run "
+                f"`pip install {package}`, or use report_to='none'."
+            )
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a logger's package is there, as transformers itself finds out."""
+    ask = getattr(integration_utils, f"is_{NEEDS.get(name, name)}_available", None)
+    if ask is None and name == "comet_ml":
+        return bool(getattr(integration_utils, "_is_comet_installed", True))
+    return True if ask is None else bool(ask())

@@ -1,0 +1,80 @@
+"""The range that every number among the arguments lies in, as one table."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers that an argument may have; NaN is in no range.
+
+    Args:
+        least: the smallest.
+        most: the largest.
+        said: what to use instead of a number outside.
+    """
+
+    least: float
+    most: float
+    said: str
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies in it."""
+        return self.least <= value <= self.most
+
+
+_LARGEST = sys.float_info.max
+_COUNT = Range(1, _LARGEST, "use a whole number of 1 or more")
+_COUNT_OR_NONE = Range(0, _LARGEST, "use a whole number of 0 or more")
+_AMOUNT = Range(0, _LARGEST, "use a finite number of 0 or more")
+_BETA = Range(0, math.nextafter(1, 0), "use a number of 0 or more and below 1")
+_NUMBER = Range(-math.inf, math.inf, "use a number")
+_SEED = Range(0, 2**32 - 1, "use a whole number from 0 to 4294967295")
+
+RANGES: Mapping[str, Range] = {
+    "per_device_train_batch_size": _COUNT,
+    "per_device_eval_batch_size": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "eval_accumulation_steps": _COUNT,
+    "dataloader_num_workers": _COUNT_OR_NONE,
+    "dataloader_prefetch_factor": _COUNT,
+    "learning_rate": _AMOUNT,
+    "weight_decay": _AMOUNT,
+    "adam_beta1": _BETA,
+    "adam_beta2": _BETA,
+    "adam_epsilon": _AMOUNT,
+    "warmup_steps": _AMOUNT,
+    "max_grad_norm": _NUMBER,
+    "num_train_epochs": _AMOUNT,
+    "eval_delay": _AMOUNT,
+    "logging_steps": _AMOUNT,
+    "save_steps": _NUMBER,
+    "seed": _SEED,
+    "data_seed": _SEED,
+}
+"""Of fields that are numbers; None, where a field may be None, is outside of all of this."""
+
+
+def range_problems(arguments: Any) -> Iterator[str]:
+    """One sentence for every number that is out of its range."""
+    for name, allowed in RANGES.items():
+        value = getattr(arguments, name, None)
+        if value is not None and not allowed.holds(value):
+            yield f"{name}={value!r} is out of range; {allowed.said}."
+
+
+def loader_problems(arguments: Any) -> Iterator[str]:
+    """What torch's loader would refuse of options that are for its workers alone."""
+    if arguments.dataloader_num_workers:
+        return
+    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+        if getattr(arguments, name):
+            yield (
+                f"{name}={getattr(arguments, name)!r} is for the loader's workers, but "
+                "dataloader_num_workers=0; set that to 1 or more, or leave the other out."
+            )

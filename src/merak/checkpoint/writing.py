@@ -1,0 +1,80 @@
+"""What is said when files cannot be written, whichever library was writing them.
+
+A full disk is an `OSError` in Python, a `RuntimeError` of torch's ("enforce fail at
+inline_container.cc"), and an exception of their own in safetensors and tokenizers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from merak.core.errors import MerakError, SavingError
+
+_TORCH_WROTE = ("PytorchStreamWriter", "inline_container.cc", "unexpected pos")
+_RUST = re.compile(r"(?:^|: )([^:]*?) \(os error \d+\)")
+_IS_FULL = ("no space left", "quota exceeded")
+_NEARLY_FULL_BYTES = 2**20
+
+
+@contextmanager
+def writing_into(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an exception of whatever writes files inside into one sentence.
+
+    Raises:
+        SavingError: files could not be written. Other exceptions pass.
+    """
+    try:
+        yield
+    except MerakError:
+        raise
+    except Exception as error:
+        reason = why_not_written(error, folder)
+        if reason is None:
+            raise
+        raise SavingError(f"{os.fspath(folder)} could not be written: {reason}.") from error
+
+
+def why_not_written(error: BaseException, folder: str | os.PathLike[str]) -> str | None:
+    """Why files could not be written, and what to do; None for an exception of another kind.
+
+    Args:
+        error: what the library that was writing has raised.
+        folder: where to.
+    """
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    said = _reason(error)
+    if said is None and any(word in str(error) for word in _TORCH_WROTE):
+        is_full = _free_bytes(folder) < _NEARLY_FULL_BYTES
+        said = "No space left on device" if is_full else "a file was cut off while it was written"
+    if said is None:
+        return None
+    if any(word in said.lower() for word in _IS_FULL):
+        free = _free_bytes(folder) / 1e6
+        return (
+            f"{said} ({free:,.1f} MB are free there now); make room, keep fewer checkpoints with "
+            "save_total_limit, or name another output_dir"
+        )
+    return f"{said}; make it writable, or name another output_dir"
+
+
+def _reason(error: BaseException) -> str | None:
+    if isinstance(error, ConnectionError | TimeoutError):
+        return None  # of a network, not of a disk
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.strerror or os.strerror(error.errno)
+    found = _RUST.search(str(error))
+    return found.group(1).strip() if found else None
+
+
+def _free_bytes(folder: str | os.PathLike[str]) -> int:
+    wanted = Path(folder).absolute()
+    there = next(place for place in (wanted, *wanted.parents) if place.exists())
+    return shutil.disk_usage(there).free

@@ -1,0 +1,85 @@
+"""Which checkpoint a training goes on from, looked at before anything is built for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import TrainerState
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+
+from merak.checkpoint.parts import is_complete
+from merak.core.errors import WeightsError
+
+RANKS_FOLDER = "merak"
+"""The part of a checkpoint that holds the ranks' parameters and optimizer states."""
+
+
+def checkpoint_to_resume(wish: object, output_dir: str) -> str | None:
+    """The checkpoint that a training is to go on from.
+
+    Args:
+        wish: a folder; True for the last one in `output_dir`; None or False for none.
+        output_dir: where the run saves.
+
+    Raises:
+        WeightsError: there is none, or it is not whole.
+    """
+    if wish is None or wish is False:
+        return None
+    if wish is True:
+        last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        if last is None:
+            raise WeightsError(
+                f"resume_from_checkpoint=True, but {output_dir} has no checkpoint-… folder; name "
+                "one, or leave it out to start anew."
+            )
+        wish = last
+    if not isinstance(wish, str | os.PathLike) or not os.path.isdir(wish):
+        raise WeightsError(
+            f"resume_from_checkpoint={wish!r} is not a folder; name a checkpoint-… folder that "
+            "Merak wrote, or leave it out to start anew."
+        )
+    check_whole(Path(wish))
+    return os.fspath(wish)
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Refuse a checkpoint of which a file is missing or was not written to its end.
+
+    Raises:
+        WeightsError: with the first such file.
+    """
+    ranks = checkpoint / RANKS_FOLDER
+    if not ranks.is_dir():
+        raise WeightsError(
+            f"{checkpoint} has no folder {RANKS_FOLDER!r}, so it is no checkpoint to resume a "
+            "Merak job from; name a checkpoint-… folder that Merak wrote."
+        )
+    if not is_complete(ranks):
+        raise _not_whole(checkpoint, f"{RANKS_FOLDER}/.metadata, which is written last, is missing")
+    for name in (SCHEDULER_NAME, TRAINER_STATE_NAME):
+        file = checkpoint / name
+        if not file.is_file():
+            raise _not_whole(checkpoint, f"{name} is missing")
+        if not file.stat().st_size:
+            raise _not_whole(checkpoint, f"{name} is empty")
+    try:
+        TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    except (OSError, ValueError, TypeError) as cause:
+        said = " ".join(str(cause).split())
+        raise _not_whole(checkpoint, f"{TRAINER_STATE_NAME} cannot be read: {said}") from cause
+
+
+def unreadable(checkpoint: str, name: str, cause: Exception) -> WeightsError:
+    """What to raise when one of a checkpoint's files turns out to be damaged."""
+    said = " ".join(str(cause).split()) or type(cause).__name__
+    return _not_whole(Path(checkpoint), f"{name} cannot be read: {said[:120]}")
+
+
+def _not_whole(checkpoint: Path, what: str) -> WeightsError:
+    return WeightsError(
+        f"{checkpoint} is not a whole checkpoint ({what.rstrip('.')}); resume from another one, or "
+        "leave resume_from_checkpoint out to start anew."
+    )
