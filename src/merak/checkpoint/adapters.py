@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
+from merak.core.private import give_usual_modes
+
 CARD = "README.md"
 """Which peft brings up to date where there is one."""
 
@@ -64,6 +66,7 @@ def write_adapters(
 
 def place_adapters(folder: Path, target: Path) -> None:
     """Let files take their place, file by file, and leave all others there alone."""
+    give_usual_modes(folder)
     for path in sorted(folder.rglob("*")):
         place = target / path.relative_to(folder)
         if path.is_dir():

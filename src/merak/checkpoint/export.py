@@ -36,6 +36,7 @@ from merak.checkpoint.ranks import gather_objects, transfer_device
 from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
 from merak.core.mesh import Mesh
+from merak.core.private import give_usual_modes
 from merak.core.shards import ParameterShard, join
 from merak.graph.weights.tape import Recorder
 
@@ -336,6 +337,7 @@ def _finish(partial_folder: Path, target: Path, index: str | None) -> None:
     """Let the folder take its place, or its files theirs in a folder that is there already."""
     if index is not None:
         (partial_folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index, encoding="utf-8")
+    give_usual_modes(partial_folder)
     if not target.exists():
         partial_folder.rename(target)
         return

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from merak.core.errors import TraceError
 from merak.graph.cache import Made, cached
 from merak.graph.call import LossFunction
+from merak.graph.called_functions import refuse_foreign_functions
 from merak.graph.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir import ModelGraph, TensorMeta
 from merak.graph.kept.keeping import Keeping
@@ -122,10 +124,16 @@ def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, train
         if source.cache_dir is None:
             graph, known = make()[0], False
         else:
-            graph, known = cached(source.cache_dir, _key(source, columns), make)
-            connect(graph, source.model)
+            adopt = partial(_adopt, source.model)
+            graph, known = cached(source.cache_dir, _key(source, columns), make, adopt)
     total = time.perf_counter() - start
     return Built(graph, known, total - seconds[0], seconds[0])
+
+
+def _adopt(model: nn.Module, graph: ModelGraph) -> None:
+    """Let a graph that was read from disk call the model's code, and no other."""
+    refuse_foreign_functions(graph, model)
+    connect(graph, model)
 
 
 def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:

@@ -1,19 +1,24 @@
-"""Traces on disk: found by the content that determines them, safe with many ranks at once."""
+"""Traces on disk: found by the content that determines them, safe with many ranks at once.
+
+A file holds a graph as JSON beside the tensors in it, all in the safetensors format, so reading one
+runs nothing that it brings.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
 
+from merak.core.private import private_folder, read_own_file
 from merak.graph.fingerprint import file_hashes
+from merak.graph.graph_file import graph_of, read_graph_file, write_graph_file
 from merak.graph.ir import ModelGraph
-from merak.graph.pack import pack_model, unpack_model
+from merak.graph.json_values import NotStorable
 
 logger = logging.getLogger(__name__)
 
@@ -21,27 +26,34 @@ Made = tuple[ModelGraph, frozenset[str]]
 """A model graph, and the source files that its trace ran through."""
 
 
-def cached(folder: Path, key: str, make: Callable[[], Made]) -> tuple[ModelGraph, bool]:
+Adopt = Callable[[ModelGraph], None]
+
+
+def cached(
+    folder: Path, key: str, make: Callable[[], Made], adopt: Adopt | None = None
+) -> tuple[ModelGraph, bool]:
     """A model graph from disk, or made now and kept.
 
-    Of several ranks that ask at once on one machine, one makes it and the others wait.
+    Of several ranks that ask at once on one machine, one makes it and the others wait. A graph that
+    holds an object of a class that is no data is not kept.
 
     Args:
-        folder: the cache's folder, made where it is not there. Its files are read with pickle:
-            use a folder that only you can write to.
+        folder: the cache's folder; made for this user alone where it is not there. Of its files,
+            only those are read that belong to this user and that nobody else may write to.
         key: a fingerprint of what determines the graph.
         make: makes it.
+        adopt: connects a graph that was read to this process's model, or raises if it does not fit.
 
     Returns:
         The graph, and whether it came from disk.
     """
     path = folder / f"{key}.graph"
-    found = _read(path)
+    found = _read(path, adopt, logging.DEBUG)  # it is read again, by one rank, before it is remade
     if found is not None:
         return found, True
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     with FileLock(folder / f"{key}.lock"):
-        found = _read(path)
+        found = _read(path, adopt, logging.WARNING)
         if found is not None:
             return found, True
         graph, sources = make()
@@ -49,23 +61,30 @@ def cached(folder: Path, key: str, make: Callable[[], Made]) -> tuple[ModelGraph
         return graph, False
 
 
-def _read(path: Path) -> ModelGraph | None:
+def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
     """An entry, unless it is broken or a source file it came from has changed since."""
     try:
-        entry = pickle.loads(path.read_bytes())
-        if entry["sources"] != file_hashes(entry["sources"]):
+        held = read_graph_file(read_own_file(path))
+        if held.sources != file_hashes(held.sources):
             return None
-        return unpack_model(entry["graph"])
+        graph = graph_of(held)
+        if adopt is not None:
+            adopt(graph)
+        return graph
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever a damaged file may lead to
-        logger.warning("The cached trace %s cannot be read (%r); it is made anew.", path, error)
+        told = "The cached trace %s cannot be read (%s: %s); it is made anew."
+        logger.log(level, told, path, type(error).__name__, error)
         return None
 
 
 def _write(path: Path, graph: ModelGraph, sources: frozenset[str]) -> None:
-    entry = {"sources": file_hashes(sources), "graph": pack_model(graph)}
-    content = pickle.dumps(entry, protocol=pickle.HIGHEST_PROTOCOL)
+    try:
+        content = write_graph_file(graph, file_hashes(sources))
+    except NotStorable as error:
+        logger.info("The trace is not kept: it holds a %s, which is no plain data.", error)
+        return
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -73,8 +73,7 @@ def loaded_sources(model: nn.Module) -> frozenset[str]:
 
     A trace tells the files of forwards alone, not of the functions they call.
     """
-    packages = {_package(type(module).__module__) for module in model.modules()}
-    packages -= {*_VERSIONED, "merak"}
+    packages = _packages(model) - {*_VERSIONED, "merak"}
     files = set()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -83,6 +82,18 @@ def loaded_sources(model: nn.Module) -> frozenset[str]:
         if _package(name) in packages or not any(part in file for part in _INSTALLED):
             files.add(file)
     return frozenset(files)
+
+
+def is_code_of(model: nn.Module, module: str) -> bool:
+    """Whether a loaded module is the user's own, or of a package that the model is from."""
+    if _package(module) in _packages(model) - {"torch", "builtins"}:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return bool(file) and not any(part in str(file) for part in _INSTALLED)
+
+
+def _packages(model: nn.Module) -> set[str]:
+    return {_package(type(module).__module__) for module in model.modules()}
 
 
 def _package(module: str) -> str:

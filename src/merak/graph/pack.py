@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
@@ -13,6 +15,8 @@ from torch.fx.node import map_aggregate
 
 from merak.graph.ir import ModelGraph, Segment, Settled
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Part = TypeVar("Part", Segment, Settled)
 """Something with a graph."""
 
@@ -102,10 +106,58 @@ def _target_name(target: Any) -> str:
     return f"{target.__module__}:{target.__qualname__}"
 
 
-def _target(name: str) -> Callable[..., Any]:
-    module, _, path = name.partition(":")
-    found: Any = torch.ops if module == "torch.ops" else importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    function: Callable[..., Any] = found
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    _target_name(function): function
+    for function in (
+        *(getattr(operator, name) for name in (
+            "getitem add sub mul floordiv truediv mod pow neg pos abs lshift rshift "
+            "eq ne lt le gt ge and_ or_ xor not_ inv iadd isub imul"
+        ).split()),
+        *(getattr(math, name) for name in "ceil floor trunc sqrt".split()),
+        *(function for name, function in vars(torch).items() if name.startswith("sym_")),
+    )
+}  # fmt: skip
+"""Functions beside operators of torch that a graph may call."""
+
+
+def may_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Let graphs that are read from disk call one of Merak's own functions; used as a decorator."""
+    _FUNCTIONS[_target_name(function)] = function
     return function
+
+
+def _target(name: str) -> Callable[..., Any]:
+    """A function that graphs may call: an operator on tensors, or one of a closed list.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    module, _, path = name.partition(":")
+    found = find_operator(path) if module == "torch.ops" else None
+    if found is None:
+        raise ValueError(f"{name!r} is no function that a graph may call")
+    return found
+
+
+@cache
+def find_operator(path: str) -> torch._ops.OpOverload | None:
+    """The operator of a name such as aten.add.Tensor, unless it works on files; None if none is."""
+    names = path.split(".")
+    if len(names) != 3 or not all(name.isidentifier() for name in names):
+        return None
+    namespace, name, overload = names
+    found: Any = torch.ops
+    for part, kind in (
+        (namespace, torch._ops._OpNamespace),
+        (name, torch._ops.OpOverloadPacket),
+        (overload, torch._ops.OpOverload),
+    ):
+        found = getattr(found, part, None)
+        if not isinstance(found, kind):
+            return None
+    # Others are TorchScript's, of which some write files; and some operators read them.
+    is_dispatched = torch._C._dispatch_has_kernel(found.name())
+    takes_files = any(a.name in ("filename", "path") for a in found._schema.arguments)
+    return found if is_dispatched and not takes_files else None

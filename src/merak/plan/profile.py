@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 
 from merak.core.errors import PlanError
+from merak.core.private import private_folder
 from merak.plan.device import DeviceProfile, from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def device_name(device: torch.device) -> str:
 
 def _write_whole(path: Path, text: str) -> None:
     """Write a file that other processes see whole or not at all; the last writer wins."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w") as file:

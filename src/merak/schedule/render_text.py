@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from merak.schedule.ir import Kind
-from merak.schedule.timeline import Span, Timeline
+from merak.schedule.timeline import Span, Timeline, longest_label, short_action_s
 
 _COLOURS = {
     Kind.FORWARD: "44;97",
@@ -16,12 +18,15 @@ _COLOURS = {
 }
 _CRITICAL = "1;4"
 _MOST_COLUMNS_PER_ACTION = 6
+_MOST_PANELS = 4
+"""Pieces under one another that a picture is cut into for the sake of its labels."""
 
 
 def render_text(timeline: Timeline, num_columns: int = 120, colour: bool = False) -> str:
     """Draw a timeline in columns of text, a line per rank.
 
-    A box shows its action, or its kind alone where that is all that fits; idle time is dots.
+    A box shows its action; idle time is dots. What is too long for a line goes on further below;
+    what would take too many lines shows the kinds of actions alone.
 
     Args:
         timeline: what to draw.
@@ -45,47 +50,87 @@ def render_texts(
     names = [f"rank {rank}" for rank in range(num_ranks)]
     margin = max(map(len, names)) + 1
     end_s = max(timeline.end_s for timeline in timelines)
-    columns = max(_columns(t, end_s, num_columns - margin) for t in timelines)
+    most = max(1, num_columns - margin)
+    per_action, needed = _columns(timelines, end_s)
+    labelled = needed <= most * _MOST_PANELS
+    columns = (needed or most) if labelled else most
+    if needed > most:  # lines end where actions do, if these are equally long
+        most -= most % per_action
     parts = []
     for timeline in timelines:
-        lines = [timeline.title, timeline.subtitle, ""]
-        for name, row in zip(names, timeline.rows):
-            lines.append(name.ljust(margin) + _row(row, end_s, columns, colour))
-        lines.append(" " * margin + _axis(end_s, columns))
+        lines = [timeline.title, timeline.subtitle]
+        for first in range(0, columns, most):
+            panel = range(first, min(first + most, columns))
+            lines.append("")
+            for name, row in zip(names, timeline.rows):
+                boxes = _boxes(row, end_s, columns, labelled)
+                lines.append(name.ljust(margin) + _row(boxes, panel, colour))
+            lines.append(" " * margin + _axis(end_s, columns, panel))
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _columns(timeline: Timeline, end_s: float, most: int) -> int:
-    """Enough columns for every label of a timeline that is drawn up to a time, if there are."""
-    spans = [span for row in timeline.rows for span in row if span.end_s > span.start_s]
-    if not spans:
-        return max(1, most)
-    per_second = max((len(s.label) + 1) / (s.end_s - s.start_s) for s in spans)
-    shortest = min(s.end_s - s.start_s for s in spans)
-    per_second = min(per_second, _MOST_COLUMNS_PER_ACTION / shortest)
-    return max(1, min(most, round(per_second * end_s)))
+def _columns(timelines: Sequence[Timeline], end_s: float) -> tuple[int, int]:
+    """Columns of a short action with its label, and of timelines up to a time; 0 for no actions."""
+    per_action = min(len(longest_label(timelines)) + 1, _MOST_COLUMNS_PER_ACTION)
+    action_s = short_action_s(timelines)
+    if action_s is None:
+        return per_action, 0
+    return per_action, max(1, math.ceil(per_action / action_s * end_s - 1e-6))
 
 
-def _row(row: tuple[Span, ...], end_s: float, columns: int, colour: bool) -> str:
-    cells = []
-    done = 0
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """An action in columns.
+
+    Args:
+        columns: from its first to behind its last.
+        text: what it shows.
+        letter: what it shows where that does not fit.
+        style: an escape sequence's parameters; empty for none.
+    """
+
+    columns: range
+    text: str
+    letter: str
+    style: str
+
+
+def _boxes(row: Sequence[Span], end_s: float, columns: int, labelled: bool) -> list[_Box]:
+    boxes = []
     for span in row:
         first = round(span.start_s / end_s * columns) if end_s else 0
         stop = round(span.end_s / end_s * columns) if end_s else 0
+        letter = span.kind.value if span.kind is not None else ""
+        style = "" if span.kind is None else _COLOURS[span.kind]
+        style += f";{_CRITICAL}" if span.is_critical and style else ""
+        text = span.label if labelled else letter
+        boxes.append(_Box(range(first, stop), text, letter, style))
+    return boxes
+
+
+def _row(boxes: Sequence[_Box], panel: range, colour: bool) -> str:
+    """The part of a rank's line that is in one panel."""
+    cells = []
+    done = panel.start
+    for box in boxes:
+        first, stop = max(box.columns.start, panel.start), min(box.columns.stop, panel.stop)
+        if stop <= first:
+            continue
         cells.append("·" * (first - done))
         width = stop - first
-        letter = span.kind.value if span.kind is not None else ""
-        text = (span.label if len(span.label) < width else letter).ljust(width)[:width]
-        if colour and span.kind is not None and width:
-            style = _COLOURS[span.kind] + (f";{_CRITICAL}" if span.is_critical else "")
-            text = f"\x1b[{style}m{text}\x1b[0m"
-        cells.append(text)
+        # A box on the edge of two panels has its label in the larger part of it.
+        begins, larger = first == box.columns.start, 2 * width > len(box.columns)
+        is_named = larger or (begins and 2 * width == len(box.columns))
+        shown = box.text if len(box.text) < width else box.letter
+        text = (shown if is_named else "").ljust(width)[:width]
+        cells.append(f"\x1b[{box.style}m{text}\x1b[0m" if colour and box.style else text)
         done = max(done, stop)
-    cells.append("·" * (columns - done))
+    cells.append("·" * (panel.stop - done))
     return "".join(cells)
 
 
-def _axis(end_s: float, columns: int) -> str:
-    end = f"{end_s:g}"
-    return "0".ljust(max(1, columns - len(end))) + end
+def _axis(end_s: float, columns: int, panel: range) -> str:
+    """The times at the two ends of a panel."""
+    begin, end = (f"{end_s * column / columns:.6g}" for column in (panel.start, panel.stop))
+    return begin.ljust(max(1, len(panel) - len(end))) + end

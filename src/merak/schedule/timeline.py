@@ -38,6 +38,26 @@ class Timeline:
     end_s: float
 
 
+def short_action_s(timelines: Sequence[Timeline]) -> float | None:
+    """Seconds of a short action: nine in ten take as long or longer; None if there are none.
+
+    A picture has room for the label of such a one. Of a measured iteration, a few may take no time.
+    """
+    lengths = sorted(
+        span.end_s - span.start_s
+        for timeline in timelines
+        for row in timeline.rows
+        for span in row
+        if span.end_s > span.start_s
+    )
+    return lengths[len(lengths) // 10] if lengths else None
+
+
+def longest_label(timelines: Sequence[Timeline]) -> str:
+    """The longest label of an action, such as F10."""
+    return max((s.label for t in timelines for row in t.rows for s in row), key=len, default="")
+
+
 def simulated_timeline(simulation: Simulation) -> Timeline:
     """The timeline of a simulation."""
     schedule, table = simulation.schedule, simulation.table

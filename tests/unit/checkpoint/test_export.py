@@ -1,6 +1,7 @@
 """Saving in one process: the folder that transformers itself would write, or none."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from merak.checkpoint import export
 from merak.checkpoint.export import save_pretrained
 from merak.checkpoint.initial import materialize
+from merak.checkpoint.state import save_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.graph.weights.proxies import empty_weights
@@ -109,6 +111,24 @@ def test_a_folder_that_is_there_keeps_its_other_files(tmp_path: Path) -> None:
     assert torch.equal(
         AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, model.lm_head.weight
     )
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
+def test_every_file_has_the_mode_that_the_umask_gives(
+    tmp_path: Path, umask: int, mode: int, max_shard_size: str
+) -> None:
+    model = gpt2()
+    before = os.umask(umask)
+    try:
+        for _ in range(2):  # a new folder, and one that is there
+            save_pretrained(model, names_of(model), {}, ALONE, tmp_path / "out", max_shard_size)
+        save_state(tmp_path / "out" / "ranks", model, None, names_of(model), {}, ALONE)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) >= 5
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(mode)}
 
 
 def test_a_write_that_fails_leaves_what_was_there(

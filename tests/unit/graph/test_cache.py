@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from merak.core import private
 from merak.graph import cache
 from merak.graph.build import GraphSource, build_timed
 from merak.graph.cache import cached
@@ -106,11 +108,18 @@ def test_what_comes_from_disk_computes_the_same(tmp_path: Path) -> None:
     assert str(pack_model(made.graph)) == str(pack_model(read.graph))
 
 
+def file_of(text: str) -> bytes:
+    return save({"graph": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
+
+
+HEAD = '{"sources": {}, "metas": [], "tensors": [], "graph": '
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no pickle", pickle.dumps(3), pickle.dumps({"sources": {}}),
-     pickle.dumps({"sources": {}, "graph": {"segments": [], "prologue": (1, 2)}})],
-    ids=["empty", "garbage", "number", "without graph", "half"],
+    [b"", b"no graph", file_of("{"), file_of('{"sources": {}}'), file_of(HEAD + "3}"),
+     file_of(HEAD + '{"dict": [["segments", []], ["settled", []], ["prologue", [1, 2]]]}}')],
+    ids=["empty", "garbage", "no JSON", "without graph", "number", "half"],
 )  # fmt: skip
 def test_a_damaged_entry_is_made_anew(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -119,7 +128,130 @@ def test_a_damaged_entry_is_made_anew(
     (entry,) = tmp_path.glob("*.graph")
     entry.write_bytes(content)
     assert not is_known(tmp_path)
-    assert f"{entry} cannot be read" in caplog.text
+    assert caplog.text.count(f"{entry} cannot be read") == 1
+    assert is_known(tmp_path)
+
+
+class Planted:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+def test_a_planted_pickle_runs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache_dir, ran = tmp_path / "cache", tmp_path / "ran"
+    is_known(cache_dir)
+    (entry,) = cache_dir.glob("*.graph")
+    entry.write_bytes(pickle.dumps({"sources": {}, "graph": Planted(ran)}))
+    assert not is_known(cache_dir)
+    assert not ran.exists()
+    told = [r.getMessage() for r in caplog.records if r.name == cache.__name__]
+    assert len(told) == 1 and told[0].endswith("it is made anew.")
+    assert is_known(cache_dir)
+
+
+@pytest.mark.parametrize(
+    ("written", "planted"),
+    [
+        ("torch.ops:aten.relu.default", "os:system"),
+        ("torch.ops:aten.relu.default", "posix:system"),
+        ("torch.ops:aten.relu.default", "builtins:eval"),
+        ("torch.ops:aten.relu.default", "torch:load"),
+        ("torch.ops:aten.relu.default", "torch.ops:load_library"),
+        ("torch.ops:aten.relu.default", "torch.ops:aten.from_file.default"),
+        ("torch.ops:aten.relu.default", "torch.ops:aten.save.default"),
+        ("merak.graph.ir:Kind", "subprocess:Popen"),
+        ("merak.graph.ir:Kind", "http:HTTPStatus.__class__"),
+        ("merak.graph.ir:Segment", "merak.graph.build:GraphSource"),
+        ("merak.graph.ir:Segment", "builtins:print"),
+    ],
+)
+def test_a_planted_name_is_never_called(
+    tmp_path: Path, written: str, planted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names of functions and classes are looked up among what holds data and computes tensors."""
+    is_known(tmp_path)
+    (entry,) = tmp_path.glob("*.graph")
+    text = load(entry.read_bytes())["graph"].numpy().tobytes().decode()
+    assert f'"{written}"' in text
+    entry.write_bytes(file_of(text.replace(f'"{written}"', f'"{planted}"')))
+    assert not is_known(tmp_path)
+    told = [r.getMessage() for r in caplog.records if r.name == cache.__name__]
+    assert len(told) == 1 and told[0].endswith("it is made anew.")
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+class WithFunction(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Doubled.apply(self.a(x)))  # type: ignore[no-untyped-call]
+
+
+def test_an_autograd_function_is_found_and_nothing_else_in_its_place(tmp_path: Path) -> None:
+    model = WithFunction()
+    assert not is_known(tmp_path, model=model)
+    assert is_known(tmp_path, model=model)
+    (entry,) = tmp_path.glob("*.graph")
+    text = load(entry.read_bytes())["graph"].numpy().tobytes().decode()
+    name = f"{__name__}:Doubled"
+    assert name in text
+    entry.write_bytes(file_of(text.replace(name, "os:system")))
+    assert not is_known(tmp_path, model=model)
+
+
+def test_the_folder_and_its_files_are_the_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "cache"
+    before = os.umask(0)
+    try:
+        is_known(folder)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (entry,) = folder.glob("*.graph")
+    assert entry.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_others_may_write_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_known(tmp_path)
+    (entry,) = tmp_path.glob("*.graph")
+    entry.chmod(0o620)
+    assert not is_known(tmp_path)
+    assert "may be written by other users (mode 620)" in caplog.text
+    assert is_known(tmp_path)
+
+
+def test_a_file_of_another_user_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_known(tmp_path)
+    (entry,) = tmp_path.glob("*.graph")
+    os.chown(entry, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(
+        private.os, "getuid", lambda: os.stat(entry).st_uid + 1
+    )
+    assert not is_known(tmp_path)
+    assert "belongs to another user" in caplog.text
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_stop_the_job(tmp_path: Path) -> None:
+    is_known(tmp_path)
+    (entry,) = tmp_path.glob("*.graph")
+    entry.unlink()
+    os.mkfifo(entry)
+    assert not is_known(tmp_path)
     assert is_known(tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import re
 import xml.etree.ElementTree as ET
@@ -10,13 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image, ImageColor
 
-from merak.core.errors import ScheduleError
 from merak.schedule.catalog import FORMULAS
 from merak.schedule.costs import uniform
+from merak.schedule.ir import Kind
 from merak.schedule.registry import build
 from merak.schedule.render_png import render_png
-from merak.schedule.render_svg import render_html, render_svg
+from merak.schedule.render_svg import (
+    CRITICAL_STROKE,
+    FILLS,
+    REDUCTION_FILL,
+    render_html,
+    render_svg,
+)
 from merak.schedule.render_text import render_text, render_texts
 from merak.schedule.simulate import simulate
 from merak.schedule.timeline import Timeline, measured_timeline, simulated_timeline
@@ -47,9 +53,37 @@ def test_a_timeline_in_text() -> None:
 
 
 def test_text_keeps_to_its_columns_and_shows_kinds_where_labels_do_not_fit() -> None:
-    lines = render_text(timeline("zero_bubble_v"), num_columns=70).splitlines()
-    assert max(map(len, lines[3:])) <= 70
-    assert "F F" in lines[3] and "F0" not in lines[3]
+    lines = render_text(timeline("zero_bubble_v"), num_columns=24).splitlines()
+    assert max(map(len, lines[3:])) <= 24
+    assert all("F" in line and not re.search(r"\d", line[7:]) for line in lines[3:7])
+
+
+@pytest.mark.parametrize("num_columns", [70, 100, 163])
+def test_what_is_too_long_for_a_line_goes_on_below(num_columns: int) -> None:
+    """Labels of two digits are there as those of one are, and none is cut."""
+    whole = render_text(timeline("1f1b", 4, 12), num_columns=1000).splitlines()
+    drawn = render_text(timeline("1f1b", 4, 12), num_columns).splitlines()
+    assert max(map(len, drawn[3:])) <= num_columns
+    for rank in range(4):
+        rows = [line[7:] for line in drawn if line.startswith(f"rank {rank}")]
+        assert len(rows) > 1
+        expected = next(line[7:] for line in whole if line.startswith(f"rank {rank}"))
+        assert len("".join(rows)) == len(expected)
+        found = re.findall(r"[FB]\d+", " ".join(rows))
+        assert found == re.findall(r"[FB]\d+", expected)
+        assert {*found} == {f"{kind}{m}" for kind in "FB" for m in range(12)}
+    axes = [line.split() for line in drawn if not line.startswith(("rank", "1f1b", "4"))]
+    ends = [axis for axis in axes if len(axis) == 2]
+    assert [ends[0][0], ends[-1][1]] == ["0", "60"]
+    assert all(one[1] == two[0] for one, two in itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize("num_microbatches", [8, 12, 32, 101])
+def test_an_svg_is_wide_enough_for_its_labels(num_microbatches: int) -> None:
+    drawn = ET.fromstring(render_svg([timeline("1f1b", 2, num_microbatches)]))
+    labels = [t.text for t in drawn.iter(f"{SVG}text") if "label" in t.get("class", "").split()]
+    assert len(labels) == 2 * 2 * num_microbatches
+    assert f"F{num_microbatches - 1}" in labels
 
 
 def test_colour_adds_nothing_but_escape_sequences() -> None:
@@ -157,22 +191,15 @@ def test_names_are_escaped() -> None:
     assert "&lt;mine&gt; &amp; yours" in render_html([drawn])
 
 
-def test_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+@pytest.mark.parametrize("num_microbatches", [8, 40])
+def test_png(tmp_path: Path, num_microbatches: int) -> None:
     path = tmp_path / "a.png"
-    render_png([timeline("1f1b"), timeline("chimera")], path)
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
-    assert width == 1540 and height > 400
-
-
-def test_without_matplotlib_png_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ScheduleError, match=r"needs matplotlib, .*install it, or write \.svg"):
-        render_png([timeline("1f1b")], tmp_path / "a.png")
+    costs = replace(uniform(4), reduction_s=(2.0,) * 4)
+    chimera = simulate(build("chimera", 4, num_microbatches), costs)
+    render_png([timeline("1f1b", 4, num_microbatches), simulated_timeline(chimera)], path)
+    with Image.open(path) as picture:
+        width, height = picture.size
+        colours = {colour for _, colour in picture.getcolors(2**20) or ()}
+    assert width >= 2800 and height > 800
+    for fill in (FILLS[Kind.FORWARD][0], FILLS[Kind.BACKWARD][1], CRITICAL_STROKE, REDUCTION_FILL):
+        assert ImageColor.getrgb(fill) in colours

@@ -11,8 +11,10 @@ from torch import fx
 from merak.core.errors import TraceError
 from merak.core.random import seed_for
 from merak.graph.chance.choice import is_choice
+from merak.graph.pack import find_operator, may_call
 
 
+@may_call
 def drawn(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
     """Draw from a stream of its own that the default generator's seed and a number name.
 
@@ -22,9 +24,8 @@ def drawn(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
         args: of that operator.
         kwargs: of that operator.
     """
-    draw: Any = torch.ops
-    for part in operator.split("."):
-        draw = getattr(draw, part)
+    draw = find_operator(operator)
+    assert draw is not None, operator
     seed = seed_for(torch.initial_seed(), "choice", number)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from merak.core.errors import TrainingError
 from merak.graph.kept.whole import pretend_as
-from merak.graph.pack import pack, unpack
+from merak.graph.pack import may_call, pack, unpack
 from merak.graph.tracing.explain import refuse_dynamic_shape
 from merak.graph.writes import written_by
 
@@ -110,6 +110,7 @@ def calling_picks(picks: Picks) -> Callable[..., tuple[torch.Tensor, ...]]:
     return picked
 
 
+@may_call
 def _check(holds: bool, line: str) -> None:
     """What the model, or torch while it is traced, takes for granted of what is picked.
 

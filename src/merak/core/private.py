@@ -1,0 +1,65 @@
+"""File modes: folders and files of one user alone, and files that the umask decides on."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class ForeignFile(OSError):
+    """A file that somebody else owns or may change; the message says which and why."""
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can enter, if it is not there yet.
+
+    Args:
+        path: the folder; one that is there keeps its mode. Its parents are made as usual.
+
+    Returns:
+        The path.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def read_own_file(path: Path) -> bytes:
+    """Read a file that this user, or root, owns and that nobody else may write to.
+
+    Args:
+        path: of a regular file; a pipe or a device is refused without waiting for it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ForeignFile: another user owns it or may have changed it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ForeignFile(f"{path} is no regular file")
+        if hasattr(os, "getuid"):  # elsewhere files have no such owner
+            if found.st_uid not in (0, os.getuid()):
+                raise ForeignFile(f"{path} belongs to another user (uid {found.st_uid})")
+            if found.st_mode & _OTHERS_WRITE:
+                mode = stat.S_IMODE(found.st_mode)
+                raise ForeignFile(f"{path} may be written by other users (mode {mode:o})")
+        return file.read()
+
+
+def give_usual_modes(folder: Path) -> None:
+    """Give all files of a folder the mode that the umask gives new files.
+
+    Libraries that write a temporary file and rename it, as safetensors does, leave it to its owner
+    alone, whatever the umask says.
+    """
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
