@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import logging as bars
 
 from merak.checkpoint.adapters import (
     adapter_keys,
@@ -276,8 +279,24 @@ def _start(model: nn.Module, target: Path, partial_folder: Path) -> None:
     shutil.rmtree(partial_folder, ignore_errors=True)
     partial_folder.mkdir(parents=True)
     if isinstance(model, PreTrainedModel):
-        model.save_pretrained(partial_folder, state_dict={})
+        with _without_bars():  # of weights, of which there are none here
+            model.save_pretrained(partial_folder, state_dict={})
         (partial_folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Inside, transformers shows no progress bars."""
+    if not bars.is_progress_bar_enabled():
+        yield
+        return
+    with warnings.catch_warnings():  # that the user's environment has the last word
+        warnings.simplefilter("ignore")
+        bars.disable_progress_bar()
+        try:
+            yield
+        finally:
+            bars.enable_progress_bar()
 
 
 def _write(model: nn.Module, keys: Mapping[str, _Key], state: State, path: Path) -> None:

@@ -25,6 +25,7 @@ from merak.cli.errors import RunError
 from merak.cli.warm import THREADS, environment, num_threads, quiet_tracker, way_to_start
 from merak.core.errors import MerakError, TrainingError
 from merak.core.failure import LAUNCHER_S, is_lost_connection
+from merak.core.interrupt import INTERRUPTED, listen, was_interrupted
 
 Result = TypeVar("Result")
 
@@ -115,13 +116,14 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     """One rank: its result; or a note of what went wrong, and an end that stops the others."""
     os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was forked from
+    listen()
     try:
         return work.function(*work.arguments)
     except MerakError as error:
         _note(folder, str(error), is_bad_input=not isinstance(error, TrainingError))
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or was_interrupted():
+            os._exit(INTERRUPTED)  # the command says so
         if is_lost_connection(error):
             time.sleep(LAUNCHER_S)  # the launcher stops this rank when it finds the first cause
         told = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
