@@ -156,7 +156,10 @@ def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Keep back what the launcher says of failures: it tells every rank's story again."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", TORCH_SPAWN)]
+    parts = ("torch.distributed.elastic", f"torch.{TORCH_SPAWN}")
+    known = [name for name in logging.root.manager.loggerDict if name.startswith(parts)]
+    # Each of the launcher's has a level of its own.
+    loggers = [logging.getLogger(name) for name in dict.fromkeys((*parts, *known))]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

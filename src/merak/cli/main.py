@@ -72,16 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = isinstance(error, (RunError, TrainingError))
         return _refuse(str(error), RUN_FAILED if failed else BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
-        if "RANK" in os.environ:
-            raise KeyboardInterrupt from None
-        print(f"\n{SENTENCE}", file=sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
     except Exception as error:
         # The command line's own errors: an unknown option, a missing argument.
         message = getattr(error, "format_message", None)
         if message is None:
             raise
         return _refuse(message(), BAD_INPUT)
+    if code == INTERRUPTED:  # which typer makes of an interrupt
+        if "RANK" in os.environ:  # a rank of torchrun's, as above
+            raise KeyboardInterrupt
+        print(f"\n{SENTENCE}", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 
