@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from merak.engine.relief import OPTIMIZER_FIX, explained
 from merak.engine.scaling import MAX_SKIPPED_STEPS, LossScale
 from merak.graph.build import GraphSource
 from merak.graph.call import LossFunction
+
+logger = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -202,6 +205,9 @@ def parallelize(
             f"schedule={chosen.schedule!r} updates stages before a step's last gradient is known, "
             "so no rank can tell whether float16 has overflowed; use autocast=torch.bfloat16."
         )
+    idle = engine.idle_pipeline("num_microbatches")
+    if idle is not None and mesh.rank == 0:
+        logger.warning("%s", idle)
     parallel = ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm, scaler)
     parallel.plain = plain
     return parallel

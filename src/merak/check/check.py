@@ -29,12 +29,14 @@ from merak.check.training import (
     train_on_ranks,
 )
 from merak.core.errors import MerakError, PlanError, TraceError
+from merak.core.private import read_own_file
 from merak.data import signature
 from merak.engine.plans import Plans
 from merak.graph.build import build_graph
 from merak.graph.ir import ModelGraph
 from merak.graph.kept.report import KeptWhole, report_kept
 from merak.graph.tensor_parallel.split import tensor_parallel
+from merak.graph.value_file import ValueFile, write_values
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +240,7 @@ def _on_ranks(work: Work, job: Job, workshop: Workshop) -> list[Any]:
     Raises:
         _RankFailed: a rank did not come to its end.
     """
-    files = [workshop.folder / f"outcome-{rank}.pt" for rank in range(job.layout.num_ranks)]
+    files = [workshop.folder / f"outcome-{rank}.values" for rank in range(job.layout.num_ranks)]
     for file in files:
         file.unlink(missing_ok=True)
     try:
@@ -248,7 +250,7 @@ def _on_ranks(work: Work, job: Job, workshop: Workshop) -> list[Any]:
     except Exception as error:
         logger.error("%s", error)
         raise _RankFailed(_last_line(error)) from error
-    found = [torch.load(file, weights_only=False) for file in files]
+    found = [ValueFile(read_own_file(file))["outcome"] for file in files]
     for outcome in found:
         if isinstance(outcome, str):
             raise _RankFailed(outcome)
@@ -263,7 +265,7 @@ def run_rank(work: Work, job: Job, folder: Path) -> None:
     except TraceError as error:
         outcome = str(error)
     rank = os.environ.get("RANK", "0")
-    torch.save(outcome, folder / f"outcome-{rank}.pt")
+    (folder / f"outcome-{rank}.values").write_bytes(write_values({"outcome": outcome}))
 
 
 def _last_line(error: Exception) -> str:

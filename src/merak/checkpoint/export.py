@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import logging as bars
 
 from merak.checkpoint.adapters import (
     adapter_keys,
@@ -106,14 +109,10 @@ def save_pretrained(
             state[source] = gatherer.whole(source)
         if mesh.rank == 0 and failure is None:
             chosen = {name: keys[name] for name in names}
-            failure = _attempt(
-                partial(_write, model, chosen, state, partial_folder / file), target
-            )
+            failure = _attempt(partial(_write, model, chosen, state, partial_folder / file), target)
         del state
     if mesh.rank == 0:
-        failure = failure or _attempt(
-            partial(_finish, partial_folder, target, index), target
-        )
+        failure = failure or _attempt(partial(_finish, partial_folder, target, index), target)
         shutil.rmtree(partial_folder, ignore_errors=True)
     failure = gather_objects(failure)[0]
     if failure is not None:
@@ -134,9 +133,7 @@ def _save_adapters(
         state[key] = gatherer.whole(key)
     failure = None
     if mesh.rank == 0:
-        failure = _attempt(
-            partial(write_adapters, model, state, partial_folder, target), target
-        )
+        failure = _attempt(partial(write_adapters, model, state, partial_folder, target), target)
         failure = failure or _attempt(partial(place_adapters, partial_folder, target), target)
         shutil.rmtree(partial_folder, ignore_errors=True)
     failure = gather_objects(failure)[0]
@@ -301,8 +298,24 @@ def _start(model: nn.Module, target: Path, partial_folder: Path) -> None:
     shutil.rmtree(partial_folder, ignore_errors=True)
     partial_folder.mkdir(parents=True)
     if isinstance(model, PreTrainedModel):
-        model.save_pretrained(partial_folder, state_dict={})
+        with _without_bars():  # of weights, of which there are none here
+            model.save_pretrained(partial_folder, state_dict={})
         (partial_folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Inside, transformers shows no progress bars."""
+    if not bars.is_progress_bar_enabled():
+        yield
+        return
+    with warnings.catch_warnings():  # that the user's environment has the last word
+        warnings.simplefilter("ignore")
+        bars.disable_progress_bar()
+        try:
+            yield
+        finally:
+            bars.enable_progress_bar()
 
 
 def _write(model: nn.Module, keys: Mapping[str, _Key], state: State, path: Path) -> None:

@@ -25,6 +25,7 @@ from merak.cli.model import ModelSource, resolve_model
 from merak.cli.recipe import DataRecipe, Recipe
 from merak.cli.texts import Texts, find_source
 from merak.cli.train import TrainReport
+from merak.core.announce import announced, show_announcements
 from merak.core.mesh import current_mesh
 
 HELD_OUT_SPLITS = ("validation", "eval", "test")
@@ -59,6 +60,7 @@ def run_job(job: Job) -> TrainReport | None:
         MerakError: something in the recipe does not fit.
     """
     recipe = job.recipe
+    show_announcements()
     source = resolve_model(
         recipe.model.name,
         recipe.model.config,
@@ -68,7 +70,8 @@ def run_job(job: Job) -> TrainReport | None:
     merak.init(**degrees, backend=job.backend, device=job.device)
     # Throughput is measured in input tokens, so they are counted unless the recipe says no.
     args = merak.MerakArguments(**{"include_num_input_tokens_seen": "all", **recipe.arguments})
-    corpus = _corpus(recipe, source, args.seed)
+    with announced(f"reading {recipe.data.source}"):
+        corpus = _corpus(recipe, source, args.seed)
     if corpus.tokenizer is not None:
         source = _fit_to_tokenizer(source, recipe, corpus.tokenizer)
     clock = _Clock()

@@ -25,6 +25,7 @@ from merak.cli.errors import RunError
 from merak.cli.warm import THREADS, environment, num_threads, quiet_tracker, way_to_start
 from merak.core.errors import MerakError, TrainingError
 from merak.core.failure import LAUNCHER_S, is_lost_connection
+from merak.core.interrupt import INTERRUPTED, listen, was_interrupted
 
 Result = TypeVar("Result")
 
@@ -115,13 +116,14 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     """One rank: its result; or a note of what went wrong, and an end that stops the others."""
     os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was forked from
+    listen()
     try:
         return work.function(*work.arguments)
     except MerakError as error:
         _note(folder, str(error), is_bad_input=not isinstance(error, TrainingError))
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or was_interrupted():
+            os._exit(INTERRUPTED)  # the command says so
         if is_lost_connection(error):
             time.sleep(LAUNCHER_S)  # the launcher stops this rank when it finds the first cause
         told = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
@@ -154,7 +156,10 @@ def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Keep back what the launcher says of failures: it tells every rank's story again."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", TORCH_SPAWN)]
+    parts = ("torch.distributed.elastic", f"torch.{TORCH_SPAWN}")
+    known = [name for name in logging.root.manager.loggerDict if name.startswith(parts)]
+    # Each of the launcher's has a level of its own.
+    loggers = [logging.getLogger(name) for name in dict.fromkeys((*parts, *known))]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

@@ -15,6 +15,7 @@ from merak.cli.schedule import schedule
 from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.errors import MerakError, TrainingError
+from merak.core.interrupt import INTERRUPTED, SENTENCE
 
 BAD_INPUT = 2
 """The exit code for input that makes no sense."""
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `merak`; those of this process by default.
 
     Returns:
-        The exit code: 0, or 2 for bad input, or 1 for a run or check that failed.
+        The exit code: 0, or 2 for bad input, or 1 for a run or check that failed, or 130 for
+        one that was interrupted.
     """
     try:
         code = app(args=arguments, prog_name="merak", standalone_mode=False)
@@ -69,12 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         failed = isinstance(error, (RunError, TrainingError))
         return _refuse(str(error), RUN_FAILED if failed else BAD_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
     except Exception as error:
         # The command line's own errors: an unknown option, a missing argument.
         message = getattr(error, "format_message", None)
         if message is None:
             raise
         return _refuse(message(), BAD_INPUT)
+    if code == INTERRUPTED:  # which typer makes of an interrupt
+        if "RANK" in os.environ:  # a rank of torchrun's, as above
+            raise KeyboardInterrupt
+        print(f"\n{SENTENCE}", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 

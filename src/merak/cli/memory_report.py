@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merak.cli.output import size
+from merak.core.units import size
 
 if TYPE_CHECKING:
     from merak.engine.forecast import Forecast

@@ -31,19 +31,3 @@ def show(report: Report, page: Callable[[Report], str], as_json: bool) -> None:
         print(json.dumps(dataclasses.asdict(report)))  # type: ignore[call-overload]
     else:
         print(page(report))
-
-
-def count(number: int) -> str:
-    """A count as people say it: 124.4 million."""
-    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:.1f} {word}"
-    return f"{number:,}"
-
-
-def size(num_bytes: int) -> str:
-    """A size in bytes as people say it: 1.5 GB."""
-    for unit_bytes, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.1f} {unit}"
-    return f"{num_bytes} B"

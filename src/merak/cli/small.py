@@ -32,6 +32,7 @@ from merak.cli.examples import examples
 from merak.cli.launch import Work, run_ranks, under_torchrun
 from merak.cli.model import ModelSource, resolve_model
 from merak.core.errors import MerakError
+from merak.core.private import ForeignFile, own_folder
 from merak.core.random import seed_for
 
 DEFAULT_SEQUENCE = 32
@@ -266,8 +267,13 @@ def _folder() -> Iterator[Path]:
         return
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('MASTER_PORT', '')}"
     folder = Path(tempfile.gettempdir()) / f"merak-check-{os.getuid()}-{job}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    yield folder
+    try:
+        yield own_folder(folder)
+    except ForeignFile as error:
+        raise CommandError(
+            f"{error}, so another user could plant files for this check; remove it, or name "
+            "another folder with TMPDIR."
+        ) from error
 
 
 def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from merak.cli import options
-from merak.cli.output import count, show, size, stdout_to_stderr
+from merak.cli.output import show, stdout_to_stderr
+from merak.core.units import count, size
 
 if TYPE_CHECKING:
     from merak.graph.ir import Segment

@@ -47,6 +47,7 @@ def train(
     from merak.cli.launch import Work, run_ranks, under_torchrun
     from merak.cli.recipe import read_recipe
     from merak.core import failure
+    from merak.core.announce import announce, show_announcements
 
     if under_torchrun():
         failure.install()  # of all ranks, the first to fail speaks
@@ -56,6 +57,8 @@ def train(
         if num_ranks == 1 or under_torchrun():
             report = run_job(job)
         else:
+            show_announcements()
+            announce("starting %d ranks …", num_ranks)
             report = run_ranks(Work(run_job, (job,)), num_ranks)
     if report is not None:
         show(report, _page, as_json)

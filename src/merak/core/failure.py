@@ -6,7 +6,8 @@ A rank that has only lost a connection first waits for the launcher, which knows
 killed has ended, and stops the others.
 
 A `MerakError` is shown as its sentence and the line of the user's script that led to it; set
-MERAK_TRACEBACK=1 for the whole traceback. Any other exception is shown as Python shows it.
+MERAK_TRACEBACK=1 for the whole traceback. Any other exception is shown as Python shows it. An
+interrupt is one line.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from merak.core import interrupt
 from merak.core.errors import MerakError, TrainingError
 
 TRACEBACK_VARIABLE = "MERAK_TRACEBACK"
@@ -57,6 +59,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 def install() -> None:
     """Let this process say its failures in that way; further calls change nothing."""
+    interrupt.listen()
     before = sys.excepthook
     if not (isinstance(before, partial) and before.func is _say):
         sys.excepthook = partial(_say, before)
@@ -83,7 +86,17 @@ def is_lost_connection(error: BaseException) -> bool:
 def _say(
     before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or issubclass(kind, KeyboardInterrupt):
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if issubclass(kind, KeyboardInterrupt) or interrupt.was_interrupted():
+        if is_alone or is_first():
+            _show_interrupt(before, error)
+        if not issubclass(kind, KeyboardInterrupt):  # but what follows from peers that have ended
+            sys.stderr.flush()
+            os._exit(interrupt.INTERRUPTED)
+        if not is_alone:
+            _end_soon()
+        return
+    if is_alone:
         _show(before, error)
         return
     if is_lost_connection(error):
@@ -103,6 +116,13 @@ def _show(before: Hook, error: BaseException) -> None:
         print(sentence_of(error), file=sys.stderr, flush=True)
     else:
         before(type(error), error, error.__traceback__)
+
+
+def _show_interrupt(before: Hook, error: BaseException) -> None:
+    if os.environ.get(TRACEBACK_VARIABLE):
+        before(type(error), error, error.__traceback__)
+    else:
+        print(f"\n{interrupt.SENTENCE}", file=sys.stderr, flush=True)
 
 
 def is_first(store: Store | None = None) -> bool:

@@ -26,6 +26,28 @@ def private_folder(path: Path) -> Path:
     return path
 
 
+def own_folder(path: Path) -> Path:
+    """Make a folder under a name that others can guess, or find it as this user has made it.
+
+    Args:
+        path: in a folder where others may write, such as the one for temporary files.
+
+    Returns:
+        The path, which only this user can enter.
+
+    Raises:
+        ForeignFile: another user made it, or may enter it; or it is no folder but a link to one.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ForeignFile(f"{path} is no folder")
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o077):
+        mode = stat.S_IMODE(found.st_mode)
+        raise ForeignFile(f"{path} is not this user's alone (uid {found.st_uid}, mode {mode:o})")
+    return path
+
+
 def read_own_file(path: Path) -> bytes:
     """Read a file that this user, or root, owns and that nobody else may write to.
 

@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 
 from merak.checkpoint.initial import materialize
+from merak.core.announce import announce, announced, is_announcing
 from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
 from merak.engine.arrivals import MOST_OPEN_GATHERS, Arrivals, guard
@@ -33,6 +34,7 @@ from merak.engine.settling import refuse_settling
 from merak.engine.sharded import Sharded, can_give_up, replace_parameters
 from merak.engine.stage import Stage
 from merak.engine.stage_costs import plans_for_costs
+from merak.engine.summary import summary
 from merak.engine.tied import Leaf, Shared, TiedGradients, find_holders
 from merak.engine.trained import Precision, TrainedParameters
 from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
@@ -40,6 +42,7 @@ from merak.engine.turns import Turns
 from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
+from merak.graph.ir import ModelGraph
 from merak.graph.tensor_parallel.tp_plan import given_plan
 
 
@@ -65,6 +68,14 @@ def build_engine(
     check_limit(options.hang_limit_s)
     check_max_shapes(options.max_shapes)
     forecast = forecast_of(source, sample, mesh, options)
+    if is_announcing():
+        announce("%s", summary(forecast, sample))
+    with announced("building the stages"):
+        return _build(source, forecast, mesh, options)
+
+
+def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineOptions) -> Engine:
+    """This rank's stages with their weights, and the engine around them."""
     layout = forecast.layout
     times = partial(segment_times, layout.graph, options, mesh, source.cache_dir)
     in_halves = choose_halves(_wish_for_halves(layout, options), layout, mesh, times)
@@ -122,7 +133,16 @@ def forecast_of(
         TraceError, PlanError, ShardError, ScheduleError: what was asked for does not fit the
             model, or the job does not fit its memory.
     """
-    graph = build_graph(source, dict(sample), training=options.trains)
+    with announced(f"tracing {type(source.model).__name__}") as details:
+        graph = build_graph(source, dict(sample), training=options.trains)
+        details.append(f"{len(graph.segments)} segments")
+    with announced("planning"):
+        return _forecast(source, graph, mesh, options)
+
+
+def _forecast(
+    source: GraphSource, graph: ModelGraph, mesh: Mesh, options: EngineOptions
+) -> Forecast:
     plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
     if not plans.takes_costs:
         refuse_sharing(plans.base.schedule, options.zero)

@@ -25,6 +25,7 @@ from merak.engine.records import StepRecord, gather_records
 from merak.engine.relief import StepGivenUp, agree, explained
 from merak.engine.settling import settle
 from merak.engine.stage import Microbatch
+from merak.engine.summary import idle_pipeline
 from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
 from merak.engine.training import TrainingStep, Update
@@ -82,6 +83,14 @@ class Engine:
     def needs_equal_replicas(self) -> bool:
         """Whether all replicas must have equally many microbatches in every training step."""
         return self.updates_inside or self._parts.zero == 3
+
+    def idle_pipeline(self, option: str) -> str | None:
+        """A sentence for a user whose steps have too few microbatches for the pipeline.
+
+        Args:
+            option: what the user sets their number with.
+        """
+        return idle_pipeline(self._parts.plan_for, option)
 
     def is_owner(self, name: str) -> bool:
         """Whether this rank's copy of a parameter counts (in norms, in checkpoints)."""

@@ -92,6 +92,14 @@ class Plans:
         counts = (whole.num_ranks, whole.num_microbatches)
         return Plans(self._name, *counts, tuple(recompute), self._chosen)
 
+    def of_as_many(self, num_microbatches: int) -> Schedule:
+        """The schedule of another number of microbatches, as if the job were planned for it.
+
+        Raises:
+            ScheduleError: it is not defined for so many, or comes from a file.
+        """
+        return resolve(self._name, self._whole.num_ranks, num_microbatches, **self._chosen)
+
     @property
     def base(self) -> Plan:
         """The plan of an ordinary step."""

@@ -1,7 +1,7 @@
 """Traces on disk: found by the content that determines them, safe with many ranks at once.
 
-A file holds a graph as JSON beside the tensors in it, all in the safetensors format, so reading one
-runs nothing that it brings.
+A file holds a graph as values without code (`merak.graph.value_file`), so a file that somebody else
+has planted runs nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from filelock import FileLock
 
 from merak.core.private import private_folder, read_own_file
 from merak.graph.fingerprint import file_hashes
-from merak.graph.graph_file import graph_of, read_graph_file, write_graph_file
 from merak.graph.ir import ModelGraph
 from merak.graph.json_values import NotStorable
+from merak.graph.pack import pack_model, unpack_model
+from merak.graph.value_file import ValueFile, write_values
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,11 @@ def cached(
 def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
     """An entry, unless it is broken or a source file it came from has changed since."""
     try:
-        held = read_graph_file(read_own_file(path))
-        if held.sources != file_hashes(held.sources):
+        held = ValueFile(read_own_file(path))
+        sources = held["sources"]
+        if sources != file_hashes(sources):
             return None
-        graph = graph_of(held)
+        graph = unpack_model(held["graph"])
         if adopt is not None:
             adopt(graph)
         return graph
@@ -81,7 +83,7 @@ def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
 
 def _write(path: Path, graph: ModelGraph, sources: frozenset[str]) -> None:
     try:
-        content = write_graph_file(graph, file_hashes(sources))
+        content = write_values({"sources": file_hashes(sources), "graph": pack_model(graph)})
     except NotStorable as error:
         logger.info("The trace is not kept: it holds a %s, which is no plain data.", error)
         return

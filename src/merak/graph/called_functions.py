@@ -47,8 +47,9 @@ def refuse_foreign_functions(graph: ModelGraph, model: nn.Module) -> None:
 
 def _nodes(graph: ModelGraph) -> Iterator[PackedNode]:
     """All nodes, those of data-dependent regions included."""
-    for part in (graph.prologue, *graph.segments, *graph.settled):
-        for node in pack(part.graph):
+    parts = [part.graph for part in (graph.prologue, *graph.segments)]
+    for part in (*parts, *(one.graph for one in graph.settled)):
+        for node in pack(part):
             yield node
             picks = node[5].get("picks")
             yield from () if picks is None else picks.nodes

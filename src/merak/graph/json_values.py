@@ -90,12 +90,12 @@ class Writer:
         kind = type(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return {"named": [_name_of(kind), [self.write(item) for item in value]]}
+        items = None
+        if isinstance(value, dict):  # such as transformers' outputs, which are dataclasses too
+            items = [[self.write(k), self.write(v)] for k, v in value.items()]
         if dataclasses.is_dataclass(value) and _is_data(kind):
             names = [f.name for f in dataclasses.fields(value)]
             held = [[name, self.write(getattr(value, name))] for name in names]
-            items = None
-            if isinstance(value, dict):  # such as transformers' outputs
-                items = [[self.write(k), self.write(v)] for k, v in value.items()]
             return {"data": [_name_of(kind), held, items]}
         raise NotStorable(f"{kind.__module__}.{kind.__qualname__}")
 

@@ -34,6 +34,11 @@ class TokenCounter:
         """Whether the loss of a batch with these columns takes a count of label tokens."""
         return self.count_labels is not None and "labels" in columns
 
+    def counts_tokens(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the elements of a batch's main input are tokens, and not pixels or samples."""
+        inputs = batch.get(self.main_input)
+        return isinstance(inputs, torch.Tensor) and not inputs.is_floating_point()
+
     def signature(self, batch: Mapping[str, Any]) -> BatchSignature:
         """The signature of a whole batch, with the count's column where the loss takes it."""
         return self.with_tokens(signature(batch))

@@ -23,6 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
 from merak.arguments.folders import make_output_folder
+from merak.core.announce import announce, show_announcements
 from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
 from merak.data import check_not_empty, example_batch, shard_loader, split_plain
@@ -32,6 +33,7 @@ from merak.engine.layout import EngineOptions
 from merak.engine.local import LocalParameters
 from merak.engine.relief import explain_step
 from merak.engine.scaling import LossScale
+from merak.engine.summary import describe_mesh
 from merak.graph.build import GraphSource
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.weights.proxies import empty_weights
@@ -40,6 +42,7 @@ from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
 from merak.trainer.last_step import refuse_unequal_replicas
+from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.not_finite import SkippedSteps
 from merak.trainer.refusals import (
     refuse_what_needs_all_gradients,
@@ -52,7 +55,7 @@ from merak.trainer.tokens import TOKENS, TokenCounter
 logger = logging.getLogger(__name__)
 
 
-class MerakTrainer(Saving, Trainer):
+class MerakTrainer(Saving, Logging, Trainer):
     """Trains a model with data, tensor and pipeline parallelism; used as `transformers.Trainer`.
 
     Args:
@@ -77,6 +80,8 @@ class MerakTrainer(Saving, Trainer):
         self._council: Council | None = None
         self._counter: TokenCounter | None = None
         self._evaluation: Evaluation | None = None
+        self.throughput = Throughput()
+        self._measured = {}
         self._flops_per_token = 0.0
         self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
         # The step that runs: its microbatches, what the ranks agreed on, the losses, and the round
@@ -90,6 +95,8 @@ class MerakTrainer(Saving, Trainer):
         self._skipped = SkippedSteps(self.scaler)
         if arguments.should_save:
             make_output_folder(str(arguments.output_dir))
+        show_announcements(announced_level(arguments))
+        announce("%s", describe_mesh(self.mesh))
         super().__init__(model=model, args=arguments, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -133,6 +140,9 @@ class MerakTrainer(Saving, Trainer):
         options = replace(self._engine_options(), trains=trains)
         self.engine = build_engine(source, columns, self.mesh, options)
         self._council = Council(self.mesh, self.engine.progress)
+        idle = self.engine.idle_pipeline("gradient_accumulation_steps") if trains else None
+        if idle is not None and self.args.should_log:
+            logger.warning("%s", idle)
         if self.engine.updates_inside:
             refuse_what_needs_all_gradients(self.args)
         return self.engine
@@ -219,6 +229,7 @@ class MerakTrainer(Saving, Trainer):
         refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside)
         assert self._counter is not None
         batch, _ = split_plain(example_batch(loader, seed=self.args.seed))
+        self.throughput = Throughput(self._counter.counts_tokens(batch))
         columns = engine.columns(self._counter.signature(batch).columns)
         return shard_loader(
             loader,
@@ -281,6 +292,7 @@ class MerakTrainer(Saving, Trainer):
             self._inner_optimizer().step if engine.updates_inside else None,
             1.0 if self.scaler is None else self.scaler.scale,
         )
+        self.throughput.add(sum(n.get("inputs", 0) for row in agreement.notes for n in row))
         everything = torch.zeros(len(self._batches), device=losses.device)
         everything[[number for number, _ in own]] = losses
         group = self.mesh.group("dp")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.utils import logging as bars
 
 from merak.checkpoint import export
 from merak.checkpoint.export import save_pretrained
@@ -152,6 +153,14 @@ def test_a_write_that_fails_leaves_what_was_there(
         save_pretrained(model, names_of(model), {}, ALONE, folder, "60KB")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_no_bar_of_no_weights_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = gpt2()
+    bars.enable_progress_bar()
+    save_pretrained(model, names_of(model), {}, ALONE, tmp_path / "out")
+    assert capfd.readouterr().err == ""
+    assert bars.is_progress_bar_enabled()
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

@@ -109,16 +109,16 @@ def test_what_comes_from_disk_computes_the_same(tmp_path: Path) -> None:
 
 
 def file_of(text: str) -> bytes:
-    return save({"graph": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
+    return save({"values": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
 
 
-HEAD = '{"sources": {}, "metas": [], "tensors": [], "graph": '
+HEAD = '{"metas": [], "tensors": [], "values": {"sources": {"dict": []}, "graph": '
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no graph", file_of("{"), file_of('{"sources": {}}'), file_of(HEAD + "3}"),
-     file_of(HEAD + '{"dict": [["segments", []], ["settled", []], ["prologue", [1, 2]]]}}')],
+    [b"", b"no graph", file_of("{"), file_of('{"values": {}}'), file_of(HEAD + "3}}"),
+     file_of(HEAD + '{"dict": [["segments", []], ["settled", []], ["prologue", [1, 2]]]}}}')],
     ids=["empty", "garbage", "no JSON", "without graph", "number", "half"],
 )  # fmt: skip
 def test_a_damaged_entry_is_made_anew(
@@ -176,7 +176,7 @@ def test_a_planted_name_is_never_called(
     """Names of functions and classes are looked up among what holds data and computes tensors."""
     is_known(tmp_path)
     (entry,) = tmp_path.glob("*.graph")
-    text = load(entry.read_bytes())["graph"].numpy().tobytes().decode()
+    text = load(entry.read_bytes())["values"].numpy().tobytes().decode()
     assert f'"{written}"' in text
     entry.write_bytes(file_of(text.replace(f'"{written}"', f'"{planted}"')))
     assert not is_known(tmp_path)
@@ -204,7 +204,7 @@ def test_an_autograd_function_is_found_and_nothing_else_in_its_place(tmp_path: P
     assert not is_known(tmp_path, model=model)
     assert is_known(tmp_path, model=model)
     (entry,) = tmp_path.glob("*.graph")
-    text = load(entry.read_bytes())["graph"].numpy().tobytes().decode()
+    text = load(entry.read_bytes())["values"].numpy().tobytes().decode()
     name = f"{__name__}:Doubled"
     assert name in text
     entry.write_bytes(file_of(text.replace(name, "os:system")))

@@ -14,11 +14,11 @@ import torch
 from torch import fx, nn
 from transformers.utils import ModelOutput
 
-from merak.graph.graph_file import graph_of, read_graph_file, write_graph_file
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
 from merak.graph.json_values import NotStorable, Reader, Writer
 from merak.graph.kept.nested import Slot
 from merak.graph.pack import Ref, pack, pack_model, unpack, unpack_model
+from merak.graph.value_file import ValueFile, write_values
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.stages import Pipeline, built
 
@@ -30,7 +30,7 @@ def through_json(value: Any) -> Any:
 
 
 def through_file(graph: ModelGraph) -> ModelGraph:
-    return graph_of(read_graph_file(write_graph_file(graph, {})))
+    return unpack_model(ValueFile(write_values({"graph": pack_model(graph)}))["graph"])
 
 
 def text(graph: fx.Graph) -> str:

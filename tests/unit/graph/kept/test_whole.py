@@ -12,11 +12,12 @@ from torch import nn
 from merak.core.errors import TraceError
 from merak.engine.program import compile_segment
 from merak.graph.build import GraphSource, build_graph
-from merak.graph.graph_file import graph_of, read_graph_file, write_graph_file
 from merak.graph.ir import ModelGraph, TensorMeta
 from merak.graph.kept import record as kept_record
 from merak.graph.kept.report import kept_lines, report_kept
 from merak.graph.kept.whole import KeptCall, connect, kept_calls
+from merak.graph.pack import pack_model, unpack_model
+from merak.graph.value_file import ValueFile, write_values
 
 COLUMNS = {
     "x": TensorMeta((6, 8), torch.float32),
@@ -178,7 +179,8 @@ def test_a_graph_that_was_written_down_calls_the_modules_of_the_model_it_is_read
     model = Model(Branch)
     graph = build_graph(GraphSource(model), COLUMNS, training=True)
     batch = {"x": torch.randn(6, 8), "labels": torch.randint(0, 3, (6,))}
-    read = graph_of(read_graph_file(write_graph_file(graph, {})))
+    written = write_values({"graph": pack_model(graph)})
+    read = unpack_model(ValueFile(written)["graph"])
     assert all(call.place.module is None for call in kept_calls(read))
     connect(read, model)
     torch.testing.assert_close(step(model, read, batch), model(**batch)["loss"])

@@ -1,56 +1,37 @@
-"""Graph files: a model graph in the safetensors format, as JSON beside the tensors it holds."""
+"""Value files: nested values in the safetensors format, as JSON beside the tensors they hold.
+
+Reading one runs nothing that it brings; see `merak.graph.json_values`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import nn
 
-from merak.graph.ir import ModelGraph
 from merak.graph.json_values import NotStorable, Reader, Writer
-from merak.graph.pack import pack_model, unpack_model
 
-_TEXT = "graph"
+_TEXT = "values"
 """The entry that holds the JSON, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class GraphFile:
-    """The content of a graph file, before its graph is put together.
+def write_values(values: Mapping[str, Any]) -> bytes:
+    """Named values as a file has them.
 
     Args:
-        sources: source files that the trace ran through → hashes of them.
-        graph: as JSON.
-        metas: of tensors, as JSON.
-        tensors: constants of the trace.
-    """
-
-    sources: dict[str, str]
-    graph: Any
-    metas: Sequence[Any]
-    tensors: Sequence[torch.Tensor]
-
-
-def write_graph_file(graph: ModelGraph, sources: Mapping[str, str]) -> bytes:
-    """A model graph as a file has it.
-
-    Args:
-        graph: the model graph.
-        sources: source files that the trace ran through → hashes of them.
+        values: of tensors, plain values, and data classes and containers of such.
 
     Raises:
-        NotStorable: it holds an object that is no data.
+        NotStorable: one of them holds an object that is no data.
     """
     writer = Writer()
-    packed = writer.write(pack_model(graph))
+    written = {name: writer.write(value) for name, value in values.items()}
     content = {
-        "sources": dict(sources),
-        "graph": packed,
+        "values": written,
         "metas": writer.metas,
         "tensors": [_description(tensor, writer) for tensor in writer.tensors],
     }
@@ -61,29 +42,29 @@ def write_graph_file(graph: ModelGraph, sources: Mapping[str, str]) -> bytes:
     return safetensors.torch.save(entries)
 
 
-def read_graph_file(content: bytes) -> GraphFile:
-    """What a graph file holds.
+class ValueFile:
+    """The values that a file holds, each made when it is asked for.
+
+    Args:
+        content: of the file.
 
     Raises:
-        Exception: of many types: it is no such file.
+        Exception: of many types, here or when a value is read: the content is damaged.
     """
-    entries = safetensors.torch.load(content)
-    text = json.loads(entries[_TEXT].numpy().tobytes())
-    reader = Reader((), ())
-    tensors = [
-        _tensor(entries[f"tensor {i}"], *reader.read(description))
-        for i, description in enumerate(text["tensors"])
-    ]
-    return GraphFile(text["sources"], text["graph"], text["metas"], tensors)
 
+    def __init__(self, content: bytes) -> None:
+        entries = safetensors.torch.load(content)
+        text = json.loads(entries[_TEXT].numpy().tobytes())
+        plain = Reader((), ())
+        tensors = [
+            _tensor(entries[f"tensor {i}"], *plain.read(description))
+            for i, description in enumerate(text["tensors"])
+        ]
+        self._reader = Reader(tensors, text["metas"])
+        self._values = text["values"]
 
-def graph_of(file: GraphFile) -> ModelGraph:
-    """The model graph of a file; the modules it calls are yet to be connected.
-
-    Raises:
-        Exception: of many types: the file is damaged, or of another version.
-    """
-    return unpack_model(Reader(file.tensors, file.metas).read(file.graph))
+    def __getitem__(self, name: str) -> Any:
+        return self._reader.read(self._values[name])
 
 
 def _description(tensor: torch.Tensor, writer: Writer) -> Any:
