@@ -31,6 +31,7 @@ from merak.engine.relief import Relief
 from merak.engine.replicas import reduced_of
 from merak.engine.settling import refuse_settling
 from merak.engine.sharded import Sharded, can_give_up, replace_parameters
+from merak.engine.sparse import warn_densified
 from merak.engine.stage import Stage
 from merak.engine.stage_costs import plans_for_costs
 from merak.engine.tied import Leaf, Shared, TiedGradients, find_holders
@@ -74,6 +75,7 @@ def build_engine(
     refuse_dropping(layout, options.zero)
     refuse_settling(layout, in_shares=options.zero == 3 and mesh.dp > 1)
     refuse_hooked(source.model, layout, options, programs.base.shards, in_halves)
+    warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,
@@ -182,6 +184,7 @@ def _assemble(
             parameters=parameters,
             owned=_owned(layout, programs, names, mesh),
             norm_order=_norm_order(model, layout),
+            densified=programs.densified,
             shared=shared,
             buffers=programs.buffers,
             kept_buffers=_kept_buffers(layout, programs, mesh),

@@ -24,6 +24,7 @@ from merak.engine.program import Program
 from merak.engine.records import StepRecord, gather_records
 from merak.engine.relief import StepGivenUp, agree, explained
 from merak.engine.settling import settle
+from merak.engine.sparse import refuse_sparse_optimizer
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
@@ -378,6 +379,17 @@ class Engine:
             rank; `merak.schedule.timeline.measured_timeline` draws them.
         """
         return gather_records(self.progress.records, self.mesh)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refuse an optimizer that cannot step this layout's gradients.
+
+        Args:
+            optimizer: of this rank's parameters; None for none.
+
+        Raises:
+            ScheduleError: it takes sparse gradients alone, and there are dense ones.
+        """
+        refuse_sparse_optimizer(optimizer, self._parts.densified)
 
     @property
     def trained(self) -> TrainedParameters:

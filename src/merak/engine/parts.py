@@ -41,6 +41,7 @@ class Parts:
         parameters: this rank's parameters by name.
         owned: names of those whose copy on this rank counts, of all ranks of its pipeline.
         norm_order: names of all of the pipeline's that have gradients, in the model's order.
+        densified: names of those whose sparse gradients are dense in this layout.
         shared: names of those that several segments of the model read.
         buffers: the model's buffers by name.
         kept_buffers: names of the model's buffers that this rank keeps up to date.
@@ -66,6 +67,7 @@ class Parts:
     parameters: Mapping[str, torch.nn.Parameter]
     owned: frozenset[str]
     norm_order: tuple[str, ...]
+    densified: frozenset[str]
     shared: frozenset[str]
     buffers: Mapping[str, torch.Tensor]
     kept_buffers: frozenset[str]
