@@ -28,6 +28,7 @@ from merak.engine.recompute import may_change, settle_recompute
 from merak.engine.records import clock_of
 from merak.engine.refusals import refuse_dropping, refuse_hooked, refuse_sharing, refuse_tied
 from merak.engine.relief import Relief
+from merak.engine.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.replicas import reduced_of
 from merak.engine.settling import refuse_settling
 from merak.engine.sharded import Sharded, can_give_up, replace_parameters
@@ -175,6 +176,10 @@ def _assemble(
     relief = Relief(is_armed=keep_less is not None)
     transfers = _connected(layout, mesh, progress, relief)
     reduced = reduced_of(programs, layout.schedule, parameters, shared, options.bucket_bytes)
+    groups = {stage: own.group for stage, own in reduced.items()}
+    written = stage_buffers(layout, mesh, groups) if options.trains else []
+    replica_buffers = ReplicaBuffers(written, programs.buffers, mesh, progress)
+    replica_buffers.start()
     engine = Engine(
         Parts(
             mesh=mesh,
@@ -187,6 +192,7 @@ def _assemble(
             densified=programs.densified,
             shared=shared,
             buffers=programs.buffers,
+            replica_buffers=replica_buffers,
             kept_buffers=_kept_buffers(layout, programs, mesh),
             base=programs.base,
             program_for=programs,

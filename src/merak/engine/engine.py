@@ -153,7 +153,9 @@ class Engine:
                         )
                     ]
                     with explained(f"step {step} on {self._place}", self._advice()):
-                        return self._run(microbatches, update, loss_scale)
+                        losses = self._run(microbatches, update, loss_scale)
+                        self._parts.replica_buffers.synchronize(tuple(signatures))
+                        return losses
             except StepGivenUp as given_up:
                 reasons = given_up.reasons
             self._undo(written)
@@ -333,6 +335,7 @@ class Engine:
                 assert self._parts.sharded is not None
                 self._parts.sharded.begin(names)
                 self._parts.sharded.end(names)
+            self._parts.replica_buffers.evaluated(programs)
         except BaseException:
             self.forget()
             raise
