@@ -72,7 +72,8 @@ def stage_buffers(
             name: WrittenBuffer.SAMPLES if kind is WrittenBuffer.SAME else kind
             for name, kind in kinds.items()
         }
-    _warn([name for name, kind in kinds.items() if kind is WrittenBuffer.SAMPLES])
+    own_ways = (WrittenBuffer.SAMPLES, WrittenBuffer.READ_MEAN)
+    _warn([name for name, kind in kinds.items() if kind in own_ways])
     found = []
     for stage, group in sorted(groups.items()):
         own = layout.partition.stages[stage]
@@ -93,10 +94,10 @@ def _warn(names: Sequence[str]) -> None:
         return
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     logger.warning(
-        "The forward writes what depends on the samples into the buffers %s%s. Replicas see other "
-        "samples: each goes on with what it has written itself until the step ends, and then all "
-        "take the first replica's, as in torch's DistributedDataParallel. So what reads them is "
-        "not as in one process; with dp=1, in one pipe, it is.",
+        "Replicas differ in the buffers %s%s: the forward writes them, with what depends on the "
+        "replica's own microbatches. Each reads its own until the step ends, and then all take the "
+        "first replica's, as in torch's DistributedDataParallel (of running statistics, the mean). "
+        "So what reads them is not as in one process; with dp=1, in one pipe, it is.",
         ", ".join(names[:MOST_NAMED]),
         more,
     )
@@ -143,7 +144,7 @@ class ReplicaBuffers:
                 taken = [WrittenBuffer.SAMPLES]
                 if stage.of(WrittenBuffer.SAME) and self._differ(stage, shapes):
                     taken.append(WrittenBuffer.SAME)
-                self._take_mean(stage, stage.of(WrittenBuffer.MEAN))
+                self._take_mean(stage, stage.of(WrittenBuffer.MEAN, WrittenBuffer.READ_MEAN))
                 self._take_first(stage, stage.of(*taken))
 
     @torch.no_grad()

@@ -25,33 +25,41 @@ class WrittenBuffer(Enum):
             of steps): replicas that have run equally many microbatches have the same.
         MEAN: the running statistics of norms of a batch, which training writes and does not read:
             a mean over microbatches, whose mean over replicas is that of the whole batch.
+        READ_MEAN: such statistics that training does read.
         SAMPLES: on samples or random numbers in any other way (a queue, codes that follow what
             chooses them): each replica makes its own.
     """
 
     SAME = "same"
     MEAN = "mean"
+    READ_MEAN = "read mean"
     SAMPLES = "samples"
 
 
 def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
     """The buffers of the model that a training graph writes, in its order, and what each is."""
-    each = [written_buffers(segment.graph) for segment in graph.segments]
-    written = [n for n in dict.fromkeys(n for own in each for n in own) if n not in graph.constants]
-    if not written:
-        return {}
-    varying = _varying(graph)
-    touched = set(graph.prologue.buffers)
+    only_statistics: dict[str, bool] = {}
+    read = set(graph.prologue.buffers)
     for segment in graph.segments:
-        touched |= set(segment.buffers) - _statistics_alone(segment)
-    return {
-        name: WrittenBuffer.SAME
-        if name not in varying
-        else WrittenBuffer.SAMPLES
-        if name in touched
-        else WrittenBuffer.MEAN
-        for name in written
-    }
+        writes = find_writes(segment.graph)
+        for node in _buffers(segment.graph):
+            name, memory = node.meta["name"], node.meta.get("memory")
+            writers = writes.writers.get(memory, []) if memory is not None else []
+            if writers and name not in graph.constants:
+                known = only_statistics.get(name, True)
+                only_statistics[name] = known and all(_is_statistic(w, node) for w in writers)
+            if not all(_is_statistic(user, node) for user in node.users):
+                read.add(name)
+    varying = _varying(graph) if only_statistics else frozenset()
+    kinds = {}
+    for name, is_statistic in only_statistics.items():
+        if name not in varying:
+            kinds[name] = WrittenBuffer.SAME
+        elif not is_statistic:
+            kinds[name] = WrittenBuffer.SAMPLES
+        else:
+            kinds[name] = WrittenBuffer.READ_MEAN if name in read else WrittenBuffer.MEAN
+    return kinds
 
 
 def written_buffers(graph: fx.Graph) -> tuple[str, ...]:
@@ -107,15 +115,6 @@ def _reached_buffers(
         node.meta["name"]
         for node in _buffers(segment.graph)
         if node in reached and node.meta["name"] in names
-    )
-
-
-def _statistics_alone(segment: Segment) -> frozenset[str]:
-    """The buffers that norms of a batch write in a segment, and nothing else touches there."""
-    return frozenset(
-        node.meta["name"]
-        for node in _buffers(segment.graph)
-        if node.users and all(_is_statistic(user, node) for user in node.users)
     )
 
 
