@@ -56,6 +56,7 @@ class ParallelModel:
         self.plain: Mapping[str, Any] = {}  # arguments in every batch that are no tensors
         trained = list(engine.trained.named.values())
         self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        engine.check_optimizer(self.optimizer)
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
 

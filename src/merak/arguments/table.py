@@ -205,7 +205,9 @@ DISTRIBUTION = {
     ),
     "ddp_static_graph": no_effect("a traced graph is static"),
     "ddp_broadcast_buffers": refused(
-        "replicas keep their own buffers; leave it unset", False, layout=Layout.DATA_PARALLEL
+        "buffers that forward writes are brought together after every step; leave it unset",
+        False,
+        layout=Layout.DATA_PARALLEL
     ),
     "ddp_backend": refused("merak.init connects the ranks; use merak.init(backend=…)"),
     "ddp_timeout": refused("merak.init connects the ranks; use merak.init(timeout_s=…)"),

@@ -69,9 +69,7 @@ def judge(
     """
     if any(rank.losses != ranks[0].losses for rank in ranks):
         raise Disagreement("the ranks report different losses.")
-    # Replicas keep running statistics of their own batches, as in torch's own data parallelism.
-    kinds = KINDS if job.layout.dp == 1 else KINDS[:2]
-    off = {kind: distances(whole(ranks, kind), getattr(expected, kind)) for kind in kinds}
+    off = {kind: distances(whole(ranks, kind), getattr(expected, kind)) for kind in KINDS}
     loss = loss_difference(ranks[0].losses, expected.losses)
     wrong = {
         kind: [n for n, d in found.items() if not d <= tolerance] for kind, found in off.items()

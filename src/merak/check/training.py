@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from transformers import PreTrainedModel
 
 from merak.check.case import Case
@@ -188,7 +189,8 @@ def train_alone(job: Job) -> Outcome:
     """Train in this process, in plain PyTorch.
 
     Args:
-        job: what to train; replicas' batches are further microbatches.
+        job: what to train; replicas' batches are further microbatches. Replicas run at the same
+            time: each starts from the buffers that all had before the step.
     """
     options = job.options
     model = job.model()
@@ -200,12 +202,16 @@ def train_alone(job: Job) -> Outcome:
         optimizer.zero_grad(set_to_none=True)
         batch = job.batch(step, job.num_samples)
         microbatches = split_batch(batch, options.num_microbatches * job.layout.dp)
-        total = 0.0
-        for microbatch in microbatches:
+        before, after, total = _all_buffers(model), [], 0.0
+        for number, microbatch in enumerate(microbatches):
+            if number and number % options.num_microbatches == 0:
+                after.append(_all_buffers(model))
+                _set_buffers(model, before)
             with computing_in(job.dtype):
                 loss = loss_of(job.case, model, microbatch) / len(microbatches)
             loss.backward()
             total += float(loss.detach())
+        _join_replicas(model, [*after, _all_buffers(model)])
         nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM)
         if step == 0:
             outcome.gradients = _gradients(parameters)
@@ -215,6 +221,32 @@ def train_alone(job: Job) -> Outcome:
     outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}
     outcome.buffers = _buffers(model)
     return outcome
+
+
+def _all_buffers(model: nn.Module) -> Tensors:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@torch.no_grad()
+def _set_buffers(model: nn.Module, values: Tensors) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
+def _join_replicas(model: nn.Module, replicas: Sequence[Tensors]) -> None:
+    """Give a model the buffers that all replicas go on with; see `engine.replica_buffers`."""
+    if len(replicas) == 1:
+        return
+    means = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for name in ("running_mean", "running_var")
+    }
+    joined = dict(replicas[0])
+    for name in means & joined.keys():
+        joined[name] = torch.stack([values[name] for values in replicas]).mean(0)
+    _set_buffers(model, joined)
 
 
 def loss_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -29,9 +29,11 @@ from merak.engine.recompute import may_change, settle_recompute
 from merak.engine.records import clock_of
 from merak.engine.refusals import refuse_dropping, refuse_hooked, refuse_sharing, refuse_tied
 from merak.engine.relief import Relief
+from merak.engine.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.replicas import reduced_of
 from merak.engine.settling import refuse_settling
 from merak.engine.sharded import Sharded, can_give_up, replace_parameters
+from merak.engine.sparse import warn_densified
 from merak.engine.stage import Stage
 from merak.engine.stage_costs import plans_for_costs
 from merak.engine.summary import summary
@@ -85,6 +87,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     refuse_dropping(layout, options.zero)
     refuse_settling(layout, in_shares=options.zero == 3 and mesh.dp > 1)
     refuse_hooked(source.model, layout, options, programs.base.shards, in_halves)
+    warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     materialize(
         source.model,
@@ -193,6 +196,10 @@ def _assemble(
     relief = Relief(is_armed=keep_less is not None)
     transfers = _connected(layout, mesh, progress, relief)
     reduced = reduced_of(programs, layout.schedule, parameters, shared, options.bucket_bytes)
+    groups = {stage: own.group for stage, own in reduced.items()}
+    written = stage_buffers(layout, mesh, groups) if options.trains else []
+    replica_buffers = ReplicaBuffers(written, programs.buffers, mesh, progress)
+    replica_buffers.start()
     engine = Engine(
         Parts(
             mesh=mesh,
@@ -202,8 +209,10 @@ def _assemble(
             parameters=parameters,
             owned=_owned(layout, programs, names, mesh),
             norm_order=_norm_order(model, layout),
+            densified=programs.densified,
             shared=shared,
             buffers=programs.buffers,
+            replica_buffers=replica_buffers,
             kept_buffers=_kept_buffers(layout, programs, mesh),
             base=programs.base,
             program_for=programs,

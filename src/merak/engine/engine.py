@@ -24,6 +24,7 @@ from merak.engine.program import Program
 from merak.engine.records import StepRecord, gather_records
 from merak.engine.relief import StepGivenUp, agree, explained
 from merak.engine.settling import settle
+from merak.engine.sparse import refuse_sparse_optimizer
 from merak.engine.stage import Microbatch
 from merak.engine.summary import idle_pipeline
 from merak.engine.surroundings import Values
@@ -166,7 +167,9 @@ class Engine:
                         )
                     ]
                     with explained(f"step {step} on {self._place}", self._advice()):
-                        return self._run(microbatches, update, loss_scale)
+                        losses = self._run(microbatches, update, loss_scale)
+                        self._parts.replica_buffers.synchronize(tuple(signatures))
+                        return losses
             except StepGivenUp as given_up:
                 reasons = given_up.reasons
             self._undo(written)
@@ -346,6 +349,7 @@ class Engine:
                 assert self._parts.sharded is not None
                 self._parts.sharded.begin(names)
                 self._parts.sharded.end(names)
+            self._parts.replica_buffers.evaluated(programs)
         except BaseException:
             self.forget()
             raise
@@ -392,6 +396,17 @@ class Engine:
             rank; `merak.schedule.timeline.measured_timeline` draws them.
         """
         return gather_records(self.progress.records, self.mesh)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refuse an optimizer that cannot step this layout's gradients.
+
+        Args:
+            optimizer: of this rank's parameters; None for none.
+
+        Raises:
+            ScheduleError: it takes sparse gradients alone, and there are dense ones.
+        """
+        refuse_sparse_optimizer(optimizer, self._parts.densified)
 
     @property
     def trained(self) -> TrainedParameters:

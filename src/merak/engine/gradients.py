@@ -204,7 +204,7 @@ class GradientReducer:
             self._take(self._open.popleft())
         # A replica without a microbatch, or a parameter that took no part, gives zeros.
         having = self._count(stage, bucket)
-        gradients = [p.grad if p.grad is not None else no_gradient(p) for p in bucket]
+        gradients = [dense(p.grad) if p.grad is not None else no_gradient(p) for p in bucket]
         for parameter in bucket:
             parameter.grad = None
         group = self._stages[stage].group
@@ -256,6 +256,11 @@ def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
         parameter.grad += gradient
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that can be summed with others of any kind."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:

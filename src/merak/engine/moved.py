@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from merak.engine.layout import Layout
 from merak.engine.parts import Parts
-from merak.engine.program import Program, written_buffers
+from merak.engine.program import Program
+from merak.graph.buffer_kinds import written_buffers
 from merak.graph.ir import ModelGraph
 
 

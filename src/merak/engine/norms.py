@@ -39,7 +39,8 @@ def pipeline_norm(
         norms[torch.tensor(places, device=device)] = torch.stack(own).to(norms)
     if group is not None:
         dist.all_reduce(norms, group=group)  # of each norm and zeros: it stays as it is
-    return torch.linalg.vector_norm(norms if is_exact else norms.float())
+    total: torch.Tensor = torch.linalg.vector_norm(norms if is_exact else norms.float())
+    return total
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

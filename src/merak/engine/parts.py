@@ -13,6 +13,7 @@ from merak.engine.plans import Plans
 from merak.engine.program import Program
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
+from merak.engine.replica_buffers import ReplicaBuffers
 from merak.engine.sharded import Sharded
 from merak.engine.stage import Stage
 from merak.engine.tied import TiedGradients
@@ -41,8 +42,10 @@ class Parts:
         parameters: this rank's parameters by name.
         owned: names of those whose copy on this rank counts, of all ranks of its pipeline.
         norm_order: names of all of the pipeline's that have gradients, in the model's order.
+        densified: names of those whose sparse gradients are dense in this layout.
         shared: names of those that several segments of the model read.
         buffers: the model's buffers by name.
+        replica_buffers: brings together what replicas write into buffers.
         kept_buffers: names of the model's buffers that this rank keeps up to date.
         base: the program of the shape that the job was planned with.
         program_for: what to run for a signature, in training or evaluation.
@@ -66,8 +69,10 @@ class Parts:
     parameters: Mapping[str, torch.nn.Parameter]
     owned: frozenset[str]
     norm_order: tuple[str, ...]
+    densified: frozenset[str]
     shared: frozenset[str]
     buffers: Mapping[str, torch.Tensor]
+    replica_buffers: ReplicaBuffers
     kept_buffers: frozenset[str]
     base: Program
     program_for: Callable[[Signature, bool], Program]

@@ -10,6 +10,7 @@ from torch import fx
 
 from merak.core.shards import ParameterShard
 from merak.engine.selective import Kept, keep_operators
+from merak.graph.buffer_kinds import written_buffers
 from merak.graph.chance.drawn import is_drawn
 from merak.graph.ir import Kind, ModelGraph, Segment, Settled, TensorMeta
 from merak.graph.runnable import Answers, answered, runnable
@@ -17,7 +18,7 @@ from merak.graph.shard import slice_outputs
 from merak.graph.sub_pipelining.halves import Share
 from merak.graph.sub_pipelining.pieces import Crossing
 from merak.graph.tracing.clean import is_random
-from merak.graph.writes import depending_on, find_writes
+from merak.graph.writes import depending_on
 
 Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
 """Changes how a segment is run: its new form, and how it splits its parameters over tp."""
@@ -347,13 +348,6 @@ def offloading(
         replace(p, offload=frozenset(held & {*p.segment.inputs, *p.segment.outputs})) if goes else p
         for p, goes in zip(programs, away, strict=True)
     ]
-
-
-def written_buffers(graph: fx.Graph) -> tuple[str, ...]:
-    """Names of the buffers that a segment writes into."""
-    members = find_writes(graph).members.values()
-    nodes = (node for members_of in members for node in members_of if node.op == "placeholder")
-    return tuple(node.meta["name"] for node in nodes if node.meta["kind"] is Kind.BUFFER)
 
 
 def has_draws(segment: Segment) -> bool:

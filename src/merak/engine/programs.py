@@ -31,6 +31,7 @@ from merak.engine.program import (
     arrange_whole,
     compile_program,
 )
+from merak.engine.sparse import densify, find_densified
 from merak.graph.build import GraphSource
 from merak.graph.ir import ModelGraph, Segment
 from merak.graph.sub_pipelining.halves import samples_of
@@ -83,6 +84,7 @@ class Programs:
         self._zero = options.zero
         self._splits_backwards = layout.plans.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
+        self.densified = find_densified(layout, mesh)
         self._graph = graph
         self._base_key = (tuple(graph.columns.items()), options.trains)
         self.base = self._compile(graph, options.trains)
@@ -99,6 +101,8 @@ class Programs:
         rewrites: dict[int, list[Rewrite]] = {}
         for stage in self.own_stages:
             rewrites[stage] = [parallel] if parallel else []
+            if self.densified:
+                rewrites[stage].append(partial(densify, self.densified))
             if self._splits_backwards:
                 rewrites[stage].append(partial(_defer, self._shared, self.waiting[stage]))
             if self._observer is not None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import Mesh
-from merak.engine.gradients import add_gradient, gradient_dtype, no_gradient
+from merak.engine.gradients import add_gradient, dense, gradient_dtype, no_gradient
 from merak.engine.program import SegmentProgram
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
@@ -284,7 +284,7 @@ class Chain:
             key = microbatch if self._every_microbatch else 0
             for leaf in self._leaves[name]:
                 if leaf.grad is not None:
-                    self._add(name, key, leaf.grad)
+                    self._add(name, key, dense(leaf.grad))
                     leaf.grad = None
             is_last = microbatch == self._orders(holder.stage)[-1]
             if segment.segment.index == holder.first and (self._every_microbatch or is_last):

@@ -344,6 +344,7 @@ class MerakTrainer(Saving, Logging, Trainer):
         trained = self.engine.trained
         is_new = self.optimizer is None  # a second `train` goes on with the one of the first
         optimizer: torch.optim.Optimizer = super().create_optimizer(LocalParameters(trained.named))
+        self.engine.check_optimizer(optimizer)
         if is_new:
             optimizer.register_step_post_hook(lambda *_: trained.write_back())
             explain_step(optimizer)

@@ -1,0 +1,114 @@
+"""Buffers that the forward writes, on replicas: the same everywhere after every step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
+from merak.check.reference import reference
+from tests.multirank.ranks import RankPool
+from tests.unit.graph import written_buffers as w
+
+KINDS = [w.Averaged, w.Spectral, w.BatchNormed, w.Watched, w.Queued, w.Followed]
+WARNED = {w.Watched: "running_mean", w.Queued: "queue", w.Followed: "average, seen"}
+SAMPLES = 4
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_losses_gradients_buffers_and_evaluations(
+    pool: RankPool, kind: type[nn.Module], tmp_path: Path
+) -> None:
+    """As replicas in one process, one after the other, that start a step with equal buffers."""
+
+    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
+        return pool.run(function, num_ranks, *arguments)
+
+    options = CheckOptions(num_microbatches=2, microbatch=SAMPLES, steps=3, evaluate=True)
+    job = Job(Case(kind.__name__, kind, w.draw), Layout(dp=2), options)
+    report = check_against(reference(job), job, Workshop(tmp_path, launch))
+    assert (report.ok, report.reason) == (True, None)
+
+
+def train(kind: type[nn.Module], layout: tuple[int, int], options: dict[str, Any]) -> Any:
+    """Losses and buffers of this rank after some steps, and what was logged."""
+    import merak
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("merak").addHandler(handler)
+    dp, pp = layout
+    mesh = merak.init(dp=dp, pp=pp, device="cpu")
+    torch.manual_seed(mesh.rank)  # replicas that are made otherwise go on with the first one's
+    model = kind()
+    make = partial(torch.optim.SGD, lr=0.1)
+    parallel = merak.parallelize(model, w.draw(0, 4), optimizer=make, num_microbatches=2, **options)
+    losses = [
+        float(parallel.step({"x": w.draw(step, 4 * dp)["x"][4 * mesh.dp_rank :][:4]}))
+        for step in range(3)
+    ]
+    logging.getLogger("merak").removeHandler(handler)
+    held = parallel.engine.held()
+    buffers = {name: b.clone() for name, b in model.named_buffers() if name in held}
+    return losses, buffers, said
+
+
+@pytest.mark.parametrize("kind", [w.Averaged, w.Spectral, w.BatchNormed, *WARNED])
+def test_rank_0_alone_names_what_is_not_as_in_one_process(
+    pool: RankPool, kind: type[nn.Module]
+) -> None:
+    ranks = pool.run(train, 2, kind, (2, 1), {})
+    for _, buffers, _ in ranks:
+        assert buffers.keys() == ranks[0][1].keys()
+        assert all(torch.equal(value, ranks[0][1][name]) for name, value in buffers.items())
+    said = [text for text in ranks[0][2] if "buffers" in text]
+    assert len(said) == (kind in WARNED)
+    assert not said or WARNED[kind] in said[0]
+    assert not ranks[1][2]
+
+
+def test_averaged_weights_are_those_of_one_process_with_the_whole_batch(pool: RankPool) -> None:
+    two, one = (
+        pool.run(train, 2, w.Averaged, (2, 1), {}),
+        pool.run(train, 1, w.Averaged, (1, 1), {}),
+    )
+    assert set(two[0][1]) == set(one[0][1])
+    assert torch.equal(two[0][1]["count"], one[0][1]["count"])  # counts rounds, not samples
+
+
+def ragged(kind: type[nn.Module]) -> dict[str, torch.Tensor]:
+    """Buffers after a step whose replicas have microbatches of other numbers and sizes."""
+    import merak
+    from merak.data import signature
+
+    mesh = merak.init(dp=2, device="cpu")
+    torch.manual_seed(0)
+    model = kind()
+    parallel = merak.parallelize(model, w.draw(0, 8), num_microbatches=2)
+    batches = [w.draw(i, 4) for i in range(2)] if mesh.dp_rank == 0 else [w.draw(2, 3)]
+    parallel.engine.train_step(0, [signature(b).columns for b in batches], batches, 0.5)
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("kind", [w.Averaged, w.BatchNormed, w.Queued])
+def test_replicas_with_other_microbatches_end_alike(pool: RankPool, kind: type[nn.Module]) -> None:
+    first, second = pool.run(ragged, 2, kind)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_copies_of_a_stage_in_two_pipes_end_alike(pool: RankPool) -> None:
+    ranks = pool.run(train, 2, w.Averaged, (1, 2), {"schedule": "chimera"})
+    said = [text for text in ranks[0][2] if "buffers" in text]
+    assert len(said) == 1 and "average" in said[0]
+    for rank in ranks[1:]:
+        for name in rank[1].keys() & ranks[0][1].keys():
+            assert torch.equal(rank[1][name], ranks[0][1][name]), name
