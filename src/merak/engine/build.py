@@ -40,6 +40,7 @@ from merak.engine.turns import Turns
 from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
+from merak.graph.tensor_parallel.split import check_features
 from merak.graph.tensor_parallel.tp_plan import given_plan
 
 
@@ -129,6 +130,8 @@ def forecast_of(
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
+    if mesh.tp == 1 and options.features:
+        check_features(graph, options.features)
     forecast = Forecast(
         source.model,
         Layout(graph, partition, plans),

@@ -6,7 +6,9 @@ import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from filelock import FileLock
@@ -32,6 +34,8 @@ def cached(folder: Path, key: str, make: Callable[[], Made]) -> tuple[ModelGraph
         key: a fingerprint of what determines the graph.
         make: makes it.
 
+    A folder that cannot be used is warned of once, and gone on without.
+
     Returns:
         The graph, and whether it came from disk.
     """
@@ -39,14 +43,53 @@ def cached(folder: Path, key: str, make: Callable[[], Made]) -> tuple[ModelGraph
     found = _read(path)
     if found is not None:
         return found, True
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{key}.lock"):
-        found = _read(path)
+    with _locked(folder, key) as is_usable:
+        found = _read(path) if is_usable else None
         if found is not None:
             return found, True
         graph, sources = make()
-        _write(path, graph, sources)
+        if is_usable:
+            try:
+                _write(path, graph, sources)
+            except OSError as error:
+                warn_unusable(folder, error.strerror or str(error))
         return graph, False
+
+
+@contextmanager
+def _locked(folder: Path, key: str) -> Iterator[bool]:
+    """Hold the lock of an entry; whether there is one, since a folder may be of no use."""
+    lock = FileLock(folder / f"{key}.lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:  # the latter where nothing can be locked
+        warn_unusable(folder, getattr(error, "strerror", None) or str(error))
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+@lru_cache  # once for each, however many models are traced
+def warn_unusable(folder: Path, reason: str) -> None:
+    """Say on rank 0 that a cache folder is not used."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "The folder %s cannot be used for traced models (%s); they are traced anew each time: "
+            "name another with trace_cache or MERAK_CACHE, or '' for none.",
+            folder,
+            reason,
+        )
+
+
+@lru_cache  # an entry is looked at before it is locked and after
+def _warn_damaged(path: Path, reason: str) -> None:
+    """Say on rank 0 that an entry is of no use."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("The cached trace %s cannot be read (%s); it is made anew.", path, reason)
 
 
 def _read(path: Path) -> ModelGraph | None:
@@ -56,10 +99,10 @@ def _read(path: Path) -> ModelGraph | None:
         if entry["sources"] != file_hashes(entry["sources"]):
             return None
         return unpack_model(entry["graph"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # whatever a damaged file may lead to
-        logger.warning("The cached trace %s cannot be read (%r); it is made anew.", path, error)
+        _warn_damaged(path, repr(error))
         return None
 
 
