@@ -45,6 +45,7 @@ from merak.engine.watch import Watch, check_limit
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.ir import ModelGraph
+from merak.graph.tensor_parallel.split import check_features
 from merak.graph.tensor_parallel.tp_plan import given_plan
 
 
@@ -152,6 +153,8 @@ def _forecast(
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
+    if mesh.tp == 1 and options.features:
+        check_features(graph, options.features)
     forecast = Forecast(
         source.model,
         Layout(graph, partition, plans),

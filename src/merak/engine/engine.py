@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from merak.core.errors import ScheduleError
+from merak.core.errors import DataError, ScheduleError
 from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
 from merak.engine.evaluation import evaluate_microbatch
@@ -31,6 +31,7 @@ from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
 from merak.engine.training import TrainingStep, Update
 from merak.engine.turns import turns_of
+from merak.graph.index_ranges import problem_of
 from merak.schedule.ir import Kind
 
 _EVALUATE_LESS = (
@@ -146,7 +147,9 @@ class Engine:
         Raises:
             ScheduleError: an asynchronous schedule without `update`, or whose replicas have
                 different numbers of microbatches.
+            DataError: a column with an index beyond the table that it is looked up in.
         """
+        self._check_indices(f"step {step + 1}", signatures, batches, True)
         if self.updates_inside:
             self._check_asynchronous(len(signatures), update)
         if self._parts.zero >= 2:
@@ -174,6 +177,19 @@ class Engine:
                 reasons = given_up.reasons
             self._undo(written)
             self._keep_less(step, reasons)
+
+    def _check_indices(
+        self,
+        what: str,
+        signatures: Sequence[Signature],
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        training: bool,
+    ) -> None:
+        """Hold the columns' indices against what they are looked up in, as this rank sees them."""
+        for signature, batch in zip(signatures, batches, strict=True):
+            problem = problem_of(self._parts.program_for(signature, training).ranges, batch)
+            if problem is not None:
+                raise DataError(f"in {what}, {problem}")
 
     def _programs(self, signatures: Sequence[Signature], training: bool) -> list[Program]:
         """What runs for some microbatches; without any, what would for the usual ones."""
@@ -331,7 +347,11 @@ class Engine:
 
         Returns:
             Per microbatch the model's outputs by name that this rank's stages make.
+
+        Raises:
+            DataError: as in `train_step`.
         """
+        self._check_indices("an evaluation", signatures, batches, False)
         settle(self._parts, self._programs(signatures, False), batches)
         results = []
         try:

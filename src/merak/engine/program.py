@@ -12,6 +12,7 @@ from merak.core.shards import ParameterShard
 from merak.engine.selective import Kept, keep_operators
 from merak.graph.buffer_kinds import written_buffers
 from merak.graph.chance.drawn import is_drawn
+from merak.graph.index_ranges import IndexRange
 from merak.graph.ir import Kind, ModelGraph, Segment, Settled, TensorMeta
 from merak.graph.runnable import Answers, answered, runnable
 from merak.graph.shard import slice_outputs
@@ -221,6 +222,7 @@ class Program:
         fixed_versions: those that the buffers it read had then, which count what is written.
         moved: of evaluation, buffers that training writes elsewhere; see `merak.engine.moved`.
         loans: of evaluation, parameters that other ranks hold; see `merak.engine.loans`.
+        ranges: what its columns hold indices of.
     """
 
     stages: dict[int, StageProgram]
@@ -237,6 +239,7 @@ class Program:
     fixed_versions: list[int] = field(default_factory=list)
     moved: dict[str, int] = field(default_factory=dict)
     loans: tuple[Loan, ...] = ()
+    ranges: tuple[IndexRange, ...] = ()
 
     @property
     def chooses(self) -> bool:

@@ -33,6 +33,7 @@ from merak.engine.program import (
 )
 from merak.engine.sparse import densify, find_densified
 from merak.graph.build import GraphSource
+from merak.graph.index_ranges import find_ranges
 from merak.graph.ir import ModelGraph, Segment
 from merak.graph.sub_pipelining.halves import samples_of
 from merak.graph.tensor_parallel.features import Features
@@ -154,13 +155,14 @@ class Programs:
             samples = samples_of(graph.segments, batch_size(graph))
             arrange = partial(arrange_in_halves, samples)
         parallel = self._parallel
+        ranges = find_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
         program = compile_program(graph, bounds, self._make_rewrites(parallel), choices, arrange)
         device = self.mesh.device
         moved = find_moved(self._writers, self._stage_rank, graph, bounds) if not training else {}
         constants = {n: t.to(device) for n, t in graph.constants.items()}
-        return replace(program, constants=constants, moved=moved, loans=loans)
+        return replace(program, constants=constants, moved=moved, loans=loans, ranges=ranges)
 
     def _loans(self, graph: ModelGraph, bounds: Sequence[int], training: bool) -> tuple[Loan, ...]:
         """What ranks lend each other, in evaluations.

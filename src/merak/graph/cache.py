@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from filelock import FileLock
@@ -45,6 +47,8 @@ def cached(
         make: makes it.
         adopt: connects a graph that was read to this process's model, or raises if it does not fit.
 
+    A folder that cannot be used is warned of once, and gone on without.
+
     Returns:
         The graph, and whether it came from disk.
     """
@@ -52,14 +56,46 @@ def cached(
     found = _read(path, adopt, logging.DEBUG)  # it is read again, by one rank, before it is remade
     if found is not None:
         return found, True
-    private_folder(folder)
-    with FileLock(folder / f"{key}.lock"):
-        found = _read(path, adopt, logging.WARNING)
+    with _locked(folder, key) as is_usable:
+        found = _read(path, adopt, logging.WARNING) if is_usable else None
         if found is not None:
             return found, True
         graph, sources = make()
-        _write(path, graph, sources)
+        if is_usable:
+            try:
+                _write(path, graph, sources)
+            except OSError as error:
+                warn_unusable(folder, error.strerror or str(error))
         return graph, False
+
+
+@contextmanager
+def _locked(folder: Path, key: str) -> Iterator[bool]:
+    """Hold the lock of an entry; whether there is one, since a folder may be of no use."""
+    lock = FileLock(folder / f"{key}.lock")
+    try:
+        private_folder(folder)
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:  # the latter where nothing can be locked
+        warn_unusable(folder, getattr(error, "strerror", None) or str(error))
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+@lru_cache  # once for each, however many models are traced
+def warn_unusable(folder: Path, reason: str) -> None:
+    """Say on rank 0 that a cache folder is not used."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "The folder %s cannot be used for traced models (%s); they are traced anew each time: "
+            "name another with trace_cache or MERAK_CACHE, or '' for none.",
+            folder,
+            reason,
+        )
 
 
 def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
@@ -73,7 +109,7 @@ def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
         if adopt is not None:
             adopt(graph)
         return graph
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # whatever a damaged file may lead to
         told = "The cached trace %s cannot be read (%s: %s); it is made anew."

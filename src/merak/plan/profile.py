@@ -16,6 +16,7 @@ import torch
 
 from merak.core.errors import PlanError
 from merak.core.private import private_folder
+from merak.graph.cache import warn_unusable
 from merak.plan.device import DeviceProfile, from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -46,11 +47,19 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
     if cache_dir is None:
         return _measure(device)
     path = cache_dir / f"profile-{_machine_key(device)}.json"
-    if path.exists():
-        return from_json(path.read_text(), str(path))
+    try:
+        kept = path.read_text()
+    except OSError:
+        kept = None
+    if kept is not None:
+        return from_json(kept, str(path))
     profile = _measure(device)
-    _write_whole(path, to_json(profile))
-    logger.info("Measured %s; kept in %s", profile.name, path)
+    try:
+        _write_whole(path, to_json(profile))
+    except OSError as error:
+        warn_unusable(cache_dir, error.strerror or str(error))
+    else:
+        logger.info("Measured %s; kept in %s", profile.name, path)
     return profile
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -263,14 +265,94 @@ def test_a_cut_off_entry_is_made_anew(tmp_path: Path) -> None:
     assert is_known(tmp_path)
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == cache.__name__]
+
+
+def test_a_damaged_entry_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_known(tmp_path)
+    (entry,) = tmp_path.glob("*.graph")
+    entry.write_bytes(b"no pickle")
+    monkeypatch.setenv("RANK", "1")  # rank 0 speaks for all
+    assert cache._read(entry) is None
+    assert not _told(caplog)
+    monkeypatch.setenv("RANK", "0")
+    cache._warn_damaged.cache_clear()
+    assert not is_known(tmp_path)
+    assert len(_told(caplog)) == 1
+
+
+def test_a_write_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: Any) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(cache.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        is_known(tmp_path)
+    assert not is_known(tmp_path)
+    assert not is_known(tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    (told,) = _told(caplog)
+    assert f"{tmp_path} cannot be used for traced models (disk full)" in told
+
+
+def _is_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder.write_text("", encoding="utf-8")
+    return folder
+
+
+def _is_inside_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder.write_text("", encoding="utf-8")
+    return folder / "cache"
+
+
+def _cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def refuse(self: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    return folder
+
+
+def _cannot_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(cache.FileLock, "acquire", refuse)
+    return folder
+
+
+def _is_read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    folder.mkdir()
+    monkeypatch.setattr(cache.FileLock, "acquire", refuse)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "spoil", [_is_file, _is_inside_a_file, _cannot_be_made, _cannot_lock, _is_read_only]
+)
+def test_a_folder_of_no_use_is_warned_of_once(
+    spoil: Callable[[Path, pytest.MonkeyPatch], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = spoil(tmp_path / "cache", monkeypatch)
+    assert not is_known(folder)
+    assert not is_known(folder)
+    (told,) = _told(caplog)
+    assert f"{folder} cannot be used for traced models (" in told
+
+
+def test_a_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_known(tmp_path)
+    _is_read_only(tmp_path / "other", monkeypatch)
+    assert is_known(tmp_path)
 
 
 SCRIPT = """

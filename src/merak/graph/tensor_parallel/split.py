@@ -182,6 +182,15 @@ def given_weights(
     return chosen
 
 
+def check_features(model: ModelGraph, features: Features) -> None:
+    """Refuse a feature dict that fits a model under no degree, where nothing is split by it.
+
+    Raises:
+        ShardError: a pattern that matches nothing, or an operator that cannot be split so.
+    """
+    given_weights(model, attributes_for(model, features), 1)
+
+
 def shard_model(
     model: ModelGraph, weights: Weights, degree: int, *, sequence: bool = False
 ) -> tuple[ModelGraph, dict[str, ParameterShard]]:
