@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from merak.core.errors import TrainingError
+from merak.graph.kept.out_of_place import write_out_of_place
 from merak.graph.kept.whole import pretend_as
 from merak.graph.pack import may_call, pack, unpack
 from merak.graph.tracing.explain import refuse_dynamic_shape
@@ -138,6 +139,7 @@ def gather_picks(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and _is_about_sizes(node) and not written_by(node):
             graph.erase_node(node)
+    write_out_of_place(graph, _is_open)
     regions = []
     seen: set[fx.Node] = set()
     for node in graph.nodes:

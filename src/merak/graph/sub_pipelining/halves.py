@@ -21,6 +21,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.graph.ir import Kind, Segment, TensorMeta
+from merak.graph.tensor_parallel.cost import has_gradient
 from merak.graph.tensor_parallel.placement import (
     COPIED,
     REPLICATED,
@@ -31,6 +32,7 @@ from merak.graph.tensor_parallel.placement import (
     Placed,
     Placement,
     Sharded,
+    is_opaque,
     local_meta,
     shape_of,
 )
@@ -232,8 +234,11 @@ def _entering(node: fx.Node, samples: Samples) -> Placement:
 
 def _decide(op: Operator) -> Decision:
     """The rule of tensor parallelism, where it needs nothing of the other half."""
+    operands = op.node.all_input_nodes
     if getattr(getattr(op.node.target, "_schema", None), "is_mutable", False):
         _refuse_writes(op)
+    if is_opaque(op.node.target) and not op.sharded() and any(map(has_gradient, operands)):
+        raise op.error("has a backward of its own, which must see the whole gradient")
     rule = _MORE_RULES.get(str(op.node.target))
     decision = rule(op) if rule is not None else decide(op)
     placed = decision.output if isinstance(decision.output, tuple) else (decision.output,)

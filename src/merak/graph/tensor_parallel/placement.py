@@ -257,12 +257,35 @@ def local_meta(meta: Any, placed: Placed, degree: Degree) -> Any:
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
 
 
+_KNOWN = frozenset(("aten", "prims", "merak", "transformers"))
+"""Libraries whose operators rules know by name."""
+
+_OPAQUE = frozenset(("custom_function", "kept_module", "kept_module_", "picked"))
+
+
 @cache
 def family(target: Any) -> str:
-    """An operator's name without namespace and overload: add for aten.add.Tensor."""
+    """An operator's name without overload: add for aten.add.Tensor.
+
+    One of a library that no rule knows has the library before its name: what a user calls
+    mine::linear need not be torch's linear.
+    """
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.rpartition("::")[2]
+        name = target._schema.name
+        return name.rpartition("::")[2] if target.namespace in _KNOWN else name
     return str(getattr(target, "__name__", target))
+
+
+@cache
+def is_opaque(target: Any) -> bool:
+    """Whether an operator's backward is not torch's own: it may be no linear function.
+
+    What such a backward gives for each rank's part of a gradient need not sum up to what it gives
+    for the whole gradient.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace not in _KNOWN or family(target) in _OPAQUE
 
 
 Rule = Callable[[Operator], Decision]

@@ -27,12 +27,14 @@ from merak.graph.tensor_parallel.placement import (
     Rule,
     Sharded,
     family,
+    is_opaque,
     listed_parts,
+    local_meta,
     positive,
     shape_of,
 )
 from merak.graph.tensor_parallel.randomness import dropout_sharded
-from merak.graph.tracing.functions import is_elementwise
+from merak.graph.tracing.size_invariance import is_size_invariant
 from merak.graph.writes import is_mutating, written_by
 
 aten = torch.ops.aten
@@ -63,15 +65,20 @@ def decide(op: Operator) -> Decision:
         return Decision(PARTIAL)
     if not op.sharded():
         return _inside(op)
-    tags = getattr(op.node.target, "tags", ())
-    rule = RULES.get(family(op.node.target))
-    if rule is None and torch.Tag.pointwise in tags:
-        rule = None if torch.Tag.nondeterministic_seeded in tags else elementwise
+    rule = _rule_of(op.node.target)
     if vocabulary.reads_padding(op):
         return vocabulary.decide_padded(op, rule)
     if rule is None:
         raise op.error("has no rule for operands that are split over the ranks")
     return rule(op)
+
+
+def _rule_of(target: Any) -> Rule | None:
+    """The rule for an operator on split operands: by name, or as torch's own that is pointwise."""
+    tags = getattr(target, "tags", ())
+    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    fallback = elementwise if pointwise and not is_opaque(target) else None
+    return RULES.get(family(target), fallback)
 
 
 def _is_whole(op: Operator, operands: Sequence[fx.Node]) -> bool:
@@ -84,6 +91,8 @@ def _inside(op: Operator) -> Decision:
     """An operator on whole values: what reads a copied one is done by every rank for its own."""
     if is_mutating(op.node):
         return _write(op)
+    if is_opaque(op.node.target):
+        return Decision(REPLICATED, dict.fromkeys(op.node.all_input_nodes, REPLICATED))
     copied = op.copied or any(isinstance(op.raw(n), Copied) for n in op.node.all_input_nodes)
     return Decision(COPIED if copied else REPLICATED)
 
@@ -93,7 +102,7 @@ def _write(op: Operator) -> Decision:
     written = written_by(op.node)
     placed = {op.placements[n] for n in written}
     placed = placed.union(*(op.in_memory.get(n.meta.get("memory"), ()) for n in written))
-    if placed == {COPIED}:
+    if placed == {COPIED} and not is_opaque(op.node.target):
         return Decision(COPIED)
     if COPIED in placed:
         raise op.error("writes into a value that lies in two ways")
@@ -364,11 +373,13 @@ def stack(op: Operator) -> Decision:
 
 
 def custom(op: Operator) -> Decision:
-    """A function with its own backward: where both work on every element by itself."""
+    """A function with its own backward: where both do to a shard what they do to the whole."""
     args: Any = op.node.args
     tensors, function, arguments = args
-    lead = next(iter(op.sharded().values()))
-    if not is_elementwise(tuple(n.meta["tensor"] for n in tensors), function, arguments):
+    operand, lead = next(iter(op.sharded().items()))
+    local = local_meta(operand.meta["tensor"], lead, op.degree).shape
+    metas = [n.meta["tensor"] for n in tensors]
+    if not is_size_invariant(metas, local, function, arguments):
         raise op.error("calls a function with a backward of its own, which must see the whole")
     results = op.node.meta["tensor"]
     return replace(_alike(op, tensors, lead, lead), output=(lead,) * len(results))

@@ -132,11 +132,19 @@ class Search:
         found: dict[str, int] = {}
         for name in sorted(self.free):
             for out, _ in self.dims[name]:
-                *_, finest = (s for s in self.splits(name) if s.dim == out)
-                layout = self.alone(name, finest)
-                if layout is not None:
-                    found[name] = capacities(layout)[name]
+                along = [split for split in self.splits(name) if split.dim == out]
+                # Parts of which only the small ones are read cannot be split with these whole.
+                mixed = [along[-1]] if isinstance(along[-1], Mixed) else []
+                *_, finest = (split for split in along if isinstance(split, Sharded))
+                counts = [self._pieces(name, split) for split in (*mixed, finest)]
+                if pieces := next(filter(None, counts), None):
+                    found[name] = pieces
         return found
+
+    def _pieces(self, name: str, split: Sharded | Mixed) -> int | None:
+        """Into how many pieces a split weight's outputs can be cut; None where none are split."""
+        layout = self.alone(name, split)
+        return None if layout is None else capacities(layout).get(name)
 
     def _better(self, best: Found, weights: Assignment) -> Found:
         if weights == best.weights:

@@ -13,19 +13,15 @@ import json
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from merak.core.errors import TraceError
-from merak.graph.ir import TensorMeta
 from merak.graph.tracing.clean import requires_grad
 from merak.graph.tracing.explain import UntraceableError
 
@@ -35,18 +31,33 @@ _LIBRARY.define("custom_function(Tensor[] tensors, str function, str arguments) 
 _APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
 
-def _run(tensors: Sequence[torch.Tensor], function: str, arguments: str) -> list[torch.Tensor]:
+def named_function(function: str) -> type[Function]:
+    """The autograd function of a name, as `merak::custom_function` has it."""
     module, _, path = function.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
+    made: type[Function] = found
+    return made
+
+
+def call_function(
+    tensors: Sequence[torch.Tensor], function: str, arguments: str
+) -> list[torch.Tensor]:
+    """Apply an autograd function, as the operator `merak::custom_function` does.
+
+    Args:
+        tensors: its tensors.
+        function: its name, "module:class".
+        arguments: all its arguments as JSON, with `["tensor"]` in the place of every tensor.
+    """
     left = iter(tensors)
     plain = [next(left) if a == ["tensor"] else a[0] for a in json.loads(arguments)]
-    result = _APPLY(found, *plain)
+    result = _APPLY(named_function(function), *plain)
     return list(result) if isinstance(result, tuple) else [result]
 
 
-_LIBRARY.impl("custom_function", _run, "CompositeImplicitAutograd")
+_LIBRARY.impl("custom_function", call_function, "CompositeImplicitAutograd")
 
 
 @contextmanager
@@ -102,63 +113,6 @@ def _recorded(
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
-
-
-class _Seen(TorchDispatchMode):
-    """Notes whether all operators that run are elementwise, on tensors of one shape."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.shape = shape
-        self.only_elementwise = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
-        known = torch.Tag.pointwise in func.tags or func in _ELEMENTWISE
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        alike = all(t.shape in (self.shape, torch.Size()) for t in tensors)
-        self.only_elementwise &= known and alike and not random
-        return result
-
-
-_ELEMENTWISE = frozenset(
-    (
-        torch.ops.aten.detach.default,
-        torch.ops.aten.alias.default,
-        torch.ops.aten._to_copy.default,
-        torch.ops.aten.zeros_like.default,
-        torch.ops.aten.ones_like.default,
-    )
-)
-
-
-@lru_cache(maxsize=256)
-def is_elementwise(tensors: tuple[TensorMeta, ...], function: str, arguments: str) -> bool:
-    """Whether an autograd function's forward and backward compute every element by itself.
-
-    Args:
-        tensors: its operands.
-        function: where it is, as `merak::custom_function` names it.
-        arguments: its arguments, as there.
-    """
-    if len({meta.shape for meta in tensors}) != 1:
-        return False
-    made = [
-        torch.zeros(meta.shape, dtype=meta.dtype, device="meta").requires_grad_(
-            meta.dtype.is_floating_point
-        )
-        for meta in tensors
-    ]
-    try:
-        with torch.enable_grad(), _Seen(made[0].shape) as seen:
-            results = _run(made, function, arguments)
-            live = [r for r in results if r.requires_grad]
-            if live:
-                torch.autograd.backward(live, [torch.zeros_like(r) for r in live])
-    except Exception:  # whatever a function may do on tensors without numbers
-        return False
-    return seen.only_elementwise and all(r.shape == made[0].shape for r in results)
 
 
 def refuse_seen_through(graph: fx.Graph) -> None:
