@@ -18,8 +18,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_map_only
 
+from merak.core.errors import TraceError
 from merak.graph.tracing.explain import UntraceableError
 
 _LIBRARY = torch.library.Library("merak", "FRAGMENT")
@@ -30,6 +32,8 @@ _LIBRARY.define("track_gradient_(Tensor(a!) tensor, bool on) -> Tensor(a!)")
 
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_SWITCHES = (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD)
+_FLAGS = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
 _LIBRARIES = ("/torch/", "/merak/graph/")
 
 
@@ -90,6 +94,11 @@ def is_gradient_switch(node: fx.Node) -> bool:
     return node.target is torch.ops.merak.track_gradient_.default
 
 
+def is_recording() -> bool:
+    """Whether this thread records what a model takes of autograd."""
+    return any(isinstance(mode, AutogradCalls) for mode in _get_current_function_mode_stack())
+
+
 class AutogradCalls(TorchFunctionMode):
     """While active, gradients that a model takes itself are recorded as operators."""
 
@@ -97,6 +106,7 @@ class AutogradCalls(TorchFunctionMode):
         super().__init__()
         # A tensor's gradient is read again by whoever holds the tensor.
         self._gradients: list[torch.Tensor] = []
+        self._frozen: dict[int, nn.Parameter] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -113,16 +123,46 @@ class AutogradCalls(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         if func is torch.Tensor.backward:
             return self._backward_of(*args, **kwargs)
-        if func is torch.Tensor.requires_grad_ and _is_plain(args[0]):
-            on = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
-            torch.ops.merak.track_gradient_(args[0], bool(on))
+        if func in _SWITCHES and isinstance(args[0], FakeTensor):
+            self._switch(args[0], kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
             return args[0]
-        if func == _SET_REQUIRES_GRAD and _is_plain(args[0]):
-            torch.ops.merak.track_gradient_(args[0], bool(args[1]))
-            return None
         if func == _GET_GRAD and isinstance(args[0], nn.Parameter):
             _refuse_parameter_gradient()
+        if self._frozen and func not in _FLAGS:
+            args, kwargs = tree_map_only(nn.Parameter, self._as_it_stands, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _switch(self, tensor: torch.Tensor, on: bool) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            torch.ops.merak.track_gradient_(tensor, bool(on))
+            return
+        if on and not tensor.requires_grad and id(tensor) not in self._frozen:
+            refuse_call(
+                "lets a frozen parameter be trained", "set requires_grad before the model is built"
+            )
+        with torch._C.DisableTorchFunction():
+            if on:
+                self._frozen.pop(id(tensor), None)
+            elif tensor.requires_grad:
+                self._frozen[id(tensor)] = tensor
+            tensor.requires_grad_(on)
+
+    def _as_it_stands(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A parameter as an operand: a constant, while forward has switched its gradient off."""
+        return parameter.detach() if id(parameter) in self._frozen else parameter
+
+    def refuse_left_frozen(self) -> None:
+        """Check that forward has switched on all gradients again.
+
+        Raises:
+            TraceError: a parameter is left without, which would hold for the steps to come.
+        """
+        if self._frozen:
+            shape = tuple(next(iter(self._frozen.values())).shape)
+            raise TraceError(
+                f"the model sets requires_grad of a parameter of the shape {shape} to False while "
+                "it runs, and leaves it so for the steps to come; freeze it before training."
+            )
 
     def _grad(
         self,
@@ -214,10 +254,6 @@ def _listed(tensors: Any) -> list[Any]:
     if isinstance(tensors, dict):
         return list(tensors.values())
     return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-
-
-def _is_plain(tensor: Any) -> bool:
-    return isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
 
 
 def _leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

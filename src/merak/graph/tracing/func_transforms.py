@@ -15,10 +15,9 @@ from unittest import mock
 
 import torch
 from torch._functorch import eager_transforms
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from merak.graph.tracing.autograd_calls import AutogradCalls, refuse_call
+from merak.graph.tracing.autograd_calls import is_recording, refuse_call
 
 _MOST_ROWS = 32
 """A Jacobian has a backward for each row; one of more rows is not written into a graph."""
@@ -52,10 +51,8 @@ def _where_recorded(function: Callable[..., Any], own: Callable[..., Any]) -> Ca
 
     @wraps(own)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        modes = _get_current_function_mode_stack()
-        is_recorded = any(isinstance(mode, AutogradCalls) for mode in modes)
         within = torch._C._are_functorch_transforms_active()
-        return (function if is_recorded and not within else own)(*args, **kwargs)
+        return (function if is_recording() and not within else own)(*args, **kwargs)
 
     return chosen
 

@@ -175,7 +175,7 @@ def export_model(
                 PackedSequences() as packed,
                 host_draws,
                 DetachedData(),
-                AutogradCalls(),
+                AutogradCalls() as autograd_calls,
                 SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
                 TensorHooks(),
                 KnownNumbers(),
@@ -189,6 +189,7 @@ def export_model(
                 None if isinstance(error, TraceError) else error
             )
     _refuse_growing(program, runner.remade)
+    autograd_calls.refuse_left_frozen()
     checks.tell(are_sizes_checked=keeping.picking is not Picking.REFUSED)
     attach(program.graph_module, calls)
     return Exported(
