@@ -123,7 +123,7 @@ class _Known:
 
     Args:
         made: what makes each derived value in the prologue.
-        written: memory that is written in place, where a node is not all that its numbers come from.
+        written: memory that is written in place: there a node is not all that numbers come from.
     """
 
     made: Mapping[str, fx.Node]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,12 @@ from merak.graph.ir import Kind, TensorMeta
 from merak.graph.kept.picks import Picking, gather_picks, is_assertion
 from merak.graph.tracing import packed
 from merak.graph.tracing.autocast import SETTLED, write_out_autocast
+from merak.graph.tracing.autograd_calls import is_autograd_call, is_gradient_switch
+from merak.graph.tracing.autograd_expand import expand_autograd
+from merak.graph.tracing.autograd_steps import AUTOCAST
 from merak.graph.tracing.explain import UntraceableError, refuse_dynamic_shape
+from merak.graph.tracing.places import frames_of, line_of, modules_of
+from merak.graph.tracing.verify import verify_constants
 from merak.graph.writes import written_by
 
 aten = torch.ops.aten
@@ -49,23 +53,26 @@ _NO_GRADIENT = {
     "aten.rand_like.default",
     "aten.randn_like.default",
 }
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
-def clean_graph(graph: fx.Graph, picking: Picking = Picking.REFUSED) -> frozenset[str]:
+def clean_graph(
+    graph: fx.Graph, constants: Mapping[str, torch.Tensor], picking: Picking = Picking.REFUSED
+) -> frozenset[str]:
     """Rewrite an exported graph in place, and give every node its Merak meta.
 
     Args:
         graph: as exported.
+        constants: the tensors in the model's code, by name.
         picking: what becomes of sizes that depend on values.
 
     Returns:
         The source files its nodes come from.
 
     Raises:
-        TraceError: a shape that depends on numbers.
+        TraceError: a shape that depends on numbers, or a constant without any.
     """
     _inline_subgraphs(graph)
+    verify_constants(graph, constants)
     sources: set[str] = set()
     memory = _Memory()
     for node in list(graph.nodes):
@@ -73,8 +80,9 @@ def clean_graph(graph: fx.Graph, picking: Picking = Picking.REFUSED) -> frozense
         gathered = picking is not Picking.REFUSED and is_assertion(node)
         if str(node.target) in _ASSERTIONS and not gathered:
             graph.erase_node(node)
+    expand_autograd(graph)
     if picking is not Picking.REFUSED:
-        gather_picks(graph, _line)
+        gather_picks(graph, line_of)
     for node in list(graph.nodes):
         _set_meta(node, sources, memory)
     written = {a.meta["memory"] for n in graph.nodes for a in written_by(n)}
@@ -126,25 +134,14 @@ def _neighbours(numbers: torch.Tensor | None, size: int) -> list[int]:
 
 def _refuse_vmap(node: fx.Node) -> None:
     if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
-        where = _source(_FRAME.findall(node.meta.get("stack_trace") or ""))
+        where = line_of(node) or "an unknown line"
         raise UntraceableError(
-            f"the model cannot be traced at {where or 'an unknown line'}: torch.vmap runs there, "
-            "the inside of which cannot be cut; write it with broadcasting, or switch the feature "
-            "off in the model's config.",
-            f"{where or 'an unknown line'}: torch.vmap runs there",
-            _modules(node),
+            f"the model cannot be traced at {where}: torch.vmap runs there, the inside of which "
+            "cannot be cut; write it with broadcasting, or switch the feature off in the model's "
+            "config.",
+            f"{where}: torch.vmap runs there",
+            modules_of(node),
         )
-
-
-def _line(node: fx.Node) -> str:
-    return _source(_FRAME.findall(node.meta.get("stack_trace") or ""))
-
-
-def _source(frames: list[tuple[str, str]]) -> str:
-    """The innermost line outside Merak, and outside torch where there is one: path:number."""
-    frames = [f for f in frames if "/merak/graph/" not in f[0]]
-    own = [f for f in frames if "/torch/nn/" not in f[0]] or frames
-    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 class _Memory:
@@ -225,6 +222,8 @@ def _settle_autocast(body: fx.Graph, settings: tuple[Any, ...], args: tuple[Any,
         write_out_autocast(body, device_type, dtype, weights)
     for node in body.nodes:
         node.meta[SETTLED] = True
+        if is_autograd_call(node):
+            node.meta.setdefault(AUTOCAST, (device_type, dtype, enabled))
 
 
 def _inline(
@@ -244,7 +243,10 @@ def _inline(
                 found = [_same_tensor(n) if isinstance(n, fx.Node) else n for n in found]
                 results = tuple(outer.get(n, env.get(n, n)) for n in found)
             elif node.op != "placeholder":
-                env[node] = graph.node_copy(node, lambda n: env[n])
+                # No gradient is detached from what it is taken of.
+                whole = is_autograd_call(node) or is_gradient_switch(node)
+                known = env | outer if whole else env
+                env[node] = graph.node_copy(node, lambda n, known=known: known[n])
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise AssertionError(f"{user} reads the tuple of {call} as a whole")
@@ -288,11 +290,8 @@ def _detach(graph: fx.Graph, source: Any) -> Any:
 
 
 def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if "/merak/graph/" not in f[0]]
-    sources.update(f[0] for f in frames)
-    where = _source(frames)
-    modules = _modules(node)
+    sources.update(file for file, _ in frames_of(node))
+    where, modules = line_of(node), modules_of(node)
     value = node.meta.get("val")
     if node.op != "output":
         refuse_dynamic_shape(where, value, modules)
@@ -311,12 +310,6 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
     if carries and node.op == "call_function":
         for written in written_by(node):
             memory.write(written.meta["memory"])
-
-
-def _modules(node: fx.Node) -> tuple[str, ...]:
-    """Paths of the modules that a node runs in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return tuple(f"{p}.".removeprefix("model.").rstrip(".") for p, _ in stack.values())
 
 
 def tensor_meta(value: Any, requires_grad: bool) -> Any:

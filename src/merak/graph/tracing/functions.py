@@ -19,9 +19,11 @@ from unittest import mock
 import torch
 from torch import fx
 from torch.autograd import Function
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from merak.core.errors import TraceError
+from merak.graph.tracing.autograd_calls import is_recording
 from merak.graph.tracing.clean import requires_grad
 from merak.graph.tracing.explain import UntraceableError
 
@@ -78,7 +80,22 @@ def kept_functions(model: torch.nn.Module) -> Iterator[None]:
         finally:
             depth.pop()
 
-    with mock.patch.object(Function, "apply", classmethod(apply)):
+    with mock.patch.object(Function, "apply", classmethod(apply)), _plain_checkpoints():
+        yield
+
+
+@contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """Let a gradient that is taken in the forward find what a checkpoint would compute again."""
+    own = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if is_recording():
+            yield
+        else:
+            yield from own(*args, **kwargs)
+
+    with mock.patch.object(torch_checkpoint, own.__name__, around):
         yield
 
 

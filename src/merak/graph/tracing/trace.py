@@ -27,6 +27,7 @@ from merak.graph.kept.picks import Picking, SomePicked
 from merak.graph.kept.record import Real, keeping_whole
 from merak.graph.kept.whole import attach
 from merak.graph.settled import take_out_writes
+from merak.graph.tracing.autograd_calls import AutogradCalls
 from merak.graph.tracing.checks import PassedChecks
 from merak.graph.tracing.clean import clean_graph, slice_neighbours
 from merak.graph.tracing.ctc import CtcLosses
@@ -43,6 +44,7 @@ from merak.graph.tracing.fakes import (
     seemingly_eager,
     unmoved_modules,
 )
+from merak.graph.tracing.func_transforms import func_by_autograd
 from merak.graph.tracing.functions import kept_functions, refuse_seen_through
 from merak.graph.tracing.hooks import TensorHooks, keep_hooked
 from merak.graph.tracing.known import KnownNumbers
@@ -52,6 +54,7 @@ from merak.graph.tracing.retrace import trace_keeping
 from merak.graph.tracing.told import Told
 from merak.graph.tracing.traced import Trace
 from merak.graph.tracing.unread import unread_left_out
+from merak.graph.tracing.verify import is_without_numbers
 from merak.graph.writes import eliminate_dead_code, settle_writes
 
 
@@ -157,6 +160,7 @@ def export_model(
         stack.enter_context(eager_masks(columns))
         stack.enter_context(kept_functions(model))
         stack.enter_context(unmoved_modules())
+        stack.enter_context(func_by_autograd())
         stack.enter_context(draws_in_torch(model, draws))
         host_draws = HostDraws(call.kept_whole)
         stack.enter_context(host_draws.recorded(model))
@@ -171,6 +175,7 @@ def export_model(
                 PackedSequences() as packed,
                 host_draws,
                 DetachedData(),
+                AutogradCalls() as autograd_calls,
                 SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
                 TensorHooks(),
                 KnownNumbers(),
@@ -184,6 +189,7 @@ def export_model(
                 None if isinstance(error, TraceError) else error
             )
     _refuse_growing(program, runner.remade)
+    autograd_calls.refuse_left_frozen()
     checks.tell(are_sizes_checked=keeping.picking is not Picking.REFUSED)
     attach(program.graph_module, calls)
     return Exported(
@@ -212,7 +218,7 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     """
     graph = exported.graph
     constants = lift(exported)
-    sources = clean_graph(graph, exported.picking)
+    sources = clean_graph(graph, constants, exported.picking)
     settled = take_out_writes(graph, constants)
     settle_writes(graph)
     eliminate_dead_code(graph)
@@ -220,6 +226,8 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     refuse_seen_through(graph)
     refuse_lost_writes(graph)
     names, tied = exported.parameters, exported.tied
+    # What nothing reads may be there without numbers.
+    constants = {n: t for n, t in constants.items() if not is_without_numbers(t)}
     return Trace(
         graph=graph,
         outputs=exported.outputs,
