@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
+from tests.unit.graph import expert_loops
 
 WORDS, WIDTH, LENGTH = 12, 16, 6
 
@@ -70,6 +72,25 @@ def test_as_in_one_process(pool: RankPool, layout: Layout, schedule: str, tmp_pa
 
     options = CheckOptions(schedule, num_microbatches=2, steps=2, evaluate=layout.dp == 1)
     job = Job(Case("Picking", Picking, batch_of), layout, options)
+    report = check_against(reference(job), job, Workshop(tmp_path, launch))
+    assert report.reason is None
+    assert report.tolerance == 1e-5
+    assert not report.kept_whole
+    assert report.segments > 3
+
+
+def expert_batch(step: int, samples: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(samples, LENGTH, expert_loops.WIDTH, generator=generator)}
+
+
+def test_a_loop_over_experts_at_the_top(pool: RankPool, tmp_path: Path) -> None:
+    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
+        return pool.run(function, num_ranks, *arguments)
+
+    build = partial(expert_loops.Experts, expert_loops.added, layers=3)
+    options = CheckOptions(num_microbatches=2, steps=2)
+    job = Job(Case("Experts", build, expert_batch), Layout(tp=2, pp=2), options)
     report = check_against(reference(job), job, Workshop(tmp_path, launch))
     assert report.reason is None
     assert report.tolerance == 1e-5

@@ -1,4 +1,4 @@
-"""Loops over experts in the forward of the model itself, each writing into one tensor in its way."""
+"""Loops over experts in the forward of the model itself, writing into one tensor in many ways."""
 
 from __future__ import annotations
 

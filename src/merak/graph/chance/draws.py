@@ -7,7 +7,8 @@ answer for each choice, and each choice is written down where it is made; `graph
 puts the ways together.
 
 Numbers of Python's and NumPy's generators become draws of torch, which the trace records; for what
-else these generators draw see `graph.host_draws`.
+else these generators draw see `graph.host_draws`. What a generator draws that the model itself has
+seeded in the same run is the same in every run, and may stand in a trace.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _NUMBERS = (
 )  # fmt: skip
 """What gives a single number that is as good from torch."""
 
-_QUIET = frozenset("seed getstate setstate get_state set_state".split())
+_QUIET = frozenset("getstate setstate get_state set_state".split())
 _UNIT = frozenset(("rand", "rand_like"))
 _BELOW = frozenset("lt le less less_equal __lt__ __le__".split())
 _ABOVE = frozenset("gt ge greater greater_equal __gt__ __ge__".split())
@@ -73,12 +74,36 @@ class Draws(TorchFunctionMode):
         self.made: list[torch.Tensor] = []
         self.asks_batch = False
         """Whether the model has made a choice that hangs on the batch alone."""
+        self.seeded: set[Any] = set()
+        """The modules, `random` or `numpy.random`, whose generator the model has seeded itself."""
+        self._states: dict[Any, Any] = {}
 
     def restart(self, batch: Sequence[torch.Tensor] = ()) -> None:
         """The model begins to run with a batch."""
         self.made.clear()
+        self.seeded.clear()
         for column in batch:
             self._batch[column] = True
+
+    def seed(self, owner: Any, seed: Any) -> None:
+        """The model seeds a generator: by a number or text it draws the same in every run."""
+        self._states.setdefault(owner, _state_of(owner)())
+        if isinstance(seed, (int, np.integer, str, bytes)):
+            self.seeded.add(owner)
+        else:
+            self.seeded.discard(owner)
+
+    def __exit__(self, *error: Any) -> None:
+        """End following what is drawn."""
+        super().__exit__(*error)
+        self.restore_generators()
+
+    def restore_generators(self) -> None:
+        """Let generators that the model has seeded go on as if it had not run."""
+        for owner, state in self._states.items():
+            _set_state_of(owner)(state)
+        self._states.clear()
+        self.seeded.clear()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -179,7 +204,7 @@ def draws_in_torch(model: nn.Module, draws: Draws) -> Iterator[None]:
         draws: follows the numbers.
     """
     replaced = {
-        id(function): _of_model(function, draws.uniform if (owner, name) in _NUMBERS else None)
+        id(function): _of_model(owner, name, function, draws)
         for owner, name, function in _generators()
     }
     names = {type(module).__module__ for module in model.modules()}
@@ -192,20 +217,35 @@ def draws_in_torch(model: nn.Module, draws: Draws) -> Iterator[None]:
                 if id(value) in replaced:
                     stack.enter_context(mock.patch.object(file, name, replaced[id(value)]))
         yield
+    draws.restore_generators()
 
 
 def _generators() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """The functions of Python's and NumPy's own generators that draw."""
+    """The functions of Python's and NumPy's own generators that draw, or seed them."""
     for owner in (random, np.random):
         for name, function in vars(owner).items():
             bound = getattr(function, "__self__", None)
-            if isinstance(bound, (random.Random, np.random.RandomState)) and name not in _QUIET:
+            is_own = isinstance(bound, (random.Random, np.random.RandomState))
+            if name == "seed" or (is_own and name not in _QUIET):
                 yield owner, name, function
 
 
-def _of_model(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Callable[..., Any]:
+def _state_of(owner: Any) -> Callable[[], Any]:
+    found: Callable[[], Any] = owner.getstate if owner is random else owner.get_state
+    return found
+
+
+def _set_state_of(owner: Any) -> Callable[[Any], None]:
+    found: Callable[[Any], None] = owner.setstate if owner is random else owner.set_state
+    return found
+
+
+def _of_model(
+    owner: Any, name: str, original: Callable[..., Any], draws: Draws
+) -> Callable[..., Any]:
     """A generator's function that gives our draws to the model, and what it gave to all others."""
-    most = 2 if original.__name__ == "uniform" else 0
+    ours = draws.uniform if (owner, name) in _NUMBERS else None
+    most = 2 if name == "uniform" else 0
     tracing = threading.get_ident()  # a module that is kept whole is tried in a thread of its own
 
     def draw(*args: Any, **kwargs: Any) -> Any:
@@ -214,9 +254,13 @@ def _of_model(original: Callable[..., Any], ours: Callable[..., Any] | None) -> 
             return original(*args, **kwargs)
         if any(part in frame.f_code.co_filename for part in _LIBRARIES) or is_kept_whole(frame):
             return original(*args, **kwargs)
+        if name == "seed":
+            draws.seed(owner, next(iter((*args, *kwargs.values())), None))
+        if name == "seed" or owner in draws.seeded:
+            return original(*args, **kwargs)
         bounds = (*args, *kwargs.values())
         if ours and len(bounds) <= most and all(isinstance(b, (int, float)) for b in bounds):
-            return ours(*args, **{_BOUNDS[name]: bound for name, bound in kwargs.items()})
+            return ours(*args, **{_BOUNDS[key]: bound for key, bound in kwargs.items()})
         refuse_draw(frame, _LIBRARIES)
         return original(*args, **kwargs)
 

@@ -9,6 +9,7 @@ reads in the place of the old one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class _Rewriting:
         path = self._views(written)
         if number is None or number in self.fixed or not self._is_known(node, path, number):
             return
-        pairs = list(zip(path, path[1:], strict=False))
+        pairs = list(pairwise(path))
         new = self._new(functional, node.args, node.kwargs, node, (written, node))
         # From what is written outwards to the whole tensor, and from there to the views again.
         for view, source in pairs:

@@ -96,10 +96,15 @@ def trace(
     while True:
         try:
             return _traced(model, columns, call, device, keeping)
-        except HostDraw as found:
-            if found.function is None or found.function in call.kept_whole:
+        except TraceError as error:
+            function = error.function if isinstance(error, HostDraw) else None
+            if function is not None and function not in call.kept_whole:
+                call = replace(call, kept_whole=(*call.kept_whole, function))
+                continue
+            if type(error) is TraceError:
                 raise
-            call = replace(call, kept_whole=(*call.kept_whole, found.function))
+            # The others are for the way in here alone: users catch, and read, one kind.
+            raise TraceError(str(error)) from error.__cause__
 
 
 def _traced(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +103,34 @@ class Learnt(Stack):
         return x * torch.tensor(counted(x > 0), dtype=x.dtype).sum()
 
 
+class Seeded(Stack):
+    """Draws what it has seeded itself, as BigBird does for the blocks that its layers see."""
+
+    seed: Any = 3
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        np.random.seed(self.seed)
+        random.seed(f"{self.seed}")
+        order = np.random.permutation(WIDTH)
+        return x[..., torch.tensor(order)] * np.random.rand() * random.random()
+
+
+class SeededAnew(Seeded):
+    """Seeds from the machine's noise."""
+
+    seed = None
+
+
+class SeededLate(Seeded):
+    """Draws before it seeds."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return super().run(x * float(np.random.permutation(3)[0]))
+
+
 REFUSED = {
+    SeededAnew: r"NumPy's generator at .*test_host_draws.py:\d+",
+    SeededLate: r"NumPy's generator at .*test_host_draws.py:\d+",
     Inside: r"NumPy's generator at .*test_host_draws.py:\d+",
     Number: "test_host_draws:number .* gives no array",
     Growing: "test_host_draws:growing .* gives arrays of several shapes",
@@ -112,8 +140,48 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_refused(kind: type[nn.Module]) -> None:
-    with pytest.raises(TraceError, match=REFUSED[kind]):
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    with pytest.raises(TraceError, match=REFUSED[kind]) as refusal:
         built(kind(), plain_batch())
+    assert type(refusal.value) is TraceError  # the kinds for the way inside do not get out
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_what_the_model_seeds_itself_is_drawn_alike_in_every_run() -> None:
+    model, batch = Seeded(), plain_batch()
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    pipeline = Pipeline(built(model, batch), model)
+    loss = pipeline.train(batch)
+    found = gradients_of(model)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    model.zero_grad()
+    expected = model(**batch)["loss"]
+    expected.backward()
+    assert torch.equal(loss, expected.detach())
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+def test_block_sparse_attention_sees_the_blocks_of_its_seed() -> None:
+    config = transformers.BigBirdConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=128, block_size=2, num_random_blocks=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BigBirdForMaskedLM(config).train()
+    ids = torch.randint(32, (2, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    pipeline = Pipeline(built(model, batch), model)
+    loss = pipeline.train(batch)
+    found = gradients_of(model)
+    model.zero_grad()
+    expected = model(**batch)["loss"]
+    expected.backward()
+    assert model.bert.attention_type == "block_sparse"
+    torch.testing.assert_close(loss, expected.detach())
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
 
 
 class Counted(Stack):
