@@ -69,7 +69,8 @@ def work_seconds(work: Work, profile: DeviceProfile, autocast: torch.dtype | Non
         dtype, num_bytes = autocast, num_bytes * autocast.itemsize / dtype.itemsize
     compute_s = work.flops / profile.flop_rate(dtype) + work.functions / profile.functions_per_s
     compute_s += work.randoms / profile.randoms_per_s
-    return max(compute_s, num_bytes / profile.memory_bytes_per_s) + profile.overhead_s
+    overhead_s = work.kernels * profile.overhead_s
+    return max(compute_s, num_bytes / profile.memory_bytes_per_s) + overhead_s
 
 
 def _segment_cost(

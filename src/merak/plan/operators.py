@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir import TensorMeta
-from merak.graph.kept.whole import flops_of, saved_bytes_of
+from merak.graph.kept.whole import flops_of, loop_of, saved_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Work:
         dtype: the product's element type.
         functions: elements on which a function such as exp is evaluated.
         randoms: elements for which a random bit is drawn.
+        kernels: how many do it together.
     """
 
     num_bytes: float
@@ -39,6 +40,7 @@ class Work:
     dtype: torch.dtype = torch.float32
     functions: float = 0.0
     randoms: float = 0.0
+    kernels: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +310,11 @@ def _kept_module(node: fx.Node) -> NodeWork:
     read, written = _inputs(node), outputs(node)
     typed = next((m for m in (*written, *read) if m.dtype.is_floating_point), None)
     dtype = torch.float32 if typed is None else typed.dtype
-    flops, saved_bytes = float(flops_of(node)), saved_bytes_of(node)
+    flops, saved_bytes, loop = float(flops_of(node)), saved_bytes_of(node), loop_of(node)
+    if loop is not None:
+        pairs = zip(loop.traffic, (flops, 2 * flops), loop.kernels, strict=True)
+        forward, backward = (Work(t, f, dtype, kernels=k) for t, f, k in pairs)
+        return NodeWork((forward,), (backward,))
     forward = Work(_num_bytes(*read, *written) + saved_bytes, flops, dtype)
     gradients = _num_bytes(*read, *written, *_gradients(read))
     return NodeWork((forward,), (Work(gradients + saved_bytes, 2 * flops, dtype),))

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir import Kind, Segment
-from merak.graph.kept.whole import is_kept
+from merak.graph.kept.whole import is_kept, operands
 
 
 def mark_choice(node: fx.Node) -> None:
@@ -34,7 +34,9 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
         elif is_taken(node):
             always[node] = always[node.args[1]] & always[node.args[2]]
         elif is_kept(node):
-            always[node] = frozenset()
+            every = enumerate(operands(node))
+            reached = [always[n] for i, n in every if i in node.meta["kept"].always]
+            always[node] = frozenset().union(*reached)
         else:
             always[node] = frozenset().union(*(always[n] for n in node.all_input_nodes))
     (output,) = graph.find_nodes(op="output")

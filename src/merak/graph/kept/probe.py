@@ -28,7 +28,7 @@ from merak.core.errors import TraceError
 from merak.graph.ir import TensorMeta
 from merak.graph.kept.nested import NotPlain, flatten
 from merak.graph.kept.run import attributes, invoke, set_attributes, sharing
-from merak.graph.kept.whole import KeptCall
+from merak.graph.kept.whole import KeptCall, LoopCost
 from merak.graph.kept.writes import may_write
 
 _MODULE_CALL = nn.Module._wrapped_call_impl
@@ -65,6 +65,8 @@ class Found:
         shared: as of `KeptCall`.
         saved_bytes: what autograd keeps beside what it is given.
         flops: of its matrix products.
+        always: as of `KeptCall`.
+        loop: as of `KeptCall`.
     """
 
     result: Any
@@ -73,6 +75,8 @@ class Found:
     shared: frozenset[tuple[int, int]]
     saved_bytes: int = 0
     flops: int = 0
+    always: frozenset[int] = frozenset()
+    loop: LoopCost | None = None
 
 
 Values = Callable[[TensorMeta, torch.Generator], torch.Tensor]
@@ -118,7 +122,7 @@ def _probe(subject: _Probe) -> Found:
     path = subject.call.place.path
     found: list[Found] = []
     errors: list[Exception] = []
-    with _undisturbed(subject.call):
+    with undisturbed(subject.call):
         for numbers, values in product(_numbers(subject), (_usual, _other, _ones)):
             try:
                 found.append(_try(subject, values, numbers))
@@ -152,7 +156,7 @@ def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> Found:
         first, _ = _once(subject, values, numbers)
         again, found = _once(subject, values, numbers)
     finally:
-        _restore(subject.call, before)
+        restore(subject.call, before)
     if len(first) != len(again) or not all(map(_equal, first, again)):
         raise CannotKeep(
             subject.call.place.path,
@@ -178,41 +182,38 @@ def _once(
         return tensor
 
     before = held_tensors(_module(call))
-    states = (random.getstate(), _numpy_state())
+    states = (random.getstate(), numpy_state())
     with (
-        _mixed(call),
+        mixed(call),
         _inside(subject.modes),
         saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.set_grad_enabled(call.grad),
         _flop_counter() as counter,
     ):
         result = invoke(call, tensors)
-    if (random.getstate(), _numpy_state()) != states:
+    if (random.getstate(), numpy_state()) != states:
         raise CannotKeep(
             call.place.path,
             "it draws random numbers with Python's or NumPy's generator; draw with torch",
         )
-    _refuse_held(call, before)
+    refuse_held(call, before)
     written = tuple(i for i, t in enumerate(tensors) if t._version != versions[i])
-    return _described(call, tensors, result, written, sum(saved.values()), counter)
+    outputs, described = describe(call, tensors, result)
+    flops = counter.get_total_flops()
+    saved_bytes = sum(saved.values())
+    return outputs, replace(described, written=written, saved_bytes=saved_bytes, flops=flops)
 
 
-def _described(
-    call: KeptCall,
-    tensors: Sequence[torch.Tensor],
-    result: Any,
-    written: tuple[int, ...],
-    saved_bytes: int,
-    counter: FlopCounterMode,
+def describe(
+    call: KeptCall, tensors: Sequence[torch.Tensor], result: Any
 ) -> tuple[list[torch.Tensor], Found]:
+    """The tensors that a module has returned for others, and what they are."""
     try:
         outputs, template = flatten(result)
     except NotPlain as error:
         raise CannotKeep(call.place.path, f"it returns a {error}", is_object=True) from error
     metas = tuple(TensorMeta(tuple(t.shape), t.dtype) for t in outputs)
-    flops = counter.get_total_flops()
-    shared = sharing(outputs, tensors)
-    return outputs, Found(template, metas, written, shared, saved_bytes, flops)
+    return outputs, Found(template, metas, (), sharing(outputs, tensors))
 
 
 def _flop_counter() -> FlopCounterMode:
@@ -236,7 +237,7 @@ def held_tensors(module: nn.Module) -> dict[int, str]:
     return found | {id(buffer): f"the new buffer {n}" for n, buffer in module.named_buffers()}
 
 
-def _refuse_held(call: KeptCall, before: Mapping[int, str]) -> None:
+def refuse_held(call: KeptCall, before: Mapping[int, str]) -> None:
     """A tensor that the module keeps for others, or for its next call, would be missing there."""
     for number, where in held_tensors(_module(call)).items():
         if number not in before:
@@ -247,7 +248,8 @@ def _refuse_held(call: KeptCall, before: Mapping[int, str]) -> None:
             )
 
 
-def _restore(call: KeptCall, before: Mapping[tuple[int, str], Any]) -> None:
+def restore(call: KeptCall, before: Mapping[tuple[int, str], Any]) -> None:
+    """Give a module that was tried the attributes that it had before."""
     parts = list(_module(call).modules())
     for i, name in attributes(_module(call)).keys() - before.keys():
         del vars(parts[i])[name]
@@ -330,7 +332,7 @@ def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
 
 
 @contextmanager
-def _undisturbed(call: KeptCall) -> Iterator[None]:
+def undisturbed(call: KeptCall) -> Iterator[None]:
     """Call the module as eager code would, whatever a trace has put in the place of things."""
     module = _module(call)
     forward = vars(module).pop("forward", None)
@@ -350,7 +352,8 @@ def _undisturbed(call: KeptCall) -> Iterator[None]:
 
 
 @contextmanager
-def _mixed(call: KeptCall) -> Iterator[None]:
+def mixed(call: KeptCall) -> Iterator[None]:
+    """The mixed precision that a module runs in."""
     if call.autocast is None:
         yield
         return
@@ -385,6 +388,7 @@ def _module(call: KeptCall) -> nn.Module:
     return call.place.module
 
 
-def _numpy_state() -> tuple[int, bytes]:
+def numpy_state() -> tuple[int, bytes]:
+    """Where NumPy's own generator is."""
     state = np.random.get_state(legacy=False)["state"]
     return int(state["pos"]), state["key"].tobytes()

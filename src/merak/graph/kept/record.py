@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from merak.graph.ir import TensorMeta
+from merak.graph.kept.dry_run import dry_run
+from merak.graph.kept.functions import FunctionModule, replaced_functions
 from merak.graph.kept.keeping import Keeping
 from merak.graph.kept.nested import PLAIN, NotPlain, fill, flatten
 from merak.graph.kept.probe import CannotKeep, Found, probe
@@ -108,19 +110,30 @@ def keeping_whole(
         The calls, once they are recorded.
     """
     calls: list[KeptCall] = []
-    if not keeping.whole:
+    if not keeping.whole and not keeping.functions:
         yield calls
         return
     numbers = Numbers()
-    given = {path: attributes(model.get_submodule(path)) for path in keeping.whole}
-    recorder = _Recorder(calls, real, device, numbers, given)
+    functions = {name: FunctionModule(name) for name in keeping.functions}
+    places = {path: model.get_submodule(path) for path in keeping.whole} | functions
+    given = {path: attributes(module) for path, module in places.items()}
+    looped = frozenset((*keeping.looped, *functions))
+    recorder = _Recorder(calls, real, device, numbers, given, looped)
+    stand_ins = {
+        name: recorder.forward(Place(name, functions[name]), why)
+        for name, why in keeping.functions.items()
+    }
     before: list[tuple[nn.Module, Any]] = []
     try:
         for path, why in keeping.whole.items():
             module = model.get_submodule(path)
             before.append((module, vars(module).get("forward")))
             vars(module)["forward"] = recorder.forward(Place(path, module), why)
-        with numbers, _without_cache(model) if keeping.without_cache else nullcontext():
+        with (
+            numbers,
+            _without_cache(model) if keeping.without_cache else nullcontext(),
+            replaced_functions(stand_ins),
+        ):
             yield calls
     finally:
         for module, forward in before:
@@ -153,6 +166,7 @@ class _Recorder:
         device: where it is to run.
         numbers: those that the model's code has taken from tensors.
         given: attributes of every module that is kept, by its path, as the trace began.
+        looped: paths of the modules and functions that are opaque for a loop.
         known: what modules do with tensors of some shapes.
     """
 
@@ -161,6 +175,7 @@ class _Recorder:
     device: torch.device
     numbers: Numbers
     given: Mapping[str, Mapping[tuple[int, str], Any]]
+    looped: frozenset[str]
     known: dict[Any, Found] = field(default_factory=dict)
 
     def forward(self, place: Place, why: str) -> Callable[..., Any]:
@@ -247,6 +262,8 @@ class _Recorder:
             shared=found.shared,
             saved_bytes=found.saved_bytes,
             flops=found.flops,
+            always=found.always,
+            loop=found.loop,
         )
         self.calls.append(call)
         results = call_operator(call, len(self.calls) - 1, tensors)
@@ -258,11 +275,14 @@ class _Recorder:
             if any(isinstance(size, torch.SymInt) for size in tensor.shape):
                 raise CannotKeep(call.place.path, "it is called with sizes that are not known")
             metas.append(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        real = self.real.under(_module(call))
+        is_loop = call.place.path in self.looped  # which depends on no value, nor on a buffer's
+        real = {} if is_loop else self.real.under(_module(call))
         likeness = _likeness(_module(call), real)
         how = (repr(call.arguments), call.numbers, call.grad, call.autocast)
-        key = (likeness, call.states, tuple(metas), how)
-        if key not in self.known:
+        key = (likeness, call.states, tuple(metas), how, is_loop)
+        if key not in self.known and is_loop:
+            self.known[key] = dry_run(call, metas, self.device)
+        elif key not in self.known:
             modes = self.real.modes
             self.known[key] = probe(call, metas, real, _usable(self.device), modes)
         return self.known[key]

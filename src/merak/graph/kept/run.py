@@ -42,7 +42,7 @@ def run(call: KeptCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         TrainingError: it does something else than what was found when the model was traced.
     """
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return pretend(call.outputs, call.saved_bytes, tensors)
+        return pretend(call.outputs, call.saved_bytes, tensors, call.loop)
     needs_gradient = call.grad and torch.is_grad_enabled()
     with _autocast(call):
         if needs_gradient and any(tensor.requires_grad for tensor in tensors):

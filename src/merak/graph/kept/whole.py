@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.autograd import Function
 
 from merak.graph.ir import ModelGraph, TensorMeta
+from merak.graph.kept.functions import FunctionModule, is_function
 
 T = TypeVar("T")
 
@@ -48,6 +49,25 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopCost:
+    """What a call that loops over a sequence costs, found on tensors without numbers.
+
+    Args:
+        plain_bytes: the most that its forward takes at once, outputs included, without a backward.
+        forward_bytes: the same with what the backward needs.
+        backward_bytes: the most that its backward takes beyond that, gradients included.
+        kernels: operators that read or write memory, of its forward and of its backward.
+        traffic: bytes that these read and write.
+    """
+
+    plain_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    kernels: tuple[int, int]
+    traffic: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class KeptCall:
     """One call of a module that is kept whole.
 
@@ -70,6 +90,8 @@ class KeptCall:
         saved_bytes: what its backward needs, inputs and weights aside.
         flops: of the matrix products of its forward, for made-up values.
         watched: whether something is written, after the call, into what it returns or is given.
+        always: which of its tensors get a gradient in every backward.
+        loop: what it costs, where it is opaque for a loop.
     """
 
     place: Place
@@ -88,6 +110,8 @@ class KeptCall:
     saved_bytes: int
     flops: int
     watched: bool = False
+    always: frozenset[int] = frozenset()
+    loop: LoopCost | None = None
 
     @property
     def written_inputs(self) -> tuple[int, ...]:
@@ -108,6 +132,8 @@ def call_operator(call: KeptCall, number: int, tensors: Sequence[torch.Tensor]) 
     """
     outputs = [(meta.shape, str(meta.dtype).removeprefix("torch.")) for meta in call.outputs]
     what = {"number": number, "outputs": outputs, "saved": call.saved_bytes, "flops": call.flops}
+    if call.loop is not None:
+        what["loop"] = astuple(call.loop)
     text = json.dumps(what)
     if not call.written:
         return torch.ops.merak.kept_module(list(tensors), text)
@@ -162,6 +188,18 @@ def saved_bytes_of(node: fx.Node) -> int:
     return int(json.loads(str(node.args[-1]))["saved"])
 
 
+def loop_of(node: fx.Node) -> LoopCost | None:
+    """What an opaque call costs that loops over a sequence; None for any other."""
+    return _loop(json.loads(str(node.args[-1])))
+
+
+def _loop(what: dict[str, Any]) -> LoopCost | None:
+    if "loop" not in what:
+        return None
+    *sizes, kernels, traffic = what["loop"]
+    return LoopCost(*sizes, tuple(kernels), tuple(traffic))
+
+
 def kept_nodes(graph: ModelGraph) -> list[fx.Node]:
     """The operators that call modules that are kept whole, in order."""
     parts = (graph.prologue, *graph.segments)
@@ -176,7 +214,17 @@ def kept_calls(graph: ModelGraph) -> list[KeptCall]:
 def connect(graph: ModelGraph, model: nn.Module) -> None:
     """Let the operators of a graph that was read from disk call the modules of this model."""
     for call in kept_calls(graph):
-        call.place.module = model.get_submodule(call.place.path)
+        path = call.place.path
+        call.place.module = FunctionModule(path) if is_function(path) else model.get_submodule(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What a pretended call takes, in bytes."""
+
+    saved: int
+    forward: int = 0
+    backward: int = 0
 
 
 class _Pretended(Function):
@@ -184,26 +232,39 @@ class _Pretended(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, outputs: Sequence[TensorMeta], saved_bytes: int, *tensors: torch.Tensor
+        ctx: Any, outputs: Sequence[TensorMeta], sizes: _Sizes, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Empty results, and as many saved bytes as the module keeps."""
         device = tensors[0].device if tensors else torch.device("cpu")
         made = tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in outputs)
         plain = (m for m in made if not (m.is_floating_point() or m.is_complex()))
         ctx.mark_non_differentiable(*plain)
-        ctx.tensors = tensors
+        ctx.tensors, ctx.sizes = tensors, sizes
+        saved = sizes.saved if any(ctx.needs_input_grad) else 0
+        _take(sizes.forward - saved - sum(m.num_bytes for m in outputs), device)
         if any(ctx.needs_input_grad):
-            ctx.saved = torch.empty(saved_bytes, dtype=torch.uint8, device=device)
+            ctx.saved = torch.empty(sizes.saved, dtype=torch.uint8, device=device)
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted = zip(ctx.tensors, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(torch.empty_like(t) if needed else None for t, needed in wanted)
+        made = [torch.empty_like(t) if needed else None for t, needed in wanted]
+        taken = sum(g.nbytes for g in made if g is not None)
+        _take(ctx.sizes.backward - taken, gradients[0].device)
+        return None, None, *made
+
+
+def _take(num_bytes: int, device: torch.device) -> None:
+    """Hold memory for a moment, as what is pretended does."""
+    torch.empty(max(0, num_bytes), dtype=torch.uint8, device=device)
 
 
 def pretend(
-    outputs: Sequence[TensorMeta], saved_bytes: int, tensors: Sequence[torch.Tensor]
+    outputs: Sequence[TensorMeta],
+    saved_bytes: int,
+    tensors: Sequence[torch.Tensor],
+    loop: LoopCost | None = None,
 ) -> list[torch.Tensor]:
     """What the call is on tensors without numbers.
 
@@ -211,17 +272,23 @@ def pretend(
         outputs: what it returns.
         saved_bytes: what its backward needs beside its operands.
         tensors: its operands.
+        loop: what it costs, where it loops over a sequence.
     """
     if not outputs:
         return []
-    return list(_Pretended.apply(outputs, saved_bytes, *tensors))  # type: ignore[no-untyped-call]
+    sizes = _Sizes(saved_bytes)
+    if loop is not None:
+        is_plain = not torch.is_grad_enabled()
+        taken = loop.plain_bytes if is_plain else loop.forward_bytes
+        sizes = _Sizes(0 if is_plain else saved_bytes, taken, loop.backward_bytes)
+    return list(_Pretended.apply(outputs, sizes, *tensors))  # type: ignore[no-untyped-call]
 
 
 def pretend_as(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same by what an operator says of itself."""
     said = json.loads(what)
     outputs = [TensorMeta(tuple(s), getattr(torch, d)) for s, d in said["outputs"]]
-    return pretend(outputs, said["saved"], tensors)
+    return pretend(outputs, said["saved"], tensors, _loop(said))
 
 
 def _without_writes(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:

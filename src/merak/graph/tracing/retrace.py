@@ -9,15 +9,12 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.graph.chance.choices import with_choices
-from merak.graph.kept.keeping import Keeping
+from merak.graph.kept.keeping import MOST_KEPT, Keeping
 from merak.graph.kept.whole import is_kept, operands
 from merak.graph.tracing.traced import Trace
 
 Export = Callable[[tuple[bool, ...], Keeping], Trace]
 """One trace, with answers to the model's choices, and what is kept whole."""
-
-MOST_KEPT = 0.5
-"""With a larger share of the parameters in modules that are kept whole, another way is tried."""
 
 
 def trace_keeping(model: nn.Module, export: Export, keeping: Keeping) -> Trace:
@@ -64,9 +61,9 @@ def _trace(model: nn.Module, export: Export, keeping: Keeping) -> Trace:
 
     while True:
         first = traced(())
-        known = dict(keeping.whole)
+        known = keeping.known()
         chosen = with_choices(first, traced) if first.num_choices else first
-        if keeping.whole == known:  # else traces of one model keep other modules
+        if keeping.known() == known:  # else traces of one model keep other modules
             return chosen
 
 

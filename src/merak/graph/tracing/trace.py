@@ -48,6 +48,7 @@ from merak.graph.tracing.func_transforms import func_by_autograd
 from merak.graph.tracing.functions import kept_functions, refuse_seen_through
 from merak.graph.tracing.hooks import TensorHooks, keep_hooked
 from merak.graph.tracing.known import KnownNumbers
+from merak.graph.tracing.loops import Loops
 from merak.graph.tracing.packed import PackedSequences
 from merak.graph.tracing.quiet import quiet_failures
 from merak.graph.tracing.retrace import trace_keeping
@@ -93,6 +94,7 @@ def trace(
     call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
 
     keeping = Keeping() if keeping is None else keeping
+    keeping.forget_loops()
     while True:
         try:
             return _traced(model, columns, call, device, keeping)
@@ -184,6 +186,7 @@ def export_model(
                 SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
                 TensorHooks(),
                 KnownNumbers(),
+                Loops(model, keeping.unrolled),
                 keeping_whole(model, keeping, real, device) as calls,
                 Told(packed),
             ):

@@ -1,0 +1,74 @@
+"""Counts the bytes of storages that are alive while something runs, on fake or real tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Storages(TorchDispatchMode):
+    """Follows every storage that operators make inside, from its first tensor to its last.
+
+    A view shares its storage with the whole, so nothing is counted twice. What exists before is
+    not counted, if it is named.
+
+    Args:
+        known: tensors that exist already.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        # By address of the storage: its size, and what tells when it goes.
+        self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {}
+        self._known = [tensor.untyped_storage() for tensor in known]
+        for storage in self._known:
+            self._alive[storage._cdata] = (0, None)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call an operator and count the storages of its results."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        return result
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's storage was made inside and is counted."""
+        return self._alive.get(tensor.untyped_storage()._cdata, (0, None))[1] is not None
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count a tensor that was made inside, but lies elsewhere than the others."""
+        self._known.append(tensor.untyped_storage())
+        self._alive[self._known[-1]._cdata] = (0, None)
+
+    def restart(self) -> None:
+        """Look for a new peak from now on."""
+        self.peak_bytes = self.live_bytes
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        num_bytes = storage.nbytes()
+
+        def gone(_: object) -> None:
+            self._alive.pop(key, None)
+            self.live_bytes -= num_bytes
+
+        self._alive[key] = (num_bytes, weakref.ref(storage, gone))
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -1,0 +1,125 @@
+"""Opaque functions: calls of plain Python functions, recorded by a trace as one operator each.
+
+A function that loops over the tokens of a sequence is named by where it can be imported from, so
+that every process that runs the graph finds it. While a model is traced its code is exchanged, so
+that the call is recorded wherever the model got the function from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from torch import nn
+
+
+class FunctionModule(nn.Module):
+    """A module without weights whose forward calls a function with its own code.
+
+    Args:
+        name: of the function, as of `function_name`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.function = _copy(function_of(name))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+
+def is_function(path: str) -> bool:
+    """Whether an opaque call's path names a function, not a module of the model."""
+    return ":" in path
+
+
+def function_name(frame: FrameType) -> str | None:
+    """The name, "module:name", of the function that runs in a frame; None if no import finds it.
+
+    Methods and functions with variables of an enclosing one are not found.
+    """
+    code = frame.f_code
+    if code.co_freevars or "." in code.co_qualname or code.co_name.startswith("<"):
+        return None
+    name = f"{frame.f_globals.get('__name__', '')}:{code.co_qualname}"
+    try:
+        found = function_of(name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return name if found.__code__ is code else None
+
+
+def function_of(name: str) -> FunctionType:
+    """The function of a name, without what decorates it.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: there is no such function in it.
+    """
+    module, _, path = name.partition(":")
+    found = getattr(importlib.import_module(module), path)
+    while getattr(found, "__wrapped__", None) is not None:
+        found = found.__wrapped__
+    if not isinstance(found, FunctionType):
+        raise AttributeError(f"{name} is a {type(found).__name__}")
+    return found
+
+
+@contextmanager
+def replaced_functions(stand_ins: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a call of one of some functions in this thread calls its stand-in instead.
+
+    Args:
+        stand_ins: by the name of the function.
+    """
+    with ExitStack() as stack:
+        for name, stand_in in stand_ins.items():
+            stack.enter_context(_replaced(function_of(name), stand_in))
+        yield
+
+
+@contextmanager
+def _replaced(function: FunctionType, stand_in: Callable[..., Any]) -> Iterator[None]:
+    own, original, thread = function.__code__, _copy(function), threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # An opaque module or function is tried in a thread of its own.
+        chosen = stand_in if threading.get_ident() == thread else original
+        return chosen(*args, **kwargs)
+
+    function.__code__ = _calling(call)
+    try:
+        yield
+    finally:
+        function.__code__ = own
+
+
+def _calling(stand_in: Callable[..., Any]) -> CodeType:
+    """Code that passes all arguments on."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function: Any = "stand-in"
+        return function(*args, **kwargs)
+
+    code = call.__code__
+    constants = tuple(stand_in if c == "stand-in" else c for c in code.co_consts)
+    return code.replace(co_consts=constants)
+
+
+def _copy(function: FunctionType) -> FunctionType:
+    """Another function object with the same code."""
+    made = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

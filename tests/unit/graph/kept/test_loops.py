@@ -1,0 +1,332 @@
+"""Loops over the tokens of a sequence: one operator in the graph, with eager gradients."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core.errors import TraceError
+from merak.core.storages import Storages
+from merak.engine.program import compile_segment
+from merak.graph.build import GraphSource, build_graph
+from merak.graph.chance.choice import optional_parameters
+from merak.graph.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.kept import extrapolate, record
+from merak.graph.kept.dry_run import dry_run
+from merak.graph.kept.functions import FunctionModule, function_of, is_function
+from merak.graph.kept.nested import flatten
+from merak.graph.kept.report import kept_lines, report_kept
+from merak.graph.kept.whole import KeptCall, Place, connect, is_kept, kept_calls
+from merak.graph.pack import pack_model, unpack_model
+from merak.graph.runnable import runnable
+from merak.graph.tracing import loops
+from merak.plan.saved import SegmentMemories
+
+SIZE, MOST, LONG = 6, 9, 20
+
+
+@pytest.fixture(autouse=True)
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops count as long much sooner, so that the tests take little time."""
+    monkeypatch.setattr(loops, "MOST_PASSES", MOST)
+
+
+def scan(x: torch.Tensor, decay: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """A recurrence over the tokens."""
+    state = torch.zeros_like(x[:, 0])
+    states = []
+    for t in range(x.shape[1]):
+        state = torch.tanh(decay * state + scale * x[:, t])
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def scan_written(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """The same, in the place of what it is given."""
+    for t in range(1, x.shape[1]):
+        x[:, t] = torch.tanh(decay * x[:, t - 1].clone() + x[:, t].clone())
+    return x * 1.0
+
+
+class Mixer(nn.Module):
+    """Projects, calls a function that loops, and projects."""
+
+    scan: Callable[..., torch.Tensor] = staticmethod(scan)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(SIZE, SIZE)
+        self.decay = nn.Parameter(torch.linspace(0.1, 0.9, SIZE))
+        self.out = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.scan(self.into(x), self.decay))
+
+
+class WritingMixer(Mixer):
+    """Its function writes into what it is given."""
+
+    scan = staticmethod(scan_written)
+
+
+class Recurrent(nn.Module):
+    """Loops in its own forward, with a cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, states = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+            states.append(state * 2.0)
+        return torch.stack(states, 1)
+
+
+class Model(nn.Module):
+    """Blocks, a head and a loss."""
+
+    def __init__(self, block: type[nn.Module], num_blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+        self.head = nn.Linear(SIZE, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+class TopLevel(nn.Module):
+    """Loops in the forward of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(SIZE, SIZE)
+        self.head = nn.Linear(SIZE, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t] * 2.0, state)
+        return {"loss": nn.functional.cross_entropy(self.head(state), labels[:, 0])}
+
+
+class Experts(nn.Module):
+    """As many pieces of a weight, and as many terms, as a long sequence has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(LONG, SIZE, SIZE) / 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        terms = []
+        for number in range(LONG):
+            terms.append(torch.tanh(x @ self.weights[number]))
+        total = terms[0]
+        for term in terms:
+            total = total + term
+        return total
+
+
+def columns(tokens: int) -> dict[str, TensorMeta]:
+    return {
+        "x": TensorMeta((2, tokens, SIZE), torch.float32),
+        "labels": TensorMeta((2, tokens), torch.int64),
+    }
+
+
+def built(model: nn.Module, tokens: int) -> ModelGraph:
+    return build_graph(GraphSource(model), columns(tokens), training=True)
+
+
+def num_nodes(graph: ModelGraph) -> int:
+    return sum(len(segment.graph.nodes) for segment in graph.segments)
+
+
+def step(model: nn.Module, graph: ModelGraph, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Run the segments and the backward of the loss on the model's own tensors."""
+    values = dict(model.named_parameters()) | graph.constants | batch
+    for segment in (graph.prologue, *graph.segments):
+        function = compile_segment(segment, graph.values).function
+        outputs = function(*arguments(segment, values))
+        values |= zip(segment.outputs, outputs, strict=True)
+    loss = values[str(graph.loss)]
+    loss.backward()
+    return loss
+
+
+def arguments(segment: Segment, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [values[node.meta["name"]] for node in segment.graph.find_nodes(op="placeholder")]
+
+
+def assert_like_eager(model: nn.Module, graph: ModelGraph, tokens: int) -> None:
+    eager = copy.deepcopy(model)
+    batch = {
+        "x": torch.randn(2, tokens, SIZE),
+        "labels": torch.randint(0, 5, (2, tokens)),
+    }
+    expected = eager(**batch)["loss"]
+    expected.backward()
+    torch.testing.assert_close(step(model, graph, batch), expected)
+    for (name, mine), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert mine.grad is not None, name
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_function_that_loops_is_one_operator_however_long_the_sequence() -> None:
+    model = Model(Mixer)
+    graph = built(model, LONG)
+    assert num_nodes(graph) == num_nodes(built(model, 3 * LONG))
+    calls = kept_calls(graph)
+    assert len(calls) == 3
+    assert all(is_function(call.place.path) and not call.states for call in calls)
+    # Its weights are no part of it: they are split and gathered as those of any other block.
+    assert len(graph.segments) > 3
+    assert_like_eager(model, graph, LONG)
+
+
+def test_a_short_loop_is_written_out() -> None:
+    model = Model(Mixer)
+    graph = built(model, MOST)
+    assert not kept_calls(graph)
+    assert num_nodes(graph) > 3 * MOST
+
+
+def test_what_is_opaque_hangs_on_the_shape_alone() -> None:
+    source = GraphSource(Model(Mixer))
+    assert kept_calls(build_graph(source, columns(LONG), training=True))
+    assert not kept_calls(build_graph(source, columns(MOST), training=True))
+
+
+def test_layers_pieces_of_a_weight_and_terms_of_a_sum_are_no_such_loop() -> None:
+    assert not kept_calls(built(Model(lambda: nn.Linear(SIZE, SIZE), LONG), 8))  # type: ignore[arg-type]
+    assert not kept_calls(built(Model(Experts, 1), 8))
+
+
+@pytest.mark.parametrize("block", [Recurrent, WritingMixer])
+def test_a_module_is_kept_whole_where_no_function_can_be(block: type[nn.Module]) -> None:
+    model = Model(block)
+    graph = built(model, LONG)
+    assert {call.class_name for call in kept_calls(graph)} == {block.__name__}
+    assert num_nodes(graph) == num_nodes(built(model, 3 * LONG))
+    assert_like_eager(model, graph, LONG)
+
+
+def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def noted(call: KeptCall, *others: object) -> object:
+        tried.append(call.place.path)
+        return dry_run(call, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(record, "dry_run", noted)
+    assert len(kept_calls(built(Model(Recurrent, 5), LONG))) == 5
+    # Whose input gets a gradient is not alike.
+    assert tried == ["blocks.0", "blocks.1"]
+
+
+def test_its_parameters_get_a_gradient_in_every_step() -> None:
+    for block in (Mixer, Recurrent):
+        graph = built(Model(block), LONG)
+        assert not any(optional_parameters(segment) for segment in graph.segments)
+
+
+def test_a_loop_of_the_model_itself_is_written_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = TopLevel()
+    with caplog.at_level(logging.WARNING):
+        graph = built(model, LONG)
+    assert not kept_calls(graph)
+    (warning,) = caplog.messages
+    assert "writes out every pass of the loop around" in warning
+    assert __file__ in warning
+    assert_like_eager(model, graph, LONG)
+
+
+def test_a_longer_one_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "MOST_OPERATORS", 40)
+    with pytest.raises(TraceError, match="put the loop into the forward of a module of its own"):
+        built(TopLevel(), 3 * LONG)
+
+
+def test_a_module_of_most_of_the_model_is_kept_only_where_the_loop_is_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model(Recurrent, 1)
+    assert not kept_calls(built(model, LONG))
+    monkeypatch.setattr(loops, "MOST_OPERATORS", 40)
+    graph = built(model, 3 * LONG)
+    assert len(kept_calls(graph)) == 1
+    assert_like_eager(model, graph, 3 * LONG)
+
+
+def test_the_memory_that_it_keeps_is_forecast() -> None:
+    model = Model(Mixer, 1)
+    graph = built(model, LONG)
+    segment = next(s for s in graph.segments if any(map(is_kept, s.graph.nodes)))
+    memory = SegmentMemories(torch.device("cpu"))(segment)
+    values = dict(model.named_parameters()) | {"x": torch.randn(2, LONG, SIZE)}
+    given = arguments(segment, values)
+    with Storages(given) as storages:
+        outputs = runnable(segment.graph)(*given)
+    assert storages.live_bytes == memory.saved_bytes + memory.own_bytes
+    assert len(outputs) == len(segment.outputs)
+
+
+def test_a_graph_from_disk_finds_the_function() -> None:
+    model = Model(Mixer)
+    graph = unpack_model(pack_model(built(model, LONG)))
+    connect(graph, model)
+    assert_like_eager(model, graph, LONG)
+
+
+def test_the_function_has_its_own_code_again() -> None:
+    code = scan.__code__
+    built(Model(Mixer), LONG)
+    assert scan.__code__ is code
+    assert function_of(f"{__name__}:scan") is sys.modules[__name__].scan  # type: ignore[attr-defined]
+
+
+def test_what_is_opaque_is_told_with_its_line() -> None:
+    (line,) = kept_lines(report_kept(built(Model(Mixer), LONG)))
+    assert f"{__name__}:scan" in line
+    assert "a loop of more than 9 passes" in line
+
+
+def test_a_long_loop_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{__name__}:scan"
+    metas = [
+        TensorMeta((2, 170, 170), torch.float32, requires_grad=True),
+        TensorMeta((170,), torch.float32, requires_grad=True),
+    ]
+    _, arguments = flatten(((torch.empty(0), torch.empty(1)), {"scale": 2.0}))
+    call = KeptCall(
+        place=Place(name, FunctionModule(name)),
+        class_name="",
+        why="",
+        states=(),
+        parameters=0,
+        arguments=arguments,
+        numbers=frozenset(),
+        written=(),
+        outputs=(),
+        shared=frozenset(),
+        modes=(True,),
+        autocast=None,
+        grad=True,
+        saved_bytes=0,
+        flops=0,
+    )
+    found = dry_run(call, metas, torch.device("cpu"))
+    monkeypatch.setattr(extrapolate, "LENGTHS", (1000, 2000))
+    assert found == dry_run(call, metas, torch.device("cpu"))
+    assert found.outputs == (TensorMeta((2, 170, 170), torch.float32),)
