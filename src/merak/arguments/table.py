@@ -207,7 +207,7 @@ DISTRIBUTION = {
     "ddp_broadcast_buffers": refused(
         "buffers that forward writes are brought together after every step; leave it unset",
         False,
-        layout=Layout.DATA_PARALLEL
+        layout=Layout.DATA_PARALLEL,
     ),
     "ddp_backend": refused("merak.init connects the ranks; use merak.init(backend=…)"),
     "ddp_timeout": refused("merak.init connects the ranks; use merak.init(timeout_s=…)"),

@@ -92,7 +92,11 @@ def backward(
         return
     # As in `whole.propagate`: later readers' sum is the first that the graph adds to.
     known = [(edge, gradients.pop(n)) for n, edge in away.entries.items() if n in gradients]
-    roots: list[tuple[Any, torch.Tensor]] = [*sums(), *known, *((away.edges[name], gradient) for name, gradient in found)]
+    roots: list[tuple[Any, torch.Tensor]] = [
+        *sums(),
+        *known,
+        *((away.edges[name], gradient) for name, gradient in found),
+    ]
     torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
     for name in program.segment.inputs:
         if name in away.gradients:
