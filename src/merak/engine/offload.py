@@ -261,31 +261,14 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, port: torch.Tensor, value: torch.Tensor, found: Any, name: str) -> Any:
-        ctx.found, ctx.name, ctx.strides = found, name, _gradient_strides(value)
+        ctx.found, ctx.name = found, name
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Leave the gradient, laid out as a leaf's would be."""
-        # Laid out as a leaf's gradient: kernels of other strides may round otherwise.
-        laid_out = zip(gradient.shape, gradient.stride(), ctx.strides, strict=True)
-        if any(size > 1 and stride != wanted for size, stride, wanted in laid_out):
-            new = torch.empty_strided(
-                gradient.shape, ctx.strides, dtype=gradient.dtype, device=gradient.device
-            )
-            gradient = new.copy_(gradient)
+        """Leave the gradient as it is laid out: kernels of other strides may round otherwise."""
         ctx.found[ctx.name] = gradient
         return None, None, None, None
-
-
-def _gradient_strides(value: torch.Tensor) -> tuple[int, ...]:
-    """The strides that autograd gives the gradient of a leaf: its own where it is dense."""
-    expected = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return tuple(torch.empty(value.shape, device="meta").stride())
-        expected *= size
-    return value.stride()
 
 
 @torch.enable_grad()

@@ -62,6 +62,27 @@ class UsedOften(nn.Module):
         return x.square().mean()
 
 
+class LaidOut(nn.Module):
+    """Values that lie transposed in memory, and gradients that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Hardswish())
+            for _ in range(2)
+        )
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, 3, 4, 6)[:, :1].expand(-1, 4, -1, -1).repeat(1, 1, 3, 2)
+        for convolution in self.convolutions:
+            x = convolution(x)
+        x = x.flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.square().mean()
+
+
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
     mesh.reset()
@@ -70,7 +91,7 @@ def one_rank() -> Iterator[None]:
     mesh.reset()
 
 
-@pytest.mark.parametrize("kind", [ReadOften, UsedOften])
+@pytest.mark.parametrize("kind", [ReadOften, UsedOften, LaidOut])
 @pytest.mark.parametrize(
     "options", [{}, {"recompute": "full"}, {"offload_activations": "full"}], ids=str
 )
