@@ -27,11 +27,13 @@ from merak.checkpoint.ranks import gather_objects
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, Stepped
+from merak.core.status import during
 
 GROUPS = "optimizer_groups"
 """The key of the optimizer's hyperparameters, by parameter name."""
 
 
+@during("saving parameters and optimizer")
 def save_state(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -80,6 +82,7 @@ def save_state(
     _together(finish, f"{target} could not be written")
 
 
+@during("loading parameters and optimizer")
 def load_state(
     folder: str | os.PathLike[str],
     model: nn.Module,
