@@ -177,7 +177,8 @@ class MerakArguments(TrainingArguments):
         default=600.0,
         metadata={
             "help": "Seconds that a rank may wait for others, or be in one action of the pipeline; "
-            "after them every rank prints where it stands, and the job ends."
+            "after them every rank prints where it stands, and the job ends. For a rank that "
+            "traces, builds, loads or saves, others wait three times as long."
         },
     )
     max_shapes: int = field(
