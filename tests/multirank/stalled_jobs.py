@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 import merak
-from merak.core import failure
-from merak.engine import build, watch  # noqa: F401  # imported once, before ranks are forked
+from merak.checkpoint import state
+from merak.core import failure, watchdog
+from merak.engine import build  # noqa: F401  # imported once, before ranks are forked
 from merak.parallel import ParallelModel
 
 LIMIT_S = 5.0
+FOLDER: list[Path] = []
 
 
 def run(case: str, rank: int, num_ranks: int, port: int, folder: str) -> None:
@@ -32,7 +34,8 @@ def run(case: str, rank: int, num_ranks: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    watch.GRACE_S = 4.0
+    FOLDER.append(Path(folder))
+    watchdog.GRACE_S = 4.0
     failure.LAUNCHER_S = 2.0 * LIMIT_S  # longer than the watch's patience
     try:
         CASES[case]()
@@ -151,6 +154,86 @@ def store_stopped() -> None:
     model.step(BATCH)
 
 
+class StallsAlone(Model):
+    """A model whose forward stalls on rank 1, as it is traced."""
+
+    def __init__(self, stall: Callable[[], None]) -> None:
+        super().__init__()
+        self.stall = [stall]
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if is_rank(1) and self.stall:
+            self.stall.pop()()
+        return super().forward(ids, labels)
+
+
+def traced(stall: Callable[[], None]) -> None:
+    merak.init(pp=2, device="cpu")
+    model = merak.parallelize(StallsAlone(stall), BATCH, num_microbatches=2, hang_limit_s=LIMIT_S)
+    model.step(BATCH)
+
+
+def stop() -> None:
+    time.sleep(LIMIT_S / 2)  # for heartbeats to tell what it does
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def joining() -> None:
+    if is_rank(1):
+        time.sleep(300)
+    merak.init(pp=2, device="cpu", timeout_s=LIMIT_S)
+
+
+def stopped_in_init() -> None:
+    dist = torch.distributed.distributed_c10d
+    if is_rank(1):
+        before = dist.init_process_group
+        dist.init_process_group = lambda *args, **kwargs: (
+            stop(), before(*args, **kwargs),
+        )  # fmt: skip
+        torch.distributed.init_process_group = dist.init_process_group
+    merak.init(pp=2, device="cpu", timeout_s=LIMIT_S)
+
+
+def stopped_tracing() -> None:
+    traced(stop)
+
+
+def stuck_tracing() -> None:
+    traced(lambda: time.sleep(300))
+
+
+def slow_tracing() -> None:
+    """A rank that traces for longer than the limit while its heart beats."""
+    traced(lambda: time.sleep(1.5 * LIMIT_S))
+
+
+def stopped_saving() -> None:
+    saved(stop)
+
+
+def stuck_saving() -> None:
+    saved(lambda: time.sleep(300))
+
+
+def saved(stall: Callable[[], None]) -> None:
+    model = trained(pp=2)
+    engine = model.engine
+    if is_rank(1):
+        write = state.save_parts
+        state.save_parts = lambda *args: (stall(), write(*args))
+    held, shards = engine.held(), engine.shards
+    state.save_state(FOLDER[0] / "saved", model.model, None, held, shards, engine.mesh)
+
+
+def unreachable() -> None:
+    """All ranks live, and one finds its connection lost."""
+    model = trained(pp=2)
+    if is_rank(0):
+        raise torch.distributed.DistBackendError("Connection reset by peer [10.0.0.7]:31337")
+    model.step(BATCH)
+
+
 def patient() -> None:
     """A rank that is late by less than the limit, and one that is late where nobody waits."""
     model = trained(pp=2)
@@ -165,5 +248,7 @@ CASES: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
         data, forward, gradients, tied, loss, send, stopped, dead, store_stopped, patient,
+        joining, stopped_in_init, stopped_tracing, stuck_tracing, slow_tracing, stopped_saving,
+        stuck_saving, unreachable,
     )
 }  # fmt: skip

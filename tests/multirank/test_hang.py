@@ -31,7 +31,7 @@ class Ended:
     def reasons(self) -> list[str]:
         """The lines that give the reason, over all ranks."""
         lines = [line for told in self.said for line in told.splitlines()]
-        return [line for line in lines if "hang_limit_s=" in line]
+        return [line for line in lines if "; the job ends." in line]
 
 
 @pytest.fixture
@@ -123,6 +123,7 @@ def test_every_rank_says_where_it_stands(
         lines = re.findall(rf"^merak: rank {rank} \(pp .*", said, flags=re.MULTILINE)
         assert len(lines) == 1, said
         assert re.search(pattern, lines[0]), lines[0]
+    assert len(ended.reasons()) == 1, ended.reasons()
     (reason,) = ended.reasons()
     assert "the job ends" in reason
     assert "Without an answer" not in reason
@@ -133,30 +134,116 @@ def test_a_stopped_rank_is_named(job: Callable[..., Ended]) -> None:
     assert ended.codes == [1, None, 1], ended.said
     assert "from rank 1" in ended.said[0]
     assert "from rank 1" in ended.said[2]
+    assert len(ended.reasons()) == 1, ended.reasons()
     (reason,) = ended.reasons()
-    assert "Without an answer, so stopped, dead or busy: rank 1." in reason
+    assert re.search(
+        r"Without an answer: rank 1 \(process \d+ on .+\) is stopped, as by SIGSTOP, .*; \d+ s ago "
+        r"it said that it (stands|is|has) ",
+        reason,
+    ), reason
 
 
 def test_a_rank_that_died_ends_the_others(job: Callable[..., Ended]) -> None:
     ended = job("dead", 3)
     assert ended.codes[1] == -signal.SIGKILL
     assert None not in ended.codes and 0 not in ended.codes, ended.said
-    sentences = "".join(ended.said).count("a rank of the job has ended without a word")
-    assert sentences + len(ended.reasons()) == 1, ended.said
+    lost = re.findall(
+        r"merak: rank 1 \(process \d+ on .+?\) (?:was killed by SIGKILL|has ended without a word).*"
+        r"; so rank \d cannot go on",
+        "".join(ended.said),
+    )
+    assert len(lost) + len(ended.reasons()) == 1, ended.said
 
 
 def test_a_rank_speaks_though_the_store_has_stopped(job: Callable[..., Ended]) -> None:
     ended = job("store_stopped", 2, stopped=0)
     assert ended.codes == [None, 1], ended.said
     assert "the activation of microbatch 0 of stage 0 from rank 0" in ended.said[1]
+    assert len(ended.reasons()) == 1, ended.reasons()
     (reason,) = ended.reasons()
-    assert "the job's store does not answer" in reason
+    assert re.search(r"the job's store at 127\.0\.0\.1:\d+ does not answer: the process", reason)
+    assert re.search(r"rank 0 \(process \d+ on .+\) is stopped", reason)
 
 
 def test_a_rank_that_is_late_by_less_ends_nothing(job: Callable[..., Ended]) -> None:
     ended = job("patient", 2)
     assert ended.codes == [0, 0], ended.said
     assert ended.said == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "case,waits,fate",
+    [
+        (
+            "joining",
+            r"rank 0 has waited [\d.]+ s for the connection to rank 1, and timeout_s=5; the job",
+            r"rank 1 has not been heard of: merak\.init was not called there, or its host cannot",
+        ),
+        (
+            "stopped_in_init",
+            r"rank 0 has waited [\d.]+ s for the connection to rank 1, and timeout_s=5; the job",
+            r"rank 1 \(process \d+ on .+\) is stopped, .* ago it said that it has waited",
+        ),
+        (
+            "stopped_tracing",
+            r"rank 0 has (waited [\d.]+ s for .* rank 1|found a rank that says nothing), and "
+            r"hang_limit_s=5; the job ends",
+            r"rank 1 \(process \d+ on .+\) is stopped, .* ago it said that it is tracing the model",
+        ),
+        (
+            "stopped_saving",
+            r"rank 0 has (waited [\d.]+ s for .* rank 1|found a rank that says nothing), and "
+            r"hang_limit_s=5; the job ends",
+            r"rank 1 \(process \d+ on .+\) is stopped, .* ago it said that it is saving parameters",
+        ),
+    ],
+)
+def test_a_rank_that_stalls_outside_the_engine_is_named(
+    job: Callable[..., Ended], case: str, waits: str, fate: str
+) -> None:
+    ended = job(case, 2, stopped=1)
+    assert ended.codes == [1, None], ended.said
+    assert len(ended.reasons()) == 1, ended.reasons()
+    (reason,) = ended.reasons()
+    assert re.search(waits, reason), reason
+    assert re.search(fate, reason), reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case,doing",
+    [
+        ("stuck_tracing", "is tracing the model for"),
+        ("stuck_saving", "is saving parameters and optimizer for"),
+    ],
+)
+def test_patience_with_a_rank_whose_heart_beats_ends(
+    job: Callable[..., Ended], case: str, doing: str
+) -> None:
+    ended = job(case, 2)
+    assert ended.codes == [1, 1], ended.said
+    line = re.search(r"^merak: rank 1 \(pp .*", ended.said[1], flags=re.MULTILINE)
+    assert line and doing in line[0], ended.said[1]
+    for_s = re.search(r"for ([\d.]+) s and waits for nobody", line[0])
+    assert for_s and float(for_s[1]) > 2 * stalled_jobs.LIMIT_S, line[0]
+
+
+@pytest.mark.slow
+def test_others_have_patience_with_a_rank_that_traces(job: Callable[..., Ended]) -> None:
+    ended = job("slow_tracing", 2)
+    assert ended.codes == [0, 0], ended.said
+    assert ended.said == ["", ""]
+
+
+def test_ranks_that_live_but_cannot_reach_one_another(job: Callable[..., Ended]) -> None:
+    ended = job("unreachable", 2)
+    assert ended.codes[0] == 1
+    assert re.search(
+        r"merak: rank 0 has lost the connection to another rank \(Connection reset by peer "
+        r"\[10\.0\.0\.7\]:31337\)\. The ranks live but cannot reach one another at .* set "
+        r"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that joins the hosts",
+        ended.said[0],
+    ), ended.said
 
 
 def test_slow_data_end_a_torchrun_job_of_the_trainer(tmp_path: Path) -> None:
@@ -181,28 +268,24 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from merak.core import failure
-from merak.core.mesh import Mesh
-from merak.engine.progress import Progress
-from merak.engine.records import clock_of
-from merak.engine.watch import Watch
+from merak.core import store as job_store, watchdog
 
 store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 class SlowStore:
+    def __getattr__(self, name):
+        return lambda *_: None
+
     def check(self, keys):
         with suppress(dist.DistStoreError):
             store.wait(["nobody sets this"], timedelta(milliseconds=5))
         return False
 
 
-failure.connect = SlowStore
-device = torch.device("cpu")
-mesh = Mesh(dp=1, tp=1, pp=1, rank=0, device=device, device_mesh=None)
-Watch(Progress(clock_of(device), 0), mesh, limit_s=0.01).start()
+job_store.connect = SlowStore
+watchdog.start(watchdog.Member(0, 1, "alone"), watchdog.Limit("hang_limit_s", 0.01))
 time.sleep(0.1)
 """

@@ -109,7 +109,9 @@ LOGGING = {
     "logging_nan_inf_filter": honoured(
         "a filter of logs alone; `nan_policy` says what becomes of such a step"
     ),
-    "log_on_each_node": no_effect("every rank has the same losses, so rank 0 alone speaks"),
+    "log_on_each_node": no_effect(
+        "every host has the same losses, so rank 0 of the job alone logs and prints"
+    ),
     "log_level": honoured("the level of rank 0"),
     "log_level_replica": honoured("the level of every other rank"),
     "include_num_input_tokens_seen": honoured("counted over all replicas"),

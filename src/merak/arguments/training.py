@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from merak.arguments.rules import problems, raise_first
 from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError, MerakError
 from merak.core.mesh import current_mesh
+from merak.core.status import phase, waiting, waiting_for_all
 from merak.engine.precision import check_autocast
 from merak.engine.scaling import MAX_SKIPPED_STEPS
 from merak.graph.tensor_parallel.feature_file import parse_features
@@ -178,7 +179,8 @@ class MerakArguments(TrainingArguments):
         default=600.0,
         metadata={
             "help": "Seconds that a rank may wait for others, or be in one action of the pipeline; "
-            "after them every rank prints where it stands, and the job ends."
+            "after them every rank prints where it stands, and the job ends. For a rank that "
+            "traces, builds, loads or saves, others wait three times as long."
         },
     )
     max_shapes: int = field(
@@ -343,12 +345,15 @@ class MerakArguments(TrainingArguments):
             return
         first = (self.local_process_index if local else self.process_index) == 0
         if not first:
-            dist.barrier()
+            with waiting(f"{desc} of the first rank of its host, or", (0,)):
+                dist.barrier()
         try:
-            yield
+            with phase(f"at {desc}, alone,") if first else nullcontext():
+                yield
         finally:
             if first:
-                dist.barrier()
+                with waiting_for_all(f"{desc} to be seen by"):
+                    dist.barrier()
 
 
 OWN_FIELDS = frozenset(f.name for f in fields(MerakArguments)) - frozenset(

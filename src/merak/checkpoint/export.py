@@ -41,6 +41,7 @@ from merak.core.errors import SavingError, WeightsError
 from merak.core.mesh import Mesh
 from merak.core.private import give_usual_modes
 from merak.core.shards import ParameterShard, join
+from merak.core.status import during, waiting
 from merak.graph.weights.tape import Recorder
 
 State = dict[str, torch.Tensor]
@@ -63,6 +64,7 @@ class _Key:
     converted: bool
 
 
+@during("saving the model")
 def save_pretrained(
     model: nn.Module,
     owned: Collection[str],
@@ -282,11 +284,13 @@ class _Gatherer:
             return own.cpu()
         travel = transfer_device(self._mesh.device)
         if rank == self._mesh.rank:
-            dist.send(own.to(travel).contiguous(), dst=0)
+            with waiting(f"{name} to be taken by", (0,)):
+                dist.send(own.to(travel).contiguous(), dst=0)
         elif self._mesh.rank == 0:
             shape = part_shape(holding.shape, holding.shard)
             part = torch.empty(shape, dtype=holding.dtype, device=travel)
-            dist.recv(part, src=rank)
+            with waiting(f"{name} from", (rank,)):
+                dist.recv(part, src=rank)
             return part.cpu()
         return own
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.errors import WeightsError
+from merak.core.status import waiting_for_all
 
 
 def is_distributed() -> bool:
@@ -32,7 +33,8 @@ def gather_objects(value: Any) -> list[Any]:
     if not is_distributed():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    with waiting_for_all("what to save or load on"):
+        dist.all_gather_object(gathered, value)
     return gathered
 
 
@@ -56,7 +58,8 @@ def take_values_of_first_rank(tensors: Mapping[str, torch.Tensor], device: torch
         if len({tensors_of[name][2] for tensors_of in by_rank}) == 1:
             continue
         value = tensor.detach().to(travel).contiguous()
-        dist.broadcast(value, src=0)
+        with waiting_for_all(f"{name} of rank 0 on"):
+            dist.broadcast(value, src=0)
         with torch.no_grad():
             tensor.copy_(value)
 

@@ -28,11 +28,13 @@ from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, Stepped
+from merak.core.status import during
 
 GROUPS = "optimizer_groups"
 """The key of the optimizer's hyperparameters, by parameter name."""
 
 
+@during("saving parameters and optimizer")
 def save_state(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -81,6 +83,7 @@ def save_state(
     _together(finish, target)
 
 
+@during("loading parameters and optimizer")
 def load_state(
     folder: str | os.PathLike[str],
     model: nn.Module,

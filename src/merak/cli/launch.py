@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from merak.cli import rendezvous
 from merak.cli.errors import RunError
 from merak.cli.warm import THREADS, environment, num_threads, quiet_tracker, way_to_start
 from merak.core.errors import MerakError, TrainingError
-from merak.core.failure import LAUNCHER_S, is_lost_connection
+from merak.core.failure import is_lost_connection, why_lost
+from merak.core.heartbeat import GLOO
 from merak.core.interrupt import INTERRUPTED, listen, was_interrupted
+from merak.core.store import LOOPBACK, loopback_interface
 
 Result = TypeVar("Result")
 
@@ -99,13 +102,15 @@ def run_ranks(work: Work[Result], num_ranks: int) -> Result:
 
 
 def _launch_config(num_ranks: int) -> LaunchConfig:
+    rendezvous.register()
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=rendezvous.BACKEND,
+        rdzv_endpoint="",
+        local_addr=LOOPBACK,
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
         start_method=way_to_start(),
@@ -125,8 +130,9 @@ def _rank(work: Work[Result], folder: Path) -> Result:
         if isinstance(error, KeyboardInterrupt) or was_interrupted():
             os._exit(INTERRUPTED)  # the command says so
         if is_lost_connection(error):
-            time.sleep(LAUNCHER_S)  # the launcher stops this rank when it finds the first cause
-        told = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
+            told = why_lost(error)  # meanwhile the launcher stops this rank if it knows the cause
+        else:
+            told = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
         _note(folder, told, is_bad_input=False)
     # Not sys.exit: threads of a communication library may wait for ranks that never come.
     sys.stderr.flush()
@@ -147,10 +153,23 @@ def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
     rank, ended = error.get_first_failure()
     if rank not in failures:
         # A rank that was killed leaves no note; what the others noted follows from it.
-        how = ended.signal_name() if ended.exitcode < 0 else f"exit code {ended.exitcode}"
-        return RunError(f"rank {rank} was ended by {how}; look above for what it last said.")
+        return RunError(f"rank {rank} {how_ended(ended)}; look above for what it last said.")
     first = min(failures.values(), key=lambda failure: failure.time_s)
     return (MerakError if first.is_bad_input else RunError)(first.sentence)
+
+
+def how_ended(ended: ProcessFailure) -> str:
+    """How a process ended that left no note, as the rest of a sentence that begins with it.
+
+    Args:
+        ended: what the launcher knows of it.
+    """
+    if ended.exitcode >= 0:
+        return f"ended with exit code {ended.exitcode}"
+    name = ended.signal_name()
+    if -ended.exitcode == signal.SIGKILL:
+        return f"was killed by {name}: by the kernel for its memory (see dmesg), or by somebody"
+    return f"was ended by {name}"
 
 
 @contextmanager
@@ -164,7 +183,11 @@ def _quiet_launcher() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with environment(PYTHONWARNINGS=quiet_tracker()):
+        # Ranks of one machine meet on its loopback interface, which no other machine can reach.
+        interface = os.environ.get(GLOO, loopback_interface())
+        with environment(
+            PYTHONWARNINGS=quiet_tracker(), **({GLOO: interface} if interface else {})
+        ):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

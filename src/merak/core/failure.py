@@ -3,7 +3,7 @@
 One rank fails first. Its peers then lose their connections, or fail likewise. The ranks share a
 store that torchrun keeps: the first to write its failure there speaks, the others end in silence.
 A rank that has only lost a connection first waits for the launcher, which knows how a peer that was
-killed has ended, and stops the others.
+killed has ended, and stops the others; then it says what the other ranks' heartbeats tell of it.
 
 A `MerakError` is shown as its sentence and the line of the user's script that led to it; set
 MERAK_TRACEBACK=1 for the whole traceback. Any other exception is shown as Python shows it. An
@@ -21,17 +21,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from merak.core import interrupt
+from merak.core import store as job_store
 from merak.core.errors import MerakError, TrainingError
+from merak.core.status import phase
 
 TRACEBACK_VARIABLE = "MERAK_TRACEBACK"
 """The environment variable that asks for whole tracebacks."""
@@ -44,8 +44,7 @@ EXIT_S = 10
 """Seconds that a failed rank gets to close its files, before it is ended."""
 
 LOST = (
-    "a rank of the job has ended without a word, so rank {rank} cannot go on ({reason}); look for "
-    "the rank that was killed, perhaps for its memory."
+    "rank {rank} has lost the connection to another rank of the job, and cannot go on ({reason})."
 )
 
 _CONNECTION_WORDS = ("gloo", "connection", "socket", "nccl", "store", "timed out", "peer")
@@ -55,6 +54,18 @@ _TRANSPORT = (_MERAK, os.path.dirname(dist.__file__) + os.sep)
 _FOREIGN = (_MERAK, "site-packages", "dist-packages", "<frozen")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+_witnesses: list[Callable[[str], str]] = []
+
+
+def witness(why: Callable[[str], str]) -> None:
+    """Ask this function, with what torch says of it, why a connection to another rank was lost.
+
+    Args:
+        why: gives the sentence, after `LAUNCHER_S`.
+    """
+    _witnesses[:] = [why]
 
 
 def install() -> None:
@@ -100,15 +111,27 @@ def _say(
         _show(before, error)
         return
     if is_lost_connection(error):
-        time.sleep(LAUNCHER_S)
-        sentence = LOST.format(rank=os.environ["RANK"], reason=_first_line(error))
-        error = TrainingError(sentence).with_traceback(trace)
+        error = TrainingError(why_lost(error)).with_traceback(trace)
     if is_first():
         _show(before, error)
         tell_launcher(error)
     else:
         time.sleep(LAUNCHER_S)
     _end_soon()
+
+
+def why_lost(error: BaseException) -> str:
+    """Why a connection to another rank was lost, as a sentence; gives the launcher its time first.
+
+    Args:
+        error: what torch raised.
+    """
+    reason = _first_line(error)
+    with phase("finding out why it has lost a connection"):
+        for why in _witnesses:
+            return why(reason)
+        time.sleep(LAUNCHER_S)
+    return LOST.format(rank=os.environ["RANK"], reason=reason)
 
 
 def _show(before: Hook, error: BaseException) -> None:
@@ -133,34 +156,10 @@ def is_first(store: Store | None = None) -> bool:
     """
     rank = os.environ["RANK"]
     try:
-        known = store if store is not None else _store()
+        known = store if store is not None else job_store.shared()
         return bool(known.compare_set(KEY, "", rank) == rank.encode())
     except Exception:
         return True  # nobody to ask: rather say it twice than never
-
-
-def connect() -> Store:
-    """A connection of one's own to the job's store, apart from what other threads wait for there.
-
-    Where it is not torchrun that keeps the store, the rank that does must still live.
-    """
-    store = _store()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = store.clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=5))
-    return store
-
-
-def _store() -> Store:
-    """The job's store; torchrun keeps one that outlives every rank."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        agent = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
-        return PrefixStore(f"attempt {attempt}", agent)
-    store = dist.distributed_c10d._get_default_store()
-    store.set_timeout(timedelta(seconds=5))
-    return store
 
 
 def tell_launcher(error: BaseException) -> None:

@@ -7,15 +7,16 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from merak.core import failure
+from merak.core import failure, store, watchdog
 from merak.core.errors import MeshError
+from merak.core.status import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +109,9 @@ def init(
         pp: pipeline parallel degree.
         backend: "nccl" or "gloo"; nccl where the device is a GPU.
         device: "cpu" or "cuda"; what the machine has by default.
-        timeout_s: seconds after which a collective that does not complete ends the job, while the
-            engine is built; then `hang_limit_s` of the engine counts, and torch's own timeouts are
-            raised to come after it.
+        timeout_s: seconds that a rank waits for others until the engine is built, for which
+            `hang_limit_s` counts; then every rank prints where it stands, and the job ends. torch's
+            own timeouts are raised to come after it.
 
     Returns:
         The mesh, which `current_mesh()` also gives.
@@ -198,18 +199,43 @@ def _connect(
 ) -> Mesh:
     if "RANK" not in os.environ:
         return Mesh(dp, tp, pp, 0, device, None)
-    if not dist.is_initialized():
-        dist.init_process_group(
-            backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" and backend != "gloo" else None,
-        )
-        atexit.register(_disconnect)
-    device_mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=AXES)
-    return Mesh(dp, tp, pp, dist.get_rank(), device, device_mesh)
+    rank, num_ranks = int(os.environ["RANK"]), dp * tp * pp
+    mesh = Mesh(dp, tp, pp, rank, device, None)
+    _let_rank_0_speak(rank)
+    limit = watchdog.Limit("timeout_s", timeout_s)
+    timeout = timedelta(seconds=watchdog.timeouts_s(limit))
+    known = None if dist.is_initialized() else store.open_store(rank, timeout_s)
+    if num_ranks > 1:
+        place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
+        watchdog.start(watchdog.Member(rank, num_ranks, place), limit)
+    with waiting(watchdog.MEETING, tuple(r for r in range(num_ranks) if r != rank)):
+        if known is not None:
+            dist.init_process_group(
+                backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+                store=known,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" and backend != "gloo" else None,
+            )
+            atexit.register(_disconnect)
+        device_mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=AXES)
+    return replace(mesh, device_mesh=device_mesh)
+
+
+_quiet: dict[str, int] = {}
+
+
+def _let_rank_0_speak(rank: int) -> None:
+    """Only rank 0 of all hosts logs what is not a warning, unless the user has set a level."""
+    own = logging.getLogger("merak")
+    if rank and own.level == logging.NOTSET:
+        _quiet["level"] = logging.WARNING
+        own.setLevel(logging.WARNING)
 
 
 def _disconnect() -> None:
+    watchdog.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -246,4 +272,8 @@ def pretended(mesh: Mesh) -> Iterator[None]:
 
 def reset() -> None:
     """Forget the mesh, so that `init` may be called again (tests, notebooks)."""
+    if _quiet.pop("level", None) is not None:
+        logging.getLogger("merak").setLevel(logging.NOTSET)
+    watchdog.stop()
+    store.forget()
     _current.clear()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 
 from merak.core.errors import PlanError
+from merak.core.status import phase, waiting_for_first
 from merak.engine.forecast import Forecast
 from merak.engine.layout import Layout
 from merak.engine.plans import Plans
@@ -76,11 +77,13 @@ class Backoff:
         decided: list[_Less] = [_Less()]
         if mesh.rank == 0:
             try:
-                decided = [self._less(step, reasons)]
+                with phase("choosing what to keep less of"):
+                    decided = [self._less(step, reasons)]
             except PlanError as error:
                 decided = [_Less(problem=str(error))]
         if mesh.device_mesh is not None:
-            dist.broadcast_object_list(decided, src=0)
+            with waiting_for_first("what to keep less of"):
+                dist.broadcast_object_list(decided, src=0)
         less = decided[0]
         if less.problem is not None:
             raise PlanError(less.problem)

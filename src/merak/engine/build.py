@@ -13,6 +13,7 @@ from merak.checkpoint.initial import materialize
 from merak.core.announce import announce, announced, is_announcing
 from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
+from merak.core.status import phase
 from merak.engine.arrivals import MOST_OPEN_GATHERS, Arrivals, guard
 from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine
@@ -41,7 +42,7 @@ from merak.engine.tied import Leaf, Shared, TiedGradients, find_holders
 from merak.engine.trained import Precision, TrainedParameters
 from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
 from merak.engine.turns import Turns
-from merak.engine.watch import Watch, check_limit
+from merak.engine.watch import check_limit, set_limit, watch
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.ir import ModelGraph
@@ -70,6 +71,12 @@ def build_engine(
     """
     check_limit(options.hang_limit_s)
     check_max_shapes(options.max_shapes)
+    set_limit(options.hang_limit_s)
+    with phase("building the engine"):
+        return _build(source, sample, mesh, options)
+
+
+def _build(source: GraphSource, sample: Signature, mesh: Mesh, options: EngineOptions) -> Engine:
     forecast = forecast_of(source, sample, mesh, options)
     if is_announcing():
         announce("%s", summary(forecast, sample))
@@ -90,14 +97,15 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     refuse_hooked(source.model, layout, options, programs.base.shards, in_halves)
     warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
-    materialize(
-        source.model,
-        names,
-        device=mesh.device,
-        seed=options.seed,
-        shards=programs.base.shards,
-        shard_index=mesh.tp_rank,
-    )
+    with phase("loading weights"):
+        materialize(
+            source.model,
+            names,
+            device=mesh.device,
+            seed=options.seed,
+            shards=programs.base.shards,
+            shard_index=mesh.tp_rank,
+        )
     keep_less = None
     may_give_up = layout.schedule.is_synchronous and (options.zero != 3 or can_give_up())
     if may_change(options.recompute) and may_give_up:
@@ -232,7 +240,7 @@ def _assemble(
             keep_less=keep_less,
         )
     )
-    _watch(engine, progress, mesh, options)
+    weakref.finalize(engine, watch(progress, mesh))
     return engine
 
 
@@ -242,14 +250,6 @@ def _connected(layout: Layout, mesh: Mesh, progress: Progress, relief: Relief) -
     evaluated = channels_of_pipe(layout.stage_rank)
     transfers.connect(channels_of(layout.plans.base.steps) | evaluated)
     return transfers
-
-
-def _watch(engine: Engine, progress: Progress, mesh: Mesh, options: EngineOptions) -> None:
-    """Tell of a hang for as long as the engine lives."""
-    if mesh.world_size > 1:
-        watch = Watch(progress, mesh, options.hang_limit_s)
-        watch.start()
-        weakref.finalize(engine, watch.stop)
 
 
 def _shared(layout: Layout) -> frozenset[str]:

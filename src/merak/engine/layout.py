@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
+from merak.core.status import waiting_for_first
 from merak.engine.plans import Plans
 from merak.engine.program import Rewrite
 from merak.engine.tied import Reader
@@ -165,7 +166,8 @@ def partition_segments(
         costs = segment_times(graph, options, mesh, cache)
         decided = [balance(costs, num_stages, options.num_microbatches)]
     if mesh.device_mesh is not None:
-        dist.broadcast_object_list(decided, src=0)
+        with waiting_for_first("the balance of stages"):
+            dist.broadcast_object_list(decided, src=0)
     assert decided[0] is not None
     return decided[0]
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from merak.core.collectives import start_sum
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh, crosses_nodes
+from merak.core.status import waiting_for_first
 from merak.engine.layout import EngineOptions, Layout
 from merak.engine.programs import batch_size
 from merak.plan.balance import Timed
@@ -88,7 +89,8 @@ def choose_halves(
         return True
     # Nodes may have different numbers of ranks: rank 0 says whether all of them measure.
     measured = [batch_size(layout.graph) >= 2 and _is_worth_measuring(mesh)]
-    dist.broadcast_object_list(measured, src=0)
+    with waiting_for_first("whether to measure"):
+        dist.broadcast_object_list(measured, src=0)
     if not measured[0]:
         return False
     sums = measure_sums(layout, mesh)
@@ -106,7 +108,8 @@ def choose_halves(
             gain,
             "in halves" if decided[0] else "whole",
         )
-    dist.broadcast_object_list(decided, src=0)
+    with waiting_for_first("what was measured"):
+        dist.broadcast_object_list(decided, src=0)
     return decided[0]
 
 

@@ -12,18 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from merak.core.status import Wait
 from merak.engine.records import Clock, Mark, Records
 from merak.schedule.ir import Action, Schedule
 
 _MOST_BEHIND = 4096
 """Marks of a device that are kept where nobody looks whether they are passed."""
-
-
-class Wait(NamedTuple):
-    """What a rank waits for, ending in a preposition, and the ranks that it needs for it."""
-
-    what: str
-    peers: tuple[int, ...]
 
 
 class Standing(NamedTuple):

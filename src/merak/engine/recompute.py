@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
+from merak.core.status import waiting_for_all, waiting_for_first
 from merak.engine.degrees import others_that_fit
 from merak.engine.fitting import Means, fit
 from merak.engine.forecast import Forecast
@@ -95,7 +96,8 @@ def settle_recompute(forecast: Forecast, times: Times, profile: Profile) -> Fore
             problem = _unforeseen(error, not leaves_all or options.memory_budget_bytes is not None)
             decided = [_Decided(problem=problem)]
     if mesh.device_mesh is not None:
-        dist.broadcast_object_list(decided, src=0)
+        with waiting_for_first("what is recomputed"):
+            dist.broadcast_object_list(decided, src=0)
     found = decided[0]
     if found.problem is not None:
         raise PlanError(found.problem)
@@ -143,7 +145,8 @@ def common_budget(options: EngineOptions, mesh: Mesh) -> int | None:
 def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
     found: list[int | None] = [budget] * mesh.world_size
     if mesh.device_mesh is not None:
-        dist.all_gather_object(found, budget)
+        with waiting_for_all("the memory of"):
+            dist.all_gather_object(found, budget)
     return found
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from merak.core.mesh import Mesh
+from merak.core.status import waiting_for_all
 from merak.engine.gradients import StageGradients, fill_buckets
 from merak.engine.programs import Programs
 from merak.graph.chance.choice import optional_parameters
@@ -69,5 +70,6 @@ def replica_groups(
             [(p * mesh.dp + d) * mesh.tp + t for p in ranks for d in range(mesh.dp)]
             for t in range(mesh.tp)
         ]
-        groups[ranks], _ = dist.new_subgroups_by_enumeration(lines)
+        with waiting_for_all("a group of ranks with"):
+            groups[ranks], _ = dist.new_subgroups_by_enumeration(lines)
     return groups

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from merak.core.errors import ScheduleError
+from merak.core.status import waiting_for_first
 from merak.engine.forecast import Forecast
 from merak.engine.plans import Plans
 from merak.engine.recompute import common_budget
@@ -51,7 +52,8 @@ def plans_for_costs(forecast: Forecast, times: Times) -> Plans:
     if mesh.rank == 0:
         asked = [_asked(forecast, times(), budget)]
     if mesh.device_mesh is not None:
-        dist.broadcast_object_list(asked, src=0)
+        with waiting_for_first("the costs of stages"):
+            dist.broadcast_object_list(asked, src=0)
     assert asked[0] is not None
     chosen: dict[str, Any] = {"costs": asked[0].costs}
     if not is_free:

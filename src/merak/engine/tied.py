@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import Mesh
+from merak.core.status import waiting_for_all
 from merak.engine.gradients import add_gradient, dense, gradient_dtype, no_gradient
 from merak.engine.program import SegmentProgram
 from merak.engine.progress import Progress
@@ -237,7 +238,8 @@ class Chain:
         stride = mesh.dp * mesh.tp
         lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
         group: dist.ProcessGroup
-        group, _ = dist.new_subgroups_by_enumeration(lines)
+        with waiting_for_all("a group of ranks with"):
+            group, _ = dist.new_subgroups_by_enumeration(lines)
         return group
 
     def start_step(self, orders: Orders, open_sends: Callable[[int, int], int]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import Mesh
+from merak.core.status import waiting_for_all
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
 from merak.graph.ir import TensorMeta
@@ -51,7 +52,8 @@ class Transfers:
                 continue
             stride = mesh.dp * mesh.tp
             lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
-            self._groups[channel], _ = dist.new_subgroups_by_enumeration(lines)
+            with waiting_for_all("a group of ranks with"):
+                self._groups[channel], _ = dist.new_subgroups_by_enumeration(lines)
 
     def send(self, step: Send, tensors: Sequence[torch.Tensor]) -> None:
         """Start to send some values, in order."""

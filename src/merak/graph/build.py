@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.core.status import phase
 from merak.graph.cache import Made, cached
 from merak.graph.call import LossFunction
 from merak.graph.called_functions import refuse_foreign_functions
@@ -120,7 +121,7 @@ def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, train
         seconds[0] = time.perf_counter() - traced_at
         return graph, traced.sources | loaded_sources(source.model)
 
-    with as_traced(source, training):
+    with as_traced(source, training), phase("tracing the model"):
         if source.cache_dir is None:
             graph, known = make()[0], False
         else:

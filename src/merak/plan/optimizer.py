@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from merak.core.status import speaks
 from merak.graph.ir import TensorMeta
 from merak.plan.storages import Storages
 
@@ -51,7 +52,8 @@ def optimizer_memory(
         return _step(factory, parameters, device)
     except Exception as error:
         # Somebody's own optimizer may look at numbers, which fakes do not have.
-        logger.warning(
+        log = logger.warning if speaks() else logger.debug
+        log(
             "The memory of the optimizer is not known before it runs (%s: %s); counted are %d "
             "copies of the parameters.",
             type(error).__name__,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from merak.core.errors import DataError
 from merak.core.mesh import Mesh
+from merak.core.status import waiting_for_all
 from merak.data import BatchSignature, signature, union
 from merak.engine.gradients import others_of
 from merak.engine.progress import Progress
@@ -63,7 +64,8 @@ class Council:
                 for t in range(mesh.tp)
             ]
             # Always gloo: these are small Python objects in host memory.
-            self._group, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
+            with waiting_for_all("a group of ranks with"):
+                self._group, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
 
     def agree(
         self, batches: Sequence[Batch], notes: Sequence[Mapping[str, Any]] | None = None

@@ -23,6 +23,7 @@ from merak.checkpoint.export import save_pretrained
 from merak.checkpoint.state import load_state, save_state
 from merak.checkpoint.writing import writing_into
 from merak.core.mesh import Mesh
+from merak.core.status import phase, waiting_for_all
 from merak.engine.engine import Engine
 from merak.engine.scaling import LossScale
 from merak.trainer.refusals import refuse_no_steps
@@ -109,10 +110,12 @@ class Saving(Trainer):
             torch.save(scheduler, os.path.join(output_dir, SCHEDULER_NAME))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with writing_into(str(self.args.output_dir)):
-            super()._save_checkpoint(model, trial)
-        if self.mesh.world_size > 1:
-            dist.barrier()  # no rank goes on, or ends, while rank 0 still writes
+        with phase(f"saving the checkpoint of step {self.state.global_step}"):
+            with writing_into(str(self.args.output_dir)):
+                super()._save_checkpoint(model, trial)
+            if self.mesh.world_size > 1:
+                with waiting_for_all("the checkpoint to be written on"):
+                    dist.barrier()  # no rank goes on, or ends, while rank 0 still writes
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights are loaded once the ranks have their segments, with the optimizer's state."""

@@ -318,19 +318,14 @@ class MerakTrainer(Saving, Logging, Trainer):
     ) -> torch.Tensor | None:
         assert self.engine is not None
         norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
-        self._mind_not_finite(norm)
-        return None if self.engine.updates_inside else norm
-
-    def _mind_not_finite(self, norm: torch.Tensor) -> None:
-        """Stop, or skip the step, on all ranks alike: each knows the same losses and norm."""
         step = self.state.global_step + 1
         skips = self._skipped.skips(self.args, step, self._losses, norm)
         self.optimizer._is_overflow = skips  # the learning rate then does not move either
         if self.args.logging_nan_inf_filter:
             self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
         if skips:
-            assert self.engine is not None
             self.engine.trained.clear_gradients()  # without a gradient nothing is stepped
+        return None if self.engine.updates_inside else norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """transformers' own log, with NaN for the loss of steps of which none was finite."""
@@ -356,6 +351,10 @@ class MerakTrainer(Saving, Logging, Trainer):
         return names
 
     # ---- bookkeeping ----
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this rank logs: one of the job, not one of each host."""
+        return self.args.should_log
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """Floating point operations of the round's microbatches on all replicas."""

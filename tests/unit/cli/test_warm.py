@@ -57,7 +57,7 @@ def test_ranks_begin_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> N
         assert way_to_start() == FROM_IMPORTED
         torch.ones(3, requires_grad=True).sum().backward()  # what nobody may fork after
         found = run_ranks(Work(describe, (threads or num_threads(2),)), 2)
-        with pytest.raises(RunError, match="was ended by SIGKILL"):
+        with pytest.raises(RunError, match="was killed by SIGKILL"):
             run_ranks(Work(end_by_signal, ()), 2)
     assert way_to_start() == FROM_NOTHING
     assert found == {

@@ -31,10 +31,6 @@ def test_a_limit_is_a_time(limit_s: float) -> None:
             Standing("", None, Wait("what batches there are on", (1, 2)), 0.0),
             "stands between steps and has waited 7.0 s for what batches there are on ranks 1, 2",
         ),
-        (
-            Standing("", None, None, 0.0),
-            "is outside the engine's steps for 7.0 s and waits for nobody",
-        ),
     ],
 )
 def test_where_a_rank_stands_in_words(standing: Standing, said: str) -> None:

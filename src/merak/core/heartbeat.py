@@ -1,0 +1,278 @@
+"""Heartbeats of ranks in the job's store, and what has become of a rank that has none.
+
+Each rank's watchdog writes who it is and what it does, every few seconds. A rank whose heartbeat
+stops was killed, was stopped, has left, or cannot be reached; a rank on the same machine sees which
+in the process table, and tells the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+PREFIX = "merak/heartbeat"
+"""The store's keys of heartbeats begin so."""
+
+GLOO = "GLOO_SOCKET_IFNAME"
+INTERFACES = (GLOO, "NCCL_SOCKET_IFNAME")
+"""Environment variables that name the network interfaces through which ranks meet."""
+
+OWN_ALONE = ", which only that host itself can reach"
+
+ENDED = "X"
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a rank says of itself.
+
+    Args:
+        count: how often it has.
+        host: the name of its machine.
+        machine: what tells machines of one name, and their process tables, apart.
+        pid: its process.
+        started: when that began, in the process table's own unit.
+        address: what other ranks reach it by.
+        doing: the rest of a sentence that begins with the rank.
+        busy_s: seconds that it has been in a phase others are to have patience with; None if not.
+        waits_for_nobody: whether it is at work, or outside of all.
+        has_left: whether its script has ended.
+    """
+
+    count: int
+    host: str
+    machine: str
+    pid: int
+    started: str
+    address: str
+    doing: str = ""
+    busy_s: float | None = None
+    waits_for_nobody: bool = False
+    has_left: bool = False
+
+    def write(self, store: Store, rank: int) -> None:
+        """Put it into the job's store."""
+        store.set(f"{PREFIX}/{rank}", json.dumps(asdict(self)))
+
+
+def own_heartbeat() -> Heartbeat:
+    """The first heartbeat of this process."""
+    pid = os.getpid()
+    return Heartbeat(0, socket.gethostname(), _machine(), pid, _process(pid)[1], own_address())
+
+
+@cache
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()} {os.uname().version}"
+
+
+@cache
+def own_address() -> str:
+    """What others reach this rank by: the named interface, or the address of the host's name."""
+    for variable in INTERFACES:
+        if os.environ.get(variable):
+            return f"{variable}={os.environ[variable]}"
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "a name without an address"
+
+
+def _process(pid: int) -> tuple[str, str, int]:
+    """A process's state as of proc(5), when it began, and how it ended as of waitpid(2)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ENDED, "", 0
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], fields[19], int(fields[-1])
+
+
+class Peers:
+    """The last heartbeat of every rank, as one rank has read them.
+
+    Args:
+        num_ranks: of the job.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        # Per rank, its last heartbeat and when that was first seen, on perf_counter's clock.
+        self._found: dict[int, tuple[Heartbeat, float]] = {}
+        self._beaten: set[int] = set()
+
+    @property
+    def are_known(self) -> bool:
+        """Whether every rank has been heard of."""
+        return len(self._found) == self.num_ranks
+
+    def read(self, store: Store) -> None:
+        """Look at the heartbeats in the store now."""
+        ranks = range(self.num_ranks)
+        new = [r for r in ranks if r not in self._found]
+        if new and store.check([f"{PREFIX}/{rank}" for rank in new]):
+            there = list(ranks)
+        else:
+            heard = {r for r in new if store.check([f"{PREFIX}/{r}"])} | self._found.keys()
+            there = sorted(heard)
+        if not there:
+            return
+        texts = store.multi_get([f"{PREFIX}/{rank}" for rank in there])
+        now = time.perf_counter()
+        for rank, text in zip(there, texts, strict=True):
+            beat = Heartbeat(**json.loads(text))
+            if rank not in self._found:
+                self._found[rank] = (beat, now)
+            elif self._found[rank][0].count != beat.count:
+                self._found[rank] = (beat, now)
+                self._beaten.add(rank)
+
+    def has_beaten(self, rank: int) -> bool:
+        """Whether a rank's heart has beaten between the first reading and the last."""
+        return rank in self._beaten
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said that its script has ended."""
+        beat = self.get(rank)
+        return beat is not None and beat.has_left
+
+    def is_not_waiting(self, rank: int) -> bool:
+        """Whether others may wait for a rank that waits for nobody itself, as far as is known."""
+        beat = self.get(rank)
+        return beat is None or beat.waits_for_nobody
+
+    def doing(self, rank: int) -> str:
+        """What a rank was last heard to do, as the rest of a sentence that begins with it."""
+        beat = self.get(rank)
+        return "has not been heard of" if beat is None else beat.doing
+
+    def get(self, rank: int) -> Heartbeat | None:
+        """A rank's last heartbeat; None if there was none."""
+        return self._found[rank][0] if rank in self._found else None
+
+    def silent_s(self, rank: int) -> float:
+        """Seconds since a rank's last heartbeat was first seen; infinite if there was none."""
+        if rank not in self._found:
+            return float("inf")
+        return time.perf_counter() - self._found[rank][1]
+
+    def busy_s(self, rank: int) -> float | None:
+        """Seconds that a rank has been in a phase that others wait for; None if it is in none."""
+        beat = self.get(rank)
+        if beat is None or beat.busy_s is None or beat.has_left:
+            return None
+        return beat.busy_s + self.silent_s(rank)
+
+    def fates(self, ranks: Iterable[int]) -> dict[int, str]:
+        """What this machine's process table says of ranks of it that have ended or are stopped."""
+        found = {}
+        for rank in ranks:
+            beat = self.get(rank)
+            said = None if beat is None else _fate_here(beat)
+            if said is not None:
+                found[rank] = said
+        return found
+
+    def verdict(self, rank: int, fates: Mapping[int, str]) -> str:
+        """What may have become of a rank that does not answer, as a clause.
+
+        Args:
+            rank: which one.
+            fates: what ranks on its own machine have seen.
+        """
+        beat = self.get(rank)
+        if beat is None:
+            return (
+                f"rank {rank} has not been heard of: merak.init was not called there, or its host "
+                "cannot reach the job's store"
+            )
+        who = f"rank {rank} (process {beat.pid} on {beat.host})"
+        silent_s = f"{self.silent_s(rank):.0f} s"
+        last = f"; {silent_s} ago it said that it {beat.doing}" if beat.doing else ""
+        if beat.has_left:
+            return f"{who} has left the job, since its script has ended"
+        if rank in fates:
+            return f"{who} {fates[rank]}{last}"
+        if beat.machine == _machine():
+            return f"{who} lives, but says nothing for {silent_s}{last}"
+        return (
+            f"{who} says nothing for {silent_s}, so it has ended or been stopped, "
+            f"or its host, {beat.address}, cannot be reached{last}"
+        )
+
+    def addresses(self) -> str:
+        """Where the hosts of the job are, as a sentence names them."""
+        hosts = sorted({(b.host, b.address) for b, _ in self._found.values()})
+        return ", ".join(
+            f"{host} ({address}{OWN_ALONE if address.startswith('127.') else ''})"
+            for host, address in hosts
+        )
+
+
+def _fate_here(beat: Heartbeat) -> str | None:
+    """What has become of a process of this machine; None if it lives, or is of another one."""
+    if beat.machine != _machine() or beat.has_left or not Path("/proc/self/stat").exists():
+        return None
+    state, started, status = _process(beat.pid)
+    if state in "Tt" and started == beat.started:
+        return "is stopped, as by SIGSTOP, Ctrl-Z or a debugger"
+    if started != beat.started or state in "XxZ":
+        number = status & 0x7F if state == "Z" else 0
+        if number == signal.SIGKILL:
+            return "was killed by SIGKILL, perhaps by the kernel for its memory"
+        if number:
+            return f"was killed by {signal.Signals(number).name}"
+        if state == "Z" and status:
+            return f"has ended with exit code {status >> 8}"
+        return "has ended without a word: it was killed, perhaps for its memory, or left"
+    return None
+
+
+def network_hint(peers: Peers) -> str:
+    """What to do where ranks live and cannot reach one another, as a sentence."""
+    used = [f"{name}={os.environ[name]}" for name in INTERFACES if os.environ.get(name)]
+    now = f" (now {', '.join(used)})" if used else ""
+    return (
+        f"The ranks live but cannot reach one another at {peers.addresses()}: set "
+        f"{' and '.join(INTERFACES)}{now} to the interface that joins the hosts, and let no "
+        "firewall stand between them."
+    )
+
+
+def why_lost(rank: int, peers: Peers, reason: str) -> str:
+    """What a lost connection comes from, as a sentence.
+
+    Args:
+        rank: this rank.
+        peers: heartbeats, read twice with a pause between.
+        reason: what torch says of the connection.
+    """
+    others = [other for other in range(peers.num_ranks) if other != rank]
+    fates = peers.fates(others)
+    gone = [r for r in others if r in fates or peers.has_left(r) or not peers.has_beaten(r)]
+    if gone:
+        found = "; ".join(peers.verdict(other, fates) for other in gone)
+        return f"{found}; so rank {rank} cannot go on ({reason})."
+    busy = [r for r in others if peers.busy_s(r) is not None]
+    if "timed out" in reason.lower() and busy:
+        doing = "; ".join(f"rank {r} {peers.doing(r)}" for r in busy)
+        return f"rank {rank} has waited too long ({reason}): {doing}; raise hang_limit_s."
+    return f"rank {rank} has lost the connection to another rank ({reason}). {network_hint(peers)}"
+
+
+def ended(beat: Heartbeat) -> Heartbeat:
+    """The last heartbeat of a rank whose script ends."""
+    return replace(beat, count=beat.count + 1, has_left=True)

@@ -1,0 +1,150 @@
+"""The job's store of keys and values, through which ranks find one another and say how they are."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from merak.core.errors import MeshError
+
+LOOPBACK = "127.0.0.1"
+"""The address of the interface that only this machine reaches."""
+
+ANSWER_S = 5.0
+"""Seconds within which the store answers a question."""
+
+_opened: list[Store] = []
+
+
+def is_agents() -> bool:
+    """Whether torchrun keeps the job's store, which then outlives every rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def address() -> str:
+    """Where the job's store is, as messages name it."""
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+
+
+def open_store(rank: int, timeout_s: float) -> Store:
+    """The store that the process group of the job is made with.
+
+    Where torchrun does not keep one, rank 0 opens it; on the loopback interface alone where
+    MASTER_ADDR is of that, so that no other machine can reach it.
+
+    Args:
+        rank: this rank.
+        timeout_s: seconds that a rank may take to reach it, and to wait for a key.
+
+    Raises:
+        MeshError: it cannot be opened or reached.
+    """
+    host, timeout = os.environ.get("MASTER_ADDR", ""), timedelta(seconds=timeout_s)
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    if not host or not port:
+        raise MeshError(
+            "RANK is set, but not MASTER_ADDR and MASTER_PORT, where the ranks of the job find one "
+            "another; start the script with torchrun."
+        )
+    keeps = rank == 0 and not is_agents()
+    try:
+        if keeps and (listening := _on_loopback(host, port)) is not None:
+            descriptor = listening.detach()
+            store = TCPStore(host, port, None, True, timeout, False, master_listen_fd=descriptor)
+        else:
+            store = TCPStore(
+                host, port, None, keeps, timeout, wait_for_workers=False, multi_tenant=True
+            )
+    except (dist.DistError, OSError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        action = "open" if keeps else "reach"
+        raise MeshError(
+            f"rank {rank} on {socket.gethostname()} cannot {action} the job's store at {host}:"
+            f"{port} ({reason}); let MASTER_ADDR and MASTER_PORT name rank 0's host and a free "
+            "port that the other hosts can reach."
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefixed = PrefixStore(f"merak {attempt}", store)
+    # Questions get another connection: the group's own waits long for ranks that are late.
+    _opened[:] = [_quick(prefixed)]
+    return prefixed
+
+
+def forget() -> None:
+    """Let go of the store that was opened."""
+    _opened.clear()
+
+
+def connect() -> Store:
+    """A connection of one's own to the job's store, apart from what other threads wait for there.
+
+    Where it is not torchrun that keeps the store, the rank that does must still live.
+    """
+    if is_agents():
+        return shared()
+    return _quick(shared())
+
+
+def shared() -> Store:
+    """The job's store for a question now and then."""
+    if is_agents():
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))
+        return PrefixStore(f"attempt {attempt}", agent)
+    if _opened:
+        return _opened[0]
+    return dist.distributed_c10d._get_default_store()
+
+
+def _quick(store: Store) -> Store:
+    other: Store = store.clone()  # type: ignore[attr-defined]
+    other.set_timeout(timedelta(seconds=ANSWER_S))
+    return other
+
+
+def _on_loopback(host: str, port: int) -> socket.socket | None:
+    """A socket that listens for this machine alone; None where others are to reach it."""
+    if host != "localhost":
+        try:
+            is_own = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            is_own = False  # a name, which may mean another address elsewhere
+        if not is_own:
+            return None
+    return listen(host, port)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on the first address of a host's name, before torch's own opens on all.
+
+    Args:
+        host: a name or an address of this machine.
+        port: 0 for any that is free.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, place = sorted(found, key=lambda f: f[0] != socket.AF_INET6)[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(2048)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, as libraries take it; None if it has no usual one."""
+    with suppress(OSError):
+        names = {name for _, name in socket.if_nameindex()}
+        return next((name for name in ("lo", "lo0") if name in names), None)
+    return None
