@@ -73,15 +73,11 @@ def build_engine(
     check_max_shapes(options.max_shapes)
     set_limit(options.hang_limit_s)
     with phase("building the engine"):
-        return _build(source, sample, mesh, options)
-
-
-def _build(source: GraphSource, sample: Signature, mesh: Mesh, options: EngineOptions) -> Engine:
-    forecast = forecast_of(source, sample, mesh, options)
-    if is_announcing():
-        announce("%s", summary(forecast, sample))
-    with announced("building the stages"):
-        return _build(source, forecast, mesh, options)
+        forecast = forecast_of(source, sample, mesh, options)
+        if is_announcing():
+            announce("%s", summary(forecast, sample))
+        with announced("building the stages"):
+            return _build(source, forecast, mesh, options)
 
 
 def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineOptions) -> Engine:
