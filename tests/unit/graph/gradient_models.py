@@ -29,7 +29,7 @@ class Penalised(nn.Module):
         self.critic = critic or layers(nn.LeakyReLU)
 
     def forward(self, x: Tensor, other: Tensor) -> dict[str, Tensor]:
-        part = torch.rand(len(x), *(1,) * (x.ndim - 1), dtype=x.dtype)
+        part = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), dtype=x.dtype)
         between = (part * x + (1 - part) * other).requires_grad_(True)
         score = self.critic(between)
         (slope,) = torch.autograd.grad(
@@ -79,6 +79,25 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(torch.sigmoid(self.norm(self.up(x))))
+        return result
+
+
+class Deep(nn.Module):
+    """A critic of several blocks, and so of several segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for block in self.blocks:
+            x = x + block(x)
+        result: Tensor = self.down(torch.tanh(x))
         return result
 
 
@@ -312,3 +331,100 @@ class Sampled(nn.Module):
         still = self.net(x.tanh()).mean()  # trains nothing
         self.net.requires_grad_(True)
         return {"loss": self.net(x).mean() - self.net(made.detach()).mean() + still}
+
+
+class _Scaled(torch.autograd.Function):
+    """x · sigmoid(x) with a backward that is not its derivative, and saves what it computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        part = x.sigmoid()
+        ctx.save_for_backward(x, part)
+        return x * part
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, part = ctx.saved_tensors
+        result: Tensor = -gradient * part * x
+        return result
+
+
+class Scaled(nn.Module):
+    """A gradient through an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        score = self.second(_Scaled.apply(self.first(x.requires_grad_())))
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return {"loss": (slope**2).mean() + score.mean()}
+
+
+class Doubled(nn.Module):
+    """An energy of which no trace can follow the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = layers(nn.SiLU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy: Tensor = self.net(x).sum(1)
+        return 2 * energy if energy.mean() > 0 else energy
+
+
+class Slopes(nn.Module):
+    """The energy's slope, in a part of the model of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = Doubled()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.energy(x)
+            slope = torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+        return energy, slope
+
+
+class Batched(nn.Module):
+    """Several gradients at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = layers(nn.SiLU, out=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.requires_grad_()
+            y = self.net(x)
+            along = torch.eye(2, dtype=y.dtype)[:, None].expand(2, *y.shape)
+            (rows,) = torch.autograd.grad(y, x, along, is_grads_batched=True, create_graph=True)
+        return rows.pow(2).sum((0, 2))
+
+
+class Polluting(Classifier):
+    """Its backward() also gives its own parameters a gradient, which it takes away again."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            self.cost(x, y).backward()
+        self.zero_grad()
+        assert x.grad is not None
+        return self.cost(x.detach() + 0.1 * x.grad.sign(), y)
+
+
+class Around(nn.Module):
+    """A model with one of the above as a part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(WIDTH, WIDTH), part
+
+    def forward(self, x: Tensor, **others: Tensor) -> dict[str, Tensor]:
+        made = self.part(self.first(x), **others)
+        found = made if isinstance(made, tuple) else (made,)
+        return {"loss": sum((one**2).mean() for one in found)}

@@ -12,6 +12,7 @@ import json
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define("track_gradient_(Tensor(a!) tensor, bool on) -> Tensor(a!)")
 
-_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _SWITCHES = (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD)
 _FLAGS = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
@@ -87,6 +88,11 @@ def differentiate(
 def is_autograd_call(node: fx.Node) -> bool:
     """Whether a node stands for a call of `torch.autograd.grad`."""
     return node.target is torch.ops.merak.autograd_grad.default
+
+
+def is_function(node: fx.Node) -> bool:
+    """Whether a node applies an autograd function of the model."""
+    return str(node.target) == "merak.custom_function.default"
 
 
 def is_gradient_switch(node: fx.Node) -> bool:
@@ -299,10 +305,15 @@ def refuse_call(what: str, instead: str = "") -> None:
     )
 
 
+def _is_on_the_way(code: CodeType) -> bool:
+    """Whether code is Merak's, or one of the modes that a call goes through."""
+    return code.co_name == "__torch_function__" or "/merak/graph/" in code.co_filename
+
+
 def _refuse_parameter_gradient() -> None:
     """A parameter's gradient is a state of the training: a trace would freeze that it has none."""
     frame = sys._getframe(1)
-    while frame.f_back and "/merak/graph/" in frame.f_code.co_filename:
+    while frame.f_back and _is_on_the_way(frame.f_code):
         frame = frame.f_back
     if "/torch/" not in frame.f_code.co_filename:  # torch asks everything when it copies a tensor
         refuse_call(

@@ -17,12 +17,15 @@ from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import TraceError
 from merak.graph.ir import Kind
-from merak.graph.tracing.autograd_calls import is_autograd_call, is_gradient_switch
+from merak.graph.tracing.autograd_calls import is_autograd_call, is_function, is_gradient_switch
 from merak.graph.tracing.autograd_steps import Step, Steps, run_steps
 from merak.graph.tracing.explain import UntraceableError
 from merak.graph.tracing.places import line_of, modules_of
 
 aten = torch.ops.aten
+
+CONSTANT = "constant"
+"""In the meta of a node that is written out: whether autograd has found it to have no gradient."""
 
 _TOLD = ("stack_trace", "nn_module_stack")
 
@@ -83,7 +86,8 @@ def _refuse_opaque(graph: fx.Graph, call: fx.Node) -> None:
         is_known = node.op != "call_function" or target is operator.getitem
         if is_known or is_autograd_call(node) or is_gradient_switch(node):
             continue
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _OPEN:
+        is_open = isinstance(target, torch._ops.OpOverload) and target.namespace in _OPEN
+        if not is_open and not is_function(node):
             raise _untraceable(call, f"it goes through {target}")
 
 
@@ -137,17 +141,23 @@ class _Expansion:
         while todo:
             tensor = todo.pop()
             known = self._outputs.get(id(tensor))
-            step = self._steps.makers.get(id(tensor))
-            if known is not None and (step is None or not is_autograd_call(step.node)):
+            maker = self._steps.makers.get(id(tensor))
+            if known is not None and (maker is None or not is_autograd_call(maker.node)):
                 continue
-            if step is None:
+            if maker is None:
                 raise RuntimeError("it reads a tensor that the model has not made")
-            if is_autograd_call(step.node) or step.is_view or step.is_saved:
-                if step not in self._live:
-                    self._live.add(step)
-                    todo += step.tensors()
-            else:
-                self._opened.add(step.node)
+            self._note(maker, todo)
+
+    def _note(self, step: Step, todo: list[torch.Tensor]) -> None:
+        """A step is needed, or what it ran for is written out."""
+        if is_function(step.node) and (step.func._schema.is_mutable or _is_random(step)):
+            raise RuntimeError(f"an autograd function computes {step.func} for its backward")
+        copied = step.is_view or step.is_saved or is_function(step.node)
+        if not copied and not is_autograd_call(step.node):
+            self._opened.add(step.node)
+        elif step not in self._live:
+            self._live.add(step)
+            todo += step.tensors()
 
     def _visit(self, node: fx.Node) -> None:
         value = self._steps.values[node]
@@ -196,7 +206,10 @@ class _Expansion:
     def _emit(self, step: Step, at: fx.Node) -> None:
         """Write a step down as a node in front of one."""
         if step.is_saved:
-            self._nodes[id(step.result)] = self._node(step.args[0], at)
+            source = self._node(step.args[0], at)
+            if step.result.requires_grad:  # autograd hands out another tensor than a view made
+                source.meta.pop(CONSTANT, None)
+            self._nodes[id(step.result)] = source
             return
         args, kwargs = tree_map_only(
             torch.Tensor, lambda t: self._node(t, at), (step.args, step.kwargs)
@@ -205,13 +218,24 @@ class _Expansion:
             node = self._graph.call_function(step.func, args, kwargs)
             _describe(node, at, step.result)
             if isinstance(step.result, torch.Tensor):
-                self._nodes[id(step.result)] = node
+                self._found(step, step.result, node)
                 return
             for i, tensor in enumerate(step.result):
                 if isinstance(tensor, torch.Tensor):
                     one = self._graph.call_function(operator.getitem, (node, i))
                     _describe(one, at, tensor)
-                    self._nodes[id(tensor)] = one
+                    self._found(step, tensor, one)
+
+    def _found(self, step: Step, tensor: torch.Tensor, node: fx.Node) -> None:
+        """A step's result has been written down."""
+        if is_function(step.node):
+            # To its backward, what an autograd function computes on the way is a constant.
+            one = self._graph.call_function(aten.detach.default, (node,))
+            _describe(one, node, tensor)
+            node = one
+        elif step.is_constant(tensor):
+            node.meta[CONSTANT] = True
+        self._nodes[id(tensor)] = node
 
     def _node(self, tensor: torch.Tensor, at: fx.Node) -> fx.Node:
         """The node that yields a tensor."""
@@ -226,6 +250,10 @@ class _Expansion:
             return one
         self._emit(self._steps.makers[id(tensor)], at)
         return self._nodes[id(tensor)]
+
+
+def _is_random(step: Step) -> bool:
+    return torch.Tag.nondeterministic_seeded in step.func.tags
 
 
 def _describe(node: fx.Node, source: fx.Node, value: Any) -> None:

@@ -7,21 +7,26 @@ operators of the backward.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from merak.graph.ir import Kind
 from merak.graph.tracing.autograd_calls import differentiate, is_autograd_call, is_gradient_switch
+
+_APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
 AUTOCAST = "autocast"
 """In the meta of a call of autograd: the autocast that it runs under."""
@@ -39,6 +44,7 @@ class Step:
         node: of the graph, for which it ran.
         is_saved: whether autograd has run it to save a result: the tensor that it detaches is, to
             a second derivative, the result itself.
+        is_tracked: whether gradients were on as it ran.
     """
 
     func: torch._ops.OpOverload
@@ -47,6 +53,11 @@ class Step:
     result: Any
     node: fx.Node
     is_saved: bool
+    is_tracked: bool
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd has found a result to have no gradient, as the statistics of a norm."""
+        return self.is_tracked and not tensor.requires_grad
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors that it reads."""
@@ -86,7 +97,9 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if made and self.node is not None:
-            step = Step(func, args, kwargs or {}, result, self.node, is_saved)
+            step = Step(
+                func, args, kwargs or {}, result, self.node, is_saved, torch.is_grad_enabled()
+            )
             self.steps.of[self.node].append(step)
             for tensor in made:
                 self.steps.makers.setdefault(id(tensor), step)
@@ -153,10 +166,19 @@ def _fresh(node: fx.Node) -> torch.Tensor:
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    mapped: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = mapped
     if not is_autograd_call(node):
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
         return function(*args, **kwargs)
     autocast = node.meta.get(AUTOCAST)
-    with torch.autocast(*autocast) if autocast else nullcontext():
+    apply = mock.patch.object(Function, "apply", classmethod(_refuse_apply))
+    with torch.autocast(*autocast) if autocast else nullcontext(), apply:
         return [gradient for gradient in differentiate(*args) if gradient is not None]
+
+
+def _refuse_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """A function's own backward would be lost: the steps are those of its forward."""
+    if cls.__module__.startswith("torch."):
+        return _APPLY(cls, *args, **kwargs)
+    raise RuntimeError(f"a backward calls the autograd function {cls.__qualname__}")

@@ -15,7 +15,7 @@ from merak.graph.kept.picks import Picking, gather_picks, is_assertion
 from merak.graph.tracing import packed
 from merak.graph.tracing.autocast import SETTLED, write_out_autocast
 from merak.graph.tracing.autograd_calls import is_autograd_call, is_gradient_switch
-from merak.graph.tracing.autograd_expand import expand_autograd
+from merak.graph.tracing.autograd_expand import CONSTANT, expand_autograd
 from merak.graph.tracing.autograd_steps import AUTOCAST
 from merak.graph.tracing.explain import UntraceableError, refuse_dynamic_shape
 from merak.graph.tracing.places import frames_of, line_of, modules_of
@@ -224,14 +224,15 @@ def _inline_subgraphs(graph: fx.Graph) -> None:
 def _settle_autocast(body: fx.Graph, settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
     """Write conversions out; what is left does not change under an autocast further out."""
     device_type, dtype, enabled, _ = settings
+    for node in filter(is_autograd_call, body.nodes):
+        node.meta.setdefault(AUTOCAST, (device_type, dtype, enabled))
+        node.meta[SETTLED] = True
     if enabled:
         placeholders = zip(body.find_nodes(op="placeholder"), args, strict=True)
         weights = {p for p, a in placeholders if a.meta.get("kind") is Kind.PARAMETER}
         write_out_autocast(body, device_type, dtype, weights)
     for node in body.nodes:
         node.meta[SETTLED] = True
-        if is_autograd_call(node):
-            node.meta.setdefault(AUTOCAST, (device_type, dtype, enabled))
 
 
 def _inline(
@@ -253,8 +254,7 @@ def _inline(
             elif node.op != "placeholder":
                 # No gradient is detached from what it is taken of.
                 whole = is_autograd_call(node) or is_gradient_switch(node)
-                known = env | outer if whole else env
-                env[node] = graph.node_copy(node, lambda n, known=known: known[n])
+                env[node] = graph.node_copy(node, (env | outer if whole else env).__getitem__)
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise AssertionError(f"{user} reads the tuple of {call} as a whole")
@@ -336,7 +336,7 @@ def _carries_gradient(node: fx.Node) -> bool:
             node.meta.get("kind") is Kind.PARAMETER
             and getattr(node.meta.get("val"), "requires_grad", True)
         )
-    if str(node.target) in _NO_GRADIENT:
+    if str(node.target) in _NO_GRADIENT or node.meta.get(CONSTANT):
         return False
     return any(requires_grad(parent.meta.get("tensor")) for parent in node.all_input_nodes)
 

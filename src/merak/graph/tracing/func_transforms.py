@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -122,8 +123,7 @@ def _row_by_row(
             refuse_call(f"takes a Jacobian of {size} rows")
         each = []
         for i in range(size):
-            row = tree_map_only(torch.Tensor, lambda tensor, i=i: tensor[i], basis)
-            each.append(function(row))
+            each.append(function(tree_map_only(torch.Tensor, itemgetter(i), basis)))
         return tree_map(lambda *found: torch.stack(found), *each)
 
     return rows

@@ -8,6 +8,7 @@ as if it were data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -54,15 +55,17 @@ def _lifted(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> Iterator[
     """Constants are placeholders, with their tensors beside the graph."""
     for node in graph.find_nodes(op="placeholder"):
         tensor = constants.get(node.meta.get("name", ""))
-        is_constant = tensor is not None and node.meta.get("kind") is Kind.BUFFER
-        if is_constant and is_without_numbers(tensor):
-            yield from ((user, tensor) for user in node.users)
+        if tensor is None or node.meta.get("kind") is not Kind.BUFFER:
+            continue
+        if is_without_numbers(tensor):
+            for user in node.users:
+                yield user, tensor
 
 
 def _attributes(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
     """Constants may also be attributes of the exported module."""
     for node in graph.find_nodes(op="get_attr"):
-        tensor = graph.owning_module
+        tensor: Any = graph.owning_module
         for name in str(node.target).split("."):
             tensor = getattr(tensor, name, None)
         if isinstance(tensor, torch.Tensor) and is_without_numbers(tensor):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from merak.core.errors import TraceError
+from merak.graph.build import GraphSource
 from merak.graph.call import Call, call_model
 from merak.graph.kept.whole import kept_calls
+from merak.graph.tracing.shapes import Graphs
 from tests.unit.graph import gradient_models as g
-from tests.unit.graph.stages import Pipeline, built, gradients_of
+from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
 
 
 def batch_for(*names: str) -> dict[str, Tensor]:
@@ -35,7 +39,7 @@ def in_float64(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.double() if t.is_floating_point() else t.clone() for n, t in batch.items()}
 
 
-def compare(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+def compare(model: nn.Module, batch: Mapping[str, Tensor], kept: tuple[str, ...] = ()) -> None:
     """Loss, every gradient and every buffer of two steps, and all outputs in evaluation.
 
     In float64, where the order in which gradients are added up does not matter.
@@ -44,7 +48,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
     eager = copy.deepcopy(model).train()
     call = Call(tuple(batch), {}, None, ())
     graph = built(model, in_float64(batch))
-    assert not kept_calls(graph)
+    assert tuple(call.place.path for call in kept_calls(graph)) == kept
     for _ in range(2):
         model.zero_grad()
         eager.zero_grad()
@@ -74,9 +78,10 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         g.layers(nn.Sigmoid, drop=0.5),
         g.layers(nn.Softplus),
         g.Attends(),
+        g.Deep(),
         g.Normed(),
     ],
-    ids=["leaky", "dropout", "softplus", "attention", "statistics"],
+    ids=["leaky", "dropout", "softplus", "attention", "blocks", "statistics"],
 )
 def test_a_penalty_on_a_gradient(critic: nn.Module) -> None:
     compare(g.Penalised(critic), batch_for("x", "other"))
@@ -104,7 +109,7 @@ def test_third_derivatives() -> None:
     compare(g.Physics(), POINTS)
 
 
-@pytest.mark.parametrize("model", [g.Curved, g.Recomputed, g.Sampled])
+@pytest.mark.parametrize("model", [g.Curved, g.Recomputed, g.Sampled, g.Scaled])
 def test_gradients_of_inputs(model: type[nn.Module]) -> None:
     compare(model(), batch_for("x"))
 
@@ -114,3 +119,118 @@ def test_gradients_of_inputs(model: type[nn.Module]) -> None:
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_a_transform_of_functions(kind: str) -> None:
     compare(g.Transformed(kind), batch_for("x"))
+
+
+@pytest.mark.parametrize(
+    ("part", "columns"),
+    [(g.Slopes, ("x",)), (g.Batched, ("x",)), (g.Polluting, ("x", "y"))],
+)
+def test_a_part_that_no_operators_can_stand_for_is_kept_whole(
+    part: type[nn.Module], columns: tuple[str, ...]
+) -> None:
+    compare(g.Around(part()), batch_for(*columns), kept=("part",))
+
+
+class TopOfForward(nn.Module):
+    """Takes a gradient where no module around it could be kept whole."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.net, self.energy = kind, g.layers(), g.Doubled()
+        self.still = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x.requires_grad_()
+        y = self.net(x)
+        total = y.sum()
+        if self.kind == "batched":
+            along = torch.ones(2, *y.shape)
+            total = torch.autograd.grad(y, x, along, is_grads_batched=True)[0].sum()  # batched
+        elif self.kind == "parameters":
+            total.backward(retain_graph=True)  # parameters
+        elif self.kind == "attribute":
+            assert self.net[0].weight.grad is None  # attribute
+        elif self.kind == "through":
+            energy = self.energy(x).sum()
+            total = torch.autograd.grad(energy, x, create_graph=True)[0].sum()  # through
+        elif self.kind == "thaws":
+            self.still.requires_grad_(True)  # thaws
+        else:
+            self.net.requires_grad_(False)
+        return {"loss": total + y.sum()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("batched", "it takes gradients in batches (is_grads_batched)"),
+        ("parameters", "it calls backward(), which adds to the gradients of the model's own"),
+        ("attribute", "it reads the .grad of a parameter"),
+        ("through", "cannot be written as operators (it goes through merak.kept_module.default)"),
+        ("thaws", "it lets a frozen parameter be trained"),
+        ("freezes", "sets requires_grad of a parameter of the shape (8, 6) to False"),
+    ],
+)
+def test_what_is_refused_names_its_line(kind: str, said: str) -> None:
+    text = message(TopOfForward(kind), batch_for("x"))
+    assert said in text
+    if kind != "freezes":
+        assert f"{__file__}:{line_of(f'# {kind}')}" in text
+
+
+def test_no_parameter_keeps_a_gradient_of_a_trace() -> None:
+    model = g.Penalised()
+    built(model, batch_for("x", "other"))
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+TABLES: dict[str, Tensor] = {}
+
+
+class Cached(nn.Module):
+    """Keeps a table for all models, outside of any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = g.layers()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if "one" not in TABLES:
+            TABLES["one"] = torch.arange(float(g.WIDTH))
+        return {"loss": self.net(x * TABLES["one"]).mean()}  # reads the table
+
+
+def test_a_constant_without_numbers_is_refused() -> None:
+    TABLES.clear()
+    built(Cached(), batch_for("x"))
+    text = message(Cached(), batch_for("x"))
+    TABLES.clear()
+    assert text.startswith("the model cannot be traced at ")
+    assert f"{__file__}:{line_of('# reads the table')}: " in text
+    assert "a tensor of the shape (6,) that has no numbers" in text
+
+
+def message(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
+    with pytest.raises(TraceError) as caught:
+        built(model, batch)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
+
+
+def test_other_shapes_come_from_one_trace() -> None:
+    model = g.Penalised()
+    graphs = Graphs(GraphSource(model), training=True)
+    for rows in (4, 3, 5, 6):
+        batch = {n: torch.cat([t, t])[:rows] for n, t in batch_for("x", "other").items()}
+        graph = graphs(metas(batch))
+        torch.manual_seed(1)
+        expected = model(**batch)["loss"]
+        torch.manual_seed(1)
+        torch.testing.assert_close(Pipeline(graph, model).train(batch), expected.detach())
+    assert graphs._num_traced < 4
