@@ -95,7 +95,7 @@ class Draws(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         """End following what is drawn."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.restore_generators()
 
     def restore_generators(self) -> None:

@@ -25,7 +25,6 @@ from merak.graph.tensor_parallel.cost import has_gradient
 from merak.graph.tensor_parallel.placement import (
     COPIED,
     REPLICATED,
-    Copied,
     Decision,
     Operator,
     Partial,
@@ -250,7 +249,8 @@ def _decide(op: Operator) -> Decision:
     for node, need in decision.needs.items():
         if _is_parted(need) and not isinstance(op.placement(node), Sharded):
             raise op.error("takes samples that do not lie in their order")
-        if not isinstance(need, (Sharded, Copied)) and isinstance(op.placement(node), Sharded):
+        # A copied value is whole, too: what mixes samples would read all of them.
+        if isinstance(op.placement(node), Sharded) and need != op.placement(node):
             raise op.error("must see all samples of a microbatch")
     return decision
 

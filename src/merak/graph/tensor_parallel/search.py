@@ -134,11 +134,11 @@ class Search:
             for out, _ in self.dims[name]:
                 along = [split for split in self.splits(name) if split.dim == out]
                 # Parts of which only the small ones are read cannot be split with these whole.
-                mixed = [along[-1]] if isinstance(along[-1], Mixed) else []
                 *_, finest = (split for split in along if isinstance(split, Sharded))
-                counts = [self._pieces(name, split) for split in (*mixed, finest)]
-                if pieces := next(filter(None, counts), None):
-                    found[name] = pieces
+                for split in dict.fromkeys((along[-1], finest)):
+                    if (pieces := self._pieces(name, split)) is not None:
+                        found[name] = pieces
+                        break
         return found
 
     def _pieces(self, name: str, split: Sharded | Mixed) -> int | None:

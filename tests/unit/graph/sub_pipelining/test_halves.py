@@ -40,6 +40,8 @@ class Block(nn.Module):
             y = y - y.mean(0)
         if self.across == "flip":
             y = y.flip(0)
+        if self.across == "mixed":
+            y = torch.ones(len(y), len(y)).triu() @ y
         if self.across == "batch norm":
             y = self.batch_norm(y)
         return x + y
@@ -120,7 +122,7 @@ def test_two_halves_are_the_whole_dropout_included(batch: int) -> None:
     assert num_halved >= 2
 
 
-@pytest.mark.parametrize("across", ["mean", "flip", "batch norm"])
+@pytest.mark.parametrize("across", ["mean", "flip", "mixed", "batch norm"])
 def test_what_sees_several_samples_is_not_halved(across: str) -> None:
     refused = 0
     for segment in graph_of(Model(across)).segments[:-1]:
