@@ -43,6 +43,9 @@ LAUNCHER_S = 10.0
 EXIT_S = 10
 """Seconds that a failed rank gets to close its files, before it is ended."""
 
+INTERRUPT_EXIT_S = 2
+"""Seconds that an interrupted one gets: somebody waits for it."""
+
 LOST = (
     "rank {rank} has lost the connection to another rank of the job, and cannot go on ({reason})."
 )
@@ -105,7 +108,7 @@ def _say(
             sys.stderr.flush()
             os._exit(interrupt.INTERRUPTED)
         if not is_alone:
-            _end_soon()
+            _end_soon(INTERRUPT_EXIT_S)
         return
     if is_alone:
         _show(before, error)
@@ -174,11 +177,11 @@ def tell_launcher(error: BaseException) -> None:
         Path(path).write_text(content, encoding="utf-8")
 
 
-def _end_soon() -> None:
+def _end_soon(limit_s: float = EXIT_S) -> None:
     """Let Python close down, but not wait for transfers of peers that never answer."""
     if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, EXIT_S)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
 
 
 def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
