@@ -73,6 +73,9 @@ def clean_graph(graph: fx.Graph, picking: Picking = Picking.REFUSED) -> frozense
         gathered = picking is not Picking.REFUSED and is_assertion(node)
         if str(node.target) in _ASSERTIONS and not gathered:
             graph.erase_node(node)
+            continue
+        node.args = fx.node.map_aggregate(node.args, _any_of_its_kind)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _any_of_its_kind)
     if picking is not Picking.REFUSED:
         gather_picks(graph, _line)
     for node in list(graph.nodes):
@@ -85,6 +88,11 @@ def clean_graph(graph: fx.Graph, picking: Picking = Picking.REFUSED) -> frozense
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         _drop_empty_parts(node)
     return frozenset(sources)
+
+
+def _any_of_its_kind(value: Any) -> Any:
+    """The kind of a device: a graph traced on one rank's GPU runs on other ranks' too."""
+    return torch.device(value.type) if isinstance(value, torch.device) else value
 
 
 def slice_neighbours(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
