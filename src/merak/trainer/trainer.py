@@ -268,8 +268,11 @@ class MerakTrainer(Saving, Trainer):
             self._inner_optimizer().step if engine.updates_inside else None,
             1.0 if self.scaler is None else self.scaler.scale,
         )
-        everything = torch.zeros(len(self._batches), device=losses.device)
-        everything[[number for number, _ in own]] = losses
+        places = [number for number, _ in own]
+        everything = losses
+        if places != list(range(len(self._batches))):
+            everything = torch.zeros(len(self._batches), device=losses.device)
+            everything[places] = losses
         group = self.mesh.group("dp")
         if group is not None:
             with engine.progress.waiting("the losses of all replicas with", self.mesh.peers("dp")):
