@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -108,7 +108,8 @@ def init(
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
         backend: "nccl" or "gloo"; nccl where the device is a GPU.
-        device: "cpu" or "cuda"; what the machine has by default.
+        device: "cpu" or "cuda", in a single process also one of several GPUs ("cuda:1"); what the
+            machine has by default.
         timeout_s: seconds that a rank waits for others until the engine is built, for which
             `hang_limit_s` counts; then every rank prints where it stands, and the job ends. torch's
             own timeouts are raised to come after it.
@@ -173,21 +174,39 @@ def _check_backend(backend: str | None, device: torch.device) -> None:
         raise MeshError("backend='nccl' carries tensors of GPUs alone; use 'gloo' on the CPU.")
 
 
+def _parsed(device: str | torch.device) -> torch.device:
+    with suppress(RuntimeError, TypeError):
+        found = torch.device(device)
+        if found.type in ("cpu", "cuda"):
+            return found
+    raise MeshError(f"device={str(device)!r} is not supported; use 'cpu' or 'cuda'.")
+
+
 def _pick_device(device: str | torch.device | None) -> torch.device:
-    try:
-        kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
-    except (RuntimeError, TypeError):
-        kind = str(device)
-    if kind not in ("cpu", "cuda"):
-        raise MeshError(f"device={str(device)!r} is not supported; use 'cpu' or 'cuda'.")
-    if kind != "cuda":
-        return torch.device(kind)
+    asked = _parsed(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if asked.type != "cuda":
+        return torch.device(asked.type)
     if not torch.cuda.is_available():
         raise MeshError("device='cuda' was asked for, but torch sees no GPU; use device='cpu'.")
+    num_gpus = torch.cuda.device_count()
+    if asked.index is not None and "RANK" not in os.environ:
+        if asked.index >= num_gpus:
+            raise MeshError(
+                f"device={str(asked)!r} is not here: torch sees {num_gpus} GPUs, counted from 0; "
+                "use device='cuda', or the number of one of them."
+            )
+        torch.cuda.set_device(asked)
+        return asked
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
+    if asked.index not in (None, local_rank):
         raise MeshError(
-            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} here; "
+            f"device={str(asked)!r} was asked for on local rank {local_rank}, but every rank "
+            "computes on the GPU of its own number; use device='cuda', and CUDA_VISIBLE_DEVICES to "
+            "choose among GPUs."
+        )
+    if local_rank >= num_gpus:
+        raise MeshError(
+            f"local rank {local_rank} has no GPU of its own: {num_gpus} here; "
             "start at most one rank per GPU."
         )
     torch.cuda.set_device(local_rank)

@@ -31,9 +31,15 @@ def set_random_state(device: torch.device, *key: int | str) -> None:
     """
     seed = seed_for(*key)
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        torch.cuda.init()  # without which there are no generators
+        torch.cuda.default_generators[_index(device)].manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+def _index(device: torch.device) -> int:
+    """The number of a GPU; the current one's where none is said."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def random_state(device: torch.device) -> torch.Tensor:

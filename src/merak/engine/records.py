@@ -81,7 +81,9 @@ class DeviceClock:
 
     def is_past(self, mark: Mark) -> bool:
         """Whether the GPU has come so far."""
-        return bool(mark.query())
+        # A watching thread asks, whose own device would else be made ready: the first, not this.
+        with torch.cuda.device(self._device):
+            return bool(mark.query())
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
         """Synchronise, and count back from now."""

@@ -293,8 +293,11 @@ class MerakTrainer(Saving, Logging, Trainer):
             1.0 if self.scaler is None else self.scaler.scale,
         )
         self.throughput.add(sum(n.get("inputs", 0) for row in agreement.notes for n in row))
-        everything = torch.zeros(len(self._batches), device=losses.device)
-        everything[[number for number, _ in own]] = losses
+        places = [number for number, _ in own]
+        everything = losses
+        if places != list(range(len(self._batches))):
+            everything = torch.zeros(len(self._batches), device=losses.device)
+            everything[places] = losses
         group = self.mesh.group("dp")
         if group is not None:
             with engine.progress.waiting("the losses of all replicas with", self.mesh.peers("dp")):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from merak.core import mesh
+from merak.core.errors import MeshError
 from merak.core.mesh import Mesh, crosses_nodes
 
 
@@ -50,3 +52,39 @@ def test_ranks_are_laid_out_with_tp_fastest() -> None:
     places = [(m.pp_rank, m.dp_rank, m.tp_rank) for m in (mesh_of(2, 2, 2, r) for r in range(8))]
     assert places == [(p, d, t) for p in range(2) for d in range(2) for t in range(2)]
     assert mesh_of(2, 2, 2, rank=5).rank_at(0) == 1
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device | int]]:
+    """A machine that says that it has three GPUs; which of them were made the current one."""
+    chosen: list[torch.device | int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    mesh.reset()
+    yield chosen
+    mesh.reset()
+
+
+def test_a_single_process_computes_on_the_gpu_that_it_names(
+    three_gpus: list[torch.device | int],
+) -> None:
+    assert mesh.init(device="cuda:2").device == torch.device("cuda", 2)
+    assert three_gpus == [torch.device("cuda", 2)]
+
+
+def test_a_gpu_that_is_not_there_is_refused(three_gpus: list[torch.device | int]) -> None:
+    with pytest.raises(MeshError, match=r"device='cuda:3' is not here: torch sees 3 GPUs"):
+        mesh.init(device="cuda:3")
+
+
+def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
+    three_gpus: list[torch.device | int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(MeshError, match=r"device='cuda:0' was asked for on local rank 1"):
+        mesh.init(device="cuda:0")
+    assert three_gpus == []

@@ -8,12 +8,14 @@ shows which arguments it converts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merak.core.errors import TraceError
@@ -70,7 +72,8 @@ def _wanted(
     assert isinstance(target, torch._ops.OpOverload)
     if target._schema.is_mutable or not any(_is_float(n) for n in sources.values()):
         return {}
-    with torch.no_grad():
+    # Inside its mode: what an operator makes on its way, such as a mask, is not real either.
+    with _fake_mode(n.meta["val"] for n in node.all_input_nodes), torch.no_grad():
         with torch.autocast(device_type, dtype, cache_enabled=False), _Conversions(sources) as seen:
             made = _call(node, {})
         expected = _types(made)
@@ -85,6 +88,12 @@ def _wanted(
         f"{node.meta.get('stack_trace') or node.name}: {node.target} under torch.autocast converts "
         "inside, which a trace cannot write out; convert its arguments in the model's code."
     )
+
+
+def _fake_mode(values: Iterable[Any]) -> AbstractContextManager[Any]:
+    """The mode of the fake tensors among some values."""
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    return next(modes, nullcontext())
 
 
 def _call(node: fx.Node, types: Mapping[fx.Node, torch.dtype]) -> Any:

@@ -80,6 +80,11 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
     from transformers import masking_utils
 
     find_packed = masking_utils.find_packed_sequence_indices
+    is_tracing: Callable[..., bool] = vars(masking_utils)["is_tracing"]
+
+    def is_tracing_mask(mask: torch.Tensor | None = None) -> bool:
+        # Older releases of transformers ask this also where there is no mask to look at.
+        return mask is not None and is_tracing(mask)
 
     def find_packed_in_batch(position_ids: torch.Tensor) -> torch.Tensor | None:
         counted = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
@@ -95,6 +100,7 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
         stack.enter_context(
             patch(masking_utils, "is_torchdynamo_exporting", lambda: False, create=True)
         )
+        stack.enter_context(patch(masking_utils, "is_tracing", is_tracing_mask))
         yield
 
 

@@ -253,3 +253,18 @@ def test_apply_is_put_back() -> None:
     before = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     traced(odd_models.OwnBackward())
     assert torch.autograd.Function.apply.__func__ is before  # type: ignore[attr-defined]
+
+
+def test_a_graph_names_kinds_of_devices_and_no_number_of_one() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + torch.full((), 2.0, device=torch.device("cpu", 0))).sum()
+
+    graph = trace(Counts(), metas({"x": torch.ones(2, 3)})).graph
+    named = [
+        value
+        for node in graph.nodes
+        for value in (*node.args, *node.kwargs.values())
+        if isinstance(value, torch.device)
+    ]
+    assert named and all(device.index is None for device in named)

@@ -1,0 +1,208 @@
+"""The benchmark of one device, with tiny models on the CPU, and the page that it writes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from merak.core import mesh
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def folder_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts find each other as when one of them is run."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def gpu(folder_of_scripts: None) -> ModuleType:
+    return importlib.import_module("gpu")
+
+
+@pytest.fixture(autouse=True)
+def no_mesh() -> Iterator[None]:
+    mesh.reset()
+    yield
+    mesh.reset()
+
+
+def rows(gpu: ModuleType, name: str) -> list[dict[str, Any]]:
+    found = list(gpu.PARTS[name].rows("cpu", 1e9))
+    assert found
+    assert not [row["failed"] for row in found if "failed" in row]
+    return found
+
+
+def test_attention_is_computed_as_in_plain_pytorch(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = gpu.gpu_parts
+    monkeypatch.setattr(parts, "MODELS", {name: parts.MODELS[name] for name in ("gpt2", "bert")})
+    found = rows(gpu, "attention")
+    assert len(found) == 4
+    assert all(row["merak"] == row["plain PyTorch"] != "none" for row in found)
+    assert "flash" in found[0]["merak"]  # is_causal, and no mask
+
+
+def test_memory_is_forecast_and_measured(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = gpu.gpu_parts
+    monkeypatch.setattr(parts, "MODELS", {"llama": parts.MODELS["llama"]})
+    found = rows(gpu, "memory")
+    assert [row["recompute"] for row in found] == ["off", "full"]
+    assert all(abs(row["off by %"]) < 5 for row in found)
+
+
+@pytest.mark.slow
+def test_both_trainers_take_turns_in_processes_of_their_own(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = gpu.gpu_pairs
+    monkeypatch.setattr(pairs, "FULL", {"GPT-2": ("gpt2", pairs.TINY)})
+    (row,) = pairs.throughput("cpu", 0.0, "GPT-2")
+    assert row["rounds"] == pairs.LEAST_ROUNDS
+    assert row["merak tokens/s"] > 0 and row["transformers tokens/s"] > 0
+    assert row["losses differ by %"] < 1
+
+
+def test_operators_are_counted_and_attention_is_known(folder_of_scripts: None) -> None:
+    traces = importlib.import_module("tools.gpu_trace")
+    x = torch.randn(1, 2, 4, 8)
+    profiler = traces.starting("cpu")
+    torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    profiler.stop()
+    assert traces.counted(profiler).operators > 0
+    assert traces.counted(profiler).kernels == 0
+    assert traces.attention_of(profiler) == "flash 1"
+    assert traces.attention_kernels(["void flash_fwd_kernel<A, B>(C)", "void gemm<X>(Y)"]) == (
+        "flash_fwd_kernel"
+    )
+
+
+def test_a_training_that_fails_is_told_in_one_line(gpu: ModuleType) -> None:
+    error = ValueError("first\nsecond")
+    assert gpu.gpu_pairs.error_text("merak", error) == "merak: ValueError: first"
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "layers", "batch"), [(150e9, 48, 4), (85e9, 48, 1), (25e9, 12, 1)]
+)
+def test_models_are_as_large_as_two_trainings_fit(
+    gpu: ModuleType, memory_bytes: float, layers: int, batch: int
+) -> None:
+    architecture, size = gpu.gpu_pairs.FULL["GPT-2 1.5B"]
+    found = gpu.gpu_pairs.fitted(architecture, size, memory_bytes)
+    assert (found.layers, found.batch) == (layers, batch)
+    assert gpu.gpu_pairs.needed_bytes(architecture, found) < memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("GPT-2 1.5B", 1.5e9, 1.6e9), ("Llama 1B", 1.0e9, 1.3e9)]
+)
+def test_models_are_of_the_sizes_that_their_names_say(
+    gpu: ModuleType, name: str, low: float, high: float
+) -> None:
+    architecture, size = gpu.gpu_pairs.FULL[name]
+    assert low < gpu.gpu_pairs.num_parameters(architecture, size) < high
+    products = 12 * size.layers * size.hidden * size.sequence
+    per_token = gpu.gpu_pairs.flops_per_token(architecture, size)
+    assert 6 * low - products < per_token - products < 6 * high
+
+
+@pytest.mark.parametrize(
+    ("device", "sheet"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA Something", None),
+    ],
+)
+def test_a_device_has_the_data_sheet_of_its_name(
+    gpu: ModuleType, device: str, sheet: str | None
+) -> None:
+    assert gpu.gpu_pairs.sheet_of(device) == sheet
+
+
+def test_a_part_that_takes_too_long_keeps_its_rows_and_costs_no_other(
+    gpu: ModuleType, tmp_path: Path
+) -> None:
+    def some(device: str, limit_s: float) -> Iterator[dict[str, Any]]:
+        yield {"figure": 1}
+        raise RuntimeError("no more")
+
+    gpu.PARTS["some"] = gpu.Part("Some", some, 1.0)
+    try:
+        with pytest.raises(RuntimeError):
+            gpu.measure_part("some", "cpu", 1.0, tmp_path / "found.json")
+    finally:
+        del gpu.PARTS["some"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {"rows": [{"figure": 1}], "failed": "some: RuntimeError: no more"}
+
+
+def test_a_part_is_ended_when_its_time_is_over(gpu: ModuleType) -> None:
+    found = gpu.run_part("profile", "cpu", 0.05)  # less than Python needs to start
+    assert found["failed"] == "stopped after 0 s"
+    assert found["rows"] == []
+
+
+def test_parts_without_time_are_left_out(gpu: ModuleType) -> None:
+    (found,) = gpu.run_all(["profile"], "cpu", 1.0)
+    assert found["failed"] == "left out: no time was left"
+
+
+def test_failures_of_gpu_tests_become_rows(gpu: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "found.xml"
+    report.write_text(
+        "<testsuites><testsuite>"
+        '<testcase classname="tests.a" name="one"/>'
+        '<testcase classname="tests.a" name="two"><failure message="assert 1\n== 2"/></testcase>'
+        '<testcase classname="tests.b" name="three"><skipped message="no"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert list(gpu.test_rows(report)) == [
+        {"tests": "tests.a", "passed": 1, "skipped": 0, "not passed": 1},
+        {"tests": "tests.b", "passed": 0, "skipped": 1, "not passed": 0},
+        {"failed": "tests.a::two: assert 1 == 2"},
+    ]
+
+
+def test_the_page_shows_every_device(gpu: ModuleType) -> None:
+    page = gpu.gpu_page
+    one = {
+        "machine": {"device": "Some GPU", "driver": "1.2", "missing": ""},
+        "date": "2000-01-01",
+        "parts": [
+            {
+                "title": "Speeds",
+                "failed": None,
+                "rows": [{"figure": "a|b", "value": 1234.5}, {"failed": "out of memory"}],
+            }
+        ],
+    }
+    text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
+    shown = page.page_with(text, [one])
+    assert shown.startswith("before\n") and shown.endswith("after\n")
+    assert "### Some GPU" in shown and "| a\\|b | 1,234.5 |" in shown
+    assert "- failed: out of memory" in shown and "old" not in shown
+    assert page.page_with(shown, [one]) == shown
+    assert page.NONE_YET in page.page_with(shown, [])
+    with pytest.raises(ValueError, match="lacks the lines"):
+        page.page_with("no marks", [])
+
+
+def test_the_page_of_the_repository_shows_the_files_of_the_repository(gpu: ModuleType) -> None:
+    text = gpu.PAGE.read_text("utf-8")
+    assert gpu.gpu_page.page_with(text, gpu.gpu_page.load(gpu.FOLDER)) == text
