@@ -7,6 +7,7 @@ that the call is recorded wherever the model got the function from.
 
 from __future__ import annotations
 
+import dis
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -42,10 +43,10 @@ def is_function(path: str) -> bool:
 def function_name(frame: FrameType) -> str | None:
     """The name, "module:name", of the function that runs in a frame; None if no import finds it.
 
-    Methods and functions with variables of an enclosing one are not found.
+    Nor is one found that has variables of an enclosing one, or a method that reads its object.
     """
     code = frame.f_code
-    if code.co_freevars or "." in code.co_qualname or code.co_name.startswith("<"):
+    if code.co_freevars or "<" in code.co_qualname or (is_method(code) and _reads_first(code)):
         return None
     name = f"{frame.f_globals.get('__name__', '')}:{code.co_qualname}"
     try:
@@ -53,6 +54,18 @@ def function_name(frame: FrameType) -> str | None:
     except (ImportError, AttributeError, ValueError):
         return None
     return name if found.__code__ is code else None
+
+
+def is_method(code: CodeType) -> bool:
+    """Whether code is that of a function in a class."""
+    return "." in code.co_qualname
+
+
+def _reads_first(code: CodeType) -> bool:
+    """Whether a function reads its first argument, or has none."""
+    if not code.co_argcount or code.co_varnames[0] in code.co_cellvars:
+        return True
+    return any(i.argval == code.co_varnames[0] for i in dis.get_instructions(code))
 
 
 def function_of(name: str) -> FunctionType:
@@ -63,7 +76,9 @@ def function_of(name: str) -> FunctionType:
         AttributeError: there is no such function in it.
     """
     module, _, path = name.partition(":")
-    found = getattr(importlib.import_module(module), path)
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
     while getattr(found, "__wrapped__", None) is not None:
         found = found.__wrapped__
     if not isinstance(found, FunctionType):
@@ -90,8 +105,11 @@ def _replaced(function: FunctionType, stand_in: Callable[..., Any]) -> Iterator[
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # An opaque module or function is tried in a thread of its own.
-        chosen = stand_in if threading.get_ident() == thread else original
-        return chosen(*args, **kwargs)
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        if is_method(own):  # which does not read its object
+            args = (None, *args[1:])
+        return stand_in(*args, **kwargs)
 
     function.__code__ = _calling(call)
     try:

@@ -24,8 +24,14 @@ from merak.graph.tracing.explain import UntraceableError
 MOST_PASSES = 64
 """A loop with more passes than this is not written out, where it can be helped."""
 
-MOST_OPERATORS = 30_000
-"""Calls of torch's functions in loops that are written out all the same: a minute's trace."""
+FEW_PASSES = 8
+"""A loop with fewer passes than this is no loop here."""
+
+MANY_OPERATORS = 4_000
+"""After so many calls of torch's functions in loops, those of a few passes are too many as well."""
+
+MOST_OPERATORS = 50_000
+"""Calls of torch's functions in loops that are written out all the same; no trace is longer."""
 
 Place = tuple[str, str]
 """The code that a loop stands in: its file and its qualified name."""
@@ -57,7 +63,7 @@ class LoopFound(UntraceableError):
             f"the loop around {line} makes more than {MOST_OPERATORS:,} operators, and nothing "
             "around it can be one operator; put the loop into the forward of a module of its own, "
             "or into a function at the top of a file, that takes and returns tensors.",
-            f"{line}: a loop of more than {MOST_PASSES} passes",
+            f"{line}: a loop of many passes",
             modules,
         )
         self.line = line
@@ -94,6 +100,11 @@ class _Activation:
             self.met.add(what)
             self.is_new = True
 
+    def is_loop(self) -> bool:
+        """Whether it has made some passes, of several operators each."""
+        is_long = self.passes > FEW_PASSES and self.operators >= 2 * self.passes
+        return is_long and not _is_library(self.frame)
+
     def end_pass(self) -> None:
         """Count a pass, unless it was a layer rather than a token."""
         self.passes += not self.is_new
@@ -102,6 +113,8 @@ class _Activation:
 
 class Loops(TorchFunctionMode):
     """While active, a loop of more than `MOST_PASSES` passes raises an error.
+
+    So does one of a few, once loops have made `MANY_OPERATORS`: layers add theirs up.
 
     A loop over layers is not meant: its passes call a module, or read a weight or a piece of one,
     that no pass before has. Nor is a sum of many tensors, with one operator in a pass.
@@ -179,24 +192,24 @@ class Loops(TorchFunctionMode):
         activation.at = now
 
     def _refuse(self) -> None:
-        is_unrolled = False
+        found = []
         for i, activation in enumerate(self._stack):
             activation.operators += 1
-            if activation.passes <= MOST_PASSES or activation.operators < 2 * activation.passes:
-                continue
-            if _is_library(activation.frame):
-                continue
-            if _place(activation.frame) not in self._unrolled:
+            if activation.is_loop():
+                found.append(i)
+        if not found:
+            return
+        self.operators += 1
+        most = MOST_PASSES if self.operators <= MANY_OPERATORS else FEW_PASSES
+        for i in found:
+            activation = self._stack[i]
+            if activation.passes > most and _place(activation.frame) not in self._unrolled:
                 raise self._error(i, is_too_long=False)
-            is_unrolled = True
-        self.operators += is_unrolled
         if self.operators > MOST_OPERATORS:
-            raise self._error(len(self._stack) - 1, is_too_long=True)
+            raise self._error(found[-1], is_too_long=True)
 
     def _error(self, at: int, is_too_long: bool) -> LoopFound:
         stack = self._stack[: at + 1]
-        if is_too_long:
-            stack = stack[: 1 + max(i for i, a in enumerate(stack) if a.passes > MOST_PASSES)]
         frame = stack[-1].frame
         modules = [self._paths.get(id(vars(a.module)), "") for a in stack if a.module is not None]
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
