@@ -59,8 +59,8 @@ def test_tokens_are_counted_once_and_the_job_is_summed_up(pool: RankPool, layout
     assert found[0][1][-1]["memory_gb"] == found[1][1][-1]["memory_gb"] or layout == (1, 2, 1)
     lines = found[0][2].splitlines()
     dp, tp, pp = layout
-    assert lines[0] == f"merak: 2 ranks on 1 host (cpu): dp {dp} × tp {tp} × pp {pp}"
-    assert lines[1] == "merak: tracing GPT2LMHeadModel …"
+    assert lines[0] == f"[merak] 2 ranks on 1 host (cpu): dp {dp} × tp {tp} × pp {pp}"
+    assert lines[1] == "[merak] tracing GPT2LMHeadModel …"
     assert any("forecast memory of a rank" in line for line in lines)
-    assert lines[-1].startswith("merak: building the stages took ")
-    assert "merak: " not in found[1][2]
+    assert lines[-1].startswith("[merak] building the stages took ")
+    assert "[merak]" not in found[1][2]

@@ -22,7 +22,7 @@ class _Shown(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         if not logging.root.handlers:
-            print(f"merak: {self.format(record)}", file=sys.stderr, flush=True)
+            print(f"[merak] {self.format(record)}", file=sys.stderr, flush=True)
 
 
 def show_announcements(level: int = logging.INFO) -> None:

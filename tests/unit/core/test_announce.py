@@ -42,9 +42,9 @@ def test_lines_go_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     OWN.getChild("other").warning("take care")
     OWN.getChild("other").info("too much")
     begin, end, warning = capfd.readouterr().err.splitlines()
-    assert begin == "merak: tracing Net …"
-    assert end.startswith("merak: tracing Net took 0.") and end.endswith(" s, 3 segments")
-    assert warning == "merak: take care"
+    assert begin == "[merak] tracing Net …"
+    assert end.startswith("[merak] tracing Net took 0.") and end.endswith(" s, 3 segments")
+    assert warning == "[merak] take care"
 
 
 @as_in_a_script()
@@ -81,4 +81,4 @@ def test_work_that_fails_has_not_taken_a_time(capfd: pytest.CaptureFixture[str])
     show_announcements()
     with pytest.raises(ValueError), announced("tracing Net"):
         raise ValueError
-    assert capfd.readouterr().err == "merak: tracing Net …\n"
+    assert capfd.readouterr().err == "[merak] tracing Net …\n"
