@@ -105,14 +105,10 @@ def save_pretrained(
             state[source] = gatherer.whole(source)
         if mesh.rank == 0 and failure is None:
             chosen = {name: keys[name] for name in names}
-            failure = _attempt(
-                partial(_write, model, chosen, state, partial_folder / file), target
-            )
+            failure = _attempt(partial(_write, model, chosen, state, partial_folder / file), target)
         del state
     if mesh.rank == 0:
-        failure = failure or _attempt(
-            partial(_finish, partial_folder, target, index), target
-        )
+        failure = failure or _attempt(partial(_finish, partial_folder, target, index), target)
         shutil.rmtree(partial_folder, ignore_errors=True)
     failure = gather_objects(failure)[0]
     if failure is not None:
@@ -133,9 +129,7 @@ def _save_adapters(
         state[key] = gatherer.whole(key)
     failure = None
     if mesh.rank == 0:
-        failure = _attempt(
-            partial(write_adapters, model, state, partial_folder, target), target
-        )
+        failure = _attempt(partial(write_adapters, model, state, partial_folder, target), target)
         failure = failure or _attempt(partial(place_adapters, partial_folder, target), target)
         shutil.rmtree(partial_folder, ignore_errors=True)
     failure = gather_objects(failure)[0]

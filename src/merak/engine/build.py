@@ -17,7 +17,14 @@ from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer, fill_buckets, is_low_precision
-from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times, speeds
+from merak.engine.layout import (
+    EngineOptions,
+    Layout,
+    check_stages,
+    partition_segments,
+    segment_times,
+    speeds,
+)
 from merak.engine.offload import Offload
 from merak.engine.overlap import choose_halves, wish_for_halves
 from merak.engine.parts import KeepLess, Parts, Signature
@@ -124,6 +131,9 @@ def forecast_of(
             model, or the job does not fit its memory.
     """
     graph = build_graph(source, dict(sample), training=options.trains)
+    if options.segment_times is not None:
+        segment_times(graph, options, mesh, None)  # a wrong file is refused where nobody needs it
+    check_stages(len(graph.segments), mesh.pp, mesh.pp)  # before a schedule of any length is made
     plans = Plans(options.schedule, mesh.pp, options.num_microbatches)
     if not plans.takes_costs:
         refuse_sharing(plans.base.schedule, options.zero)

@@ -31,6 +31,7 @@ from merak.trainer.resuming import RANKS_FOLDER, check_whole, checkpoint_to_resu
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
 
+
 class Saving(Trainer):
     """The part of `MerakTrainer` that writes and reads folders."""
 
