@@ -129,9 +129,12 @@ def _check(costs: Costs) -> None:
             raise ScheduleError(
                 f"{entry.name} has {len(values)} values; {num_stages} stages need {wanted}."
             )
-        if entry.name != "links" and any(not 0 <= value < math.inf for value in values):
-            wrong = next(value for value in values if not 0 <= value < math.inf)
-            raise ScheduleError(f"{entry.name} has {wrong}; times and sizes are finite, 0 or more.")
+        if entry.name == "links":
+            continue
+        if any(not value >= 0 for value in values):
+            raise ScheduleError(f"{entry.name} is {values}; times and sizes are 0 or more.")
+        if math.inf in values:
+            raise ScheduleError(f"{entry.name} is {values}; times and sizes are finite.")
     for field in ("checkpoint_bytes", "weight_gradient_bytes"):
         part = getattr(costs, field)
         if any(p > whole for p, whole in zip(part, costs.activation_bytes)):

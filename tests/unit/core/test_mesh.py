@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 
 from merak.core import mesh
+from merak.core.errors import MeshError
 from merak.core.mesh import Mesh, crosses_nodes
 
 
@@ -50,3 +52,24 @@ def test_ranks_are_laid_out_with_tp_fastest() -> None:
     places = [(m.pp_rank, m.dp_rank, m.tp_rank) for m in (mesh_of(2, 2, 2, r) for r in range(8))]
     assert places == [(p, d, t) for p in range(2) for d in range(2) for t in range(2)]
     assert mesh_of(2, 2, 2, rank=5).rank_at(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"backend": "mpi"}, "backend='mpi' is not supported; use 'gloo' or 'nccl', or leave it"),
+        ({"backend": "nccl"}, "backend='nccl' carries tensors of GPUs alone; use 'gloo' on the"),
+        ({"device": "gpu"}, "device='gpu' is not supported; use 'cpu' or 'cuda'."),
+        ({"device": "meta"}, "device='meta' is not supported; use 'cpu' or 'cuda'."),
+        ({"timeout_s": "long"}, "timeout_s='long' is not a time to wait; use a number of seconds"),
+        ({"timeout_s": 0}, "timeout_s=0 is not a time to wait"),
+        ({"dp": True}, "dp=True is not a degree; use a whole number of 1 or more."),
+    ],
+)
+def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str) -> None:
+    mesh.reset()
+    with pytest.raises(MeshError) as caught:
+        mesh.init(**{"device": "cpu", **settings})
+    assert said in str(caught.value)
+    mesh.init(device="cpu", backend="gloo")
+    mesh.reset()

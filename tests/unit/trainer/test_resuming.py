@@ -65,8 +65,8 @@ def test_a_folder_of_another_trainer(tmp_path: Path) -> None:
 
 
 def test_the_last_whole_one_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make(tmp_path, 9)
-    assert checkpoint_to_resume(True, str(tmp_path)) == str(make(tmp_path, 10))
+    last = [make(tmp_path, step) for step in (9, 10)][-1]
+    assert checkpoint_to_resume(True, str(tmp_path)) == str(last)
     assert not caplog.records
     (make(tmp_path, 11) / "trainer_state.json").unlink()
     (tmp_path / "checkpoint-best").mkdir()
@@ -88,9 +88,11 @@ def test_no_steps() -> None:
 
 
 def test_only_what_transformers_refuses_is_put_in_a_sentence() -> None:
-    with pytest.raises(ArgumentsError, match=r"^lr is refused: Invalid learning rate: -1\.0\.$"):
-        with in_one_sentence("lr is refused"):
-            torch.optim.SGD([torch.zeros(1)], lr=-1.0)
+    refused = pytest.raises(
+        ArgumentsError, match=r"^lr is refused: Invalid learning rate: -1\.0\.$"
+    )
+    with refused, in_one_sentence("lr is refused"):
+        torch.optim.SGD([torch.zeros(1)], lr=-1.0)
     with pytest.raises(ValueError, match="of the user's own") as caught, in_one_sentence("it is"):
         raise ValueError("of the user's own")
     assert not isinstance(caught.value, ArgumentsError)
