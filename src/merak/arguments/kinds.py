@@ -32,6 +32,11 @@ ALSO: Mapping[str, tuple[Any, ...]] = {
 }
 """Kinds that a field takes beside those of its annotation."""
 
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "include_num_input_tokens_seen": ("all", "non_padding", "no"),
+}
+"""Of fields of text that do not say their choices themselves."""
+
 SETTLED = frozenset(("accelerator_config", "parallelism_config", "debug", "fsdp_config"))
 """Fields that hold objects of transformers' own once they are settled; it checks them itself."""
 
@@ -97,12 +102,12 @@ def _choice_problem(
     field: dataclasses.Field[Any], value: object, options: tuple[Any, ...]
 ) -> Iterator[str]:
     """What is wrong with a value of the right kind that is none of a few choices."""
-    choices = tuple(field.metadata.get("choices") or ())
+    choices = tuple(field.metadata.get("choices") or CHOICES.get(field.name, ()))
     for option in options:
         if isinstance(option, type) and issubclass(option, Enum):
             choices = tuple(member.value for member in option)
     plain = value.value if isinstance(value, Enum) else value
-    if not choices or value is None or plain in choices:
+    if not choices or plain is None or isinstance(plain, bool) or plain in choices:
         return
     named = " or ".join(repr(choice) for choice in choices)
     similar = near(str(plain), [str(choice) for choice in choices])

@@ -25,7 +25,7 @@ class Range:
 
     def holds(self, value: float) -> bool:
         """Whether a number lies in it."""
-        return self.least <= value <= self.most
+        return self.least <= float(value) <= self.most
 
 
 _LARGEST = sys.float_info.max

@@ -30,7 +30,7 @@ OUTPUT = {
     "do_train": _SCRIPT,
     "do_eval": _SCRIPT,
     "do_predict": _SCRIPT,
-    "resume_from_checkpoint": _SCRIPT,
+    "resume_from_checkpoint": honoured("read by scripts and recipes, which give it to `train`"),
 }
 
 LENGTH = {

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,8 @@ class MerakArguments(TrainingArguments):
         MeshError: `merak.init` has not been called.
         ArgumentsError: an argument cannot be honoured.
     """
+
+    looks_at_device: ClassVar[bool] = True
 
     # Fields that the command line may give as a JSON string; transformers parses them.
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "feature_dict"]  # noqa: RUF012
@@ -249,9 +251,12 @@ class MerakArguments(TrainingArguments):
         raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
         raise_first(kind_problems(self, MerakArguments))
         raise_first(range_problems(self))
-        check_autocast(self.autocast, mesh.device)  # before transformers looks at device 0
+        if self.looks_at_device:
+            check_autocast(self.autocast, mesh.device)  # before transformers looks at device 0
         if mesh.device.type == "cpu" and self.bf16:
             self.use_cpu = True  # transformers would look for a GPU that has it
+        if self.report_to is None:
+            self.report_to = "none"  # which transformers would take for a logger
         self._settle_as_transformers()
         check_arguments(self)
         self._settle()

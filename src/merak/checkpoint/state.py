@@ -78,9 +78,14 @@ def save_state(
         by_rank = gather_objects(hyperparameters(optimizer, view))
         if mesh.rank == 0:
             state[GROUPS] = {name: group for groups in by_rank for name, group in groups.items()}
-    _together(partial(save_parts, unfinished, state), target)
-    finish = partial(_replace, unfinished, target) if mesh.rank == 0 else _nothing
-    _together(finish, target)
+    try:
+        _together(partial(save_parts, unfinished, state), target)
+        finish = partial(_replace, unfinished, target) if mesh.rank == 0 else _nothing
+        _together(finish, target)
+    except WeightsError:
+        if mesh.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of no use, and large
+        raise
 
 
 @during("loading parameters and optimizer")
@@ -189,11 +194,12 @@ def _together(action: Callable[[], None], target: Path, done: str = "written") -
         action()
     except WeightsError as error:
         failure = (str(error), isinstance(error, SavingError))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # which is no Exception
         reason = why_not_written(error, target) if done == "written" else None
-        if reason is None and isinstance(error, CheckpointException):
-            error = next(iter(error.failures.values()))[0]
-        named = reason or f"{type(error).__name__}: {error}"
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
+        named = reason or f"{type(cause).__name__}: {cause}"
         failure = (f"{target} could not be {done}: {named}.", reason is not None)
     failures = [told for told in gather_objects(failure) if told is not None]
     if failures:

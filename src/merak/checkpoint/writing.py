@@ -34,7 +34,7 @@ def writing_into(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except MerakError:
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # which is no Exception
         reason = why_not_written(error, folder)
         if reason is None:
             raise

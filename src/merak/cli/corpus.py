@@ -18,6 +18,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from merak.checkpoint.writing import writing_into
 from merak.cli.errors import CommandError
 from merak.cli.recipe import TRAIN_TOKENIZER, DataRecipe
 from merak.cli.texts import Texts
@@ -60,15 +61,16 @@ def pack_corpus(texts: Texts, held_out: Texts | None, recipe: DataRecipe, folder
         CommandError: the texts do not fill one sample, or there is no such tokenizer.
     """
     ready = folder / _name(texts, held_out, recipe)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{ready}.lock"):
-        if not ready.exists():
-            partial = Path(tempfile.mkdtemp(dir=folder, prefix="partial-"))
-            try:
-                _pack_into(partial, texts, held_out, recipe)
-                partial.rename(ready)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+    with writing_into(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{ready}.lock"):
+            if not ready.exists():
+                partial = Path(tempfile.mkdtemp(dir=folder, prefix="partial-"))
+                try:
+                    _pack_into(partial, texts, held_out, recipe)
+                    partial.rename(ready)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
     parts = {
         name: datasets.load_from_disk(str(ready / name))
         for name in ("train", "held_out")
@@ -119,7 +121,9 @@ def _pack_into(folder: Path, texts: Texts, held_out: Texts | None, recipe: DataR
 
 def _split(texts: Sequence[str], held_out: float) -> tuple[list[str], list[str]]:
     """Every n-th text is held out, at least one, so that both parts are of all kinds."""
-    if not texts or (held_out and len(texts) < 2):
+    if not texts:
+        raise CommandError("data.source has no text in it; name one that has.")
+    if held_out and len(texts) < 2:
         raise CommandError(
             f"{len(texts)} texts cannot be split into texts to train on and data.held_out="
             f"{held_out} to evaluate with; give more files, or data.held_out: 0."
@@ -131,19 +135,32 @@ def _split(texts: Sequence[str], held_out: float) -> tuple[list[str], list[str]]
     return kept, [text for index, text in enumerate(texts) if index % every == every - 1]
 
 
+def check_tokenizer(recipe: DataRecipe) -> None:
+    """Refuse a tokenizer that is not there.
+
+    Raises:
+        CommandError: it is not.
+    """
+    wanted = recipe.tokenizer
+    if wanted != TRAIN_TOKENIZER and not Path(wanted).expanduser().is_dir():
+        raise CommandError(
+            f"data.tokenizer={wanted!r} is not a folder; name the folder of a tokenizer, or "
+            f"{TRAIN_TOKENIZER!r}."
+        )
+
+
 def _tokenizer(texts: Sequence[str], recipe: DataRecipe) -> PreTrainedTokenizerBase:
     if recipe.tokenizer == TRAIN_TOKENIZER:
         return _train_tokenizer(texts, recipe.vocabulary)
+    check_tokenizer(recipe)
     folder = Path(recipe.tokenizer).expanduser()
-    if not folder.is_dir():
-        raise CommandError(
-            f"data.tokenizer={recipe.tokenizer!r} is not a folder; name the folder of a "
-            f"tokenizer, or {TRAIN_TOKENIZER!r}."
-        )
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as cause:
-        raise CommandError(f"{folder} holds no tokenizer that transformers can load.") from cause
+    except Exception as cause:  # whatever a folder's files may lead to
+        raise CommandError(
+            f"data.tokenizer={recipe.tokenizer!r} holds no tokenizer that transformers can load; "
+            "name a folder that a tokenizer's save_pretrained wrote."
+        ) from cause
     return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
+import torch
 from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedModel,
@@ -19,14 +20,19 @@ from transformers import (
 from transformers.models.auto import modeling_auto as auto
 
 import merak
-from merak.cli.corpus import Corpus, pack_corpus
+from merak.arguments.draft import DraftArguments
+from merak.arguments.folders import make_output_folder
+from merak.cli.corpus import Corpus, check_tokenizer, pack_corpus
+from merak.cli.devices import check_backend, device_of
 from merak.cli.errors import CommandError
-from merak.cli.model import ModelSource, resolve_model
+from merak.cli.model import ModelSource, check_inner_fields, resolve_model
 from merak.cli.recipe import DataRecipe, Recipe
 from merak.cli.texts import Texts, find_source
 from merak.cli.train import TrainReport
 from merak.core.announce import announced, show_announcements
-from merak.core.mesh import current_mesh
+from merak.core.mesh import Mesh, current_mesh, pretended
+from merak.trainer.refusals import refuse_no_steps
+from merak.trainer.resuming import checkpoint_to_resume
 
 HELD_OUT_SPLITS = ("validation", "eval", "test")
 """Splits of a saved dataset that are evaluated with, the first that is there."""
@@ -50,6 +56,54 @@ class Job:
     device: str | None
 
 
+def check_job(job: Job) -> None:
+    """Look at all of a recipe before ranks are started for it, as they would.
+
+    Raises:
+        MerakError: something in it is wrong; what only the data can tell is not looked at.
+    """
+    recipe = job.recipe
+    device = device_of(job.device)
+    check_backend(job.backend, device)
+    if device.type == "cuda" and recipe.parallel.num_ranks > torch.cuda.device_count():
+        raise CommandError(
+            f"the recipe's degrees need {recipe.parallel.num_ranks} GPUs, but here are "
+            f"{torch.cuda.device_count()}; lower them, or start ranks on several nodes with "
+            "torchrun."
+        )
+    source = resolve_model(
+        recipe.model.name,
+        recipe.model.config,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    check_inner_fields(source.config, recipe.model.config)
+    with pretended(
+        Mesh(**dataclasses.asdict(recipe.parallel), rank=0, device=device, device_mesh=None)
+    ):
+        args = DraftArguments(**_settings(recipe))
+    refuse_no_steps(args)
+    checkpoint_to_resume(args.resume_from_checkpoint, str(args.output_dir))
+    make_output_folder(str(args.output_dir))
+    check_tokenizer(recipe.data)
+    if isinstance(find_source(recipe.data), Texts):
+        _check_text(source, recipe.data)
+        if args.eval_strategy != "no" and not recipe.data.held_out:
+            asked = recipe.arguments["eval_strategy"]
+            raise CommandError(
+                f"eval_strategy={asked!r} has nothing to evaluate with, since data.held_out is 0; "
+                "hold a share of the texts out, or use 'no'."
+            )
+    if source.weights is None:
+        with merak.empty_weights():
+            source.build()
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says of training, as `MerakArguments` takes it."""
+    # Throughput is measured in input tokens, so they are counted unless the recipe says no.
+    return {"include_num_input_tokens_seen": "all", **recipe.arguments}
+
+
 def run_job(job: Job) -> TrainReport | None:
     """Train; called alike on every rank.
 
@@ -68,8 +122,7 @@ def run_job(job: Job) -> TrainReport | None:
     )
     degrees = dataclasses.asdict(recipe.parallel)
     merak.init(**degrees, backend=job.backend, device=job.device)
-    # Throughput is measured in input tokens, so they are counted unless the recipe says no.
-    args = merak.MerakArguments(**{"include_num_input_tokens_seen": "all", **recipe.arguments})
+    args = merak.MerakArguments(**_settings(recipe))
     with announced(f"reading {recipe.data.source}"):
         corpus = _corpus(recipe, source, args.seed)
     if corpus.tokenizer is not None:
@@ -123,13 +176,7 @@ def _corpus(recipe: Recipe, source: ModelSource, seed: int) -> Corpus:
         return _as_it_is(found, recipe.data, seed)
     else:
         texts, held_out = _texts_of(found, recipe.data, source)
-    if not (_is_causal(source) or _is_masked(source)):
-        raise CommandError(
-            f"{source.name} is trained neither to continue text nor to fill gaps in it; give a "
-            "saved dataset with the columns that it takes, or use a causal or masked language "
-            "model."
-        )
-    _check_positions(source, recipe.data)
+    _check_text(source, recipe.data)
     return pack_corpus(texts, held_out, recipe.data, recipe.output_dir / "data")
 
 
@@ -201,6 +248,17 @@ def _fit_to_tokenizer(
             "data.vocabulary."
         )
     return source
+
+
+def _check_text(source: ModelSource, recipe: DataRecipe) -> None:
+    """Refuse text for a model that is not trained on such, or not at such a length."""
+    if not (_is_causal(source) or _is_masked(source)):
+        raise CommandError(
+            f"{source.name} is trained neither to continue text nor to fill gaps in it; give a "
+            "saved dataset with the columns that it takes, or use a causal or masked language "
+            "model."
+        )
+    _check_positions(source, recipe)
 
 
 def _check_positions(source: ModelSource, recipe: DataRecipe) -> None:

@@ -168,21 +168,21 @@ def memory_report(request: Request) -> MemoryReport:
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
     from merak.cli.batch import example_arguments, example_columns
-    from merak.cli.model import parse_overrides, resolve_model
+    from merak.cli.devices import planned_device
+    from merak.cli.model import check_inner_fields, parse_overrides, resolve_model
     from merak.engine.build import forecast_of
     from merak.engine.layout import EngineOptions
     from merak.graph.build import GraphSource
     from merak.graph.weights.proxies import empty_weights
 
-    mesh = _mesh(request)
+    device, sheet = planned_device(request.device)
+    mesh = _mesh(request, device)
     dtype, autocast = _types(request)
     if request.microbatches < 1:
         raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")
-    source = resolve_model(
-        request.model,
-        parse_overrides(request.config),
-        trust_remote_code=request.trust_remote_code,
-    )
+    changes = parse_overrides(request.config)
+    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
+    check_inner_fields(source.config, changes)
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )
@@ -190,6 +190,15 @@ def memory_report(request: Request) -> MemoryReport:
         built: nn.Module = source.build()
         module = built.to(dtype)
     folder = default_trace_cache()
+    if (
+        sheet is not None
+        and request.budget is None
+        and "auto" in (request.recompute, request.offload)
+    ):
+        raise CommandError(
+            f"'auto' needs to know the memory of --device {request.device}, which is not here; "
+            "give it with --budget BYTES."
+        )
     limit = None if "auto" in (request.recompute, request.offload) else _NO_LIMIT
     forecast = forecast_of(
         GraphSource(
@@ -212,13 +221,13 @@ def memory_report(request: Request) -> MemoryReport:
             zero=request.zero,
             master_weights=request.master_weights,
             sequence_parallel=request.sequence_parallel,
+            device_profile=sheet,
         ),
     )
     return report_on(source.name, forecast, Path(folder) if folder else None)
 
 
-def _mesh(request: Request) -> Mesh:
-    from merak.cli.devices import device_of
+def _mesh(request: Request, device: torch.device) -> Mesh:
     from merak.core.mesh import Mesh
 
     for axis, degree in zip(("dp", "tp", "pp"), request.degrees, strict=True):
@@ -229,7 +238,7 @@ def _mesh(request: Request) -> Mesh:
     speed = request.host_bytes_per_s
     if speed is not None and not 0 < speed < math.inf:
         raise CommandError(f"--host-bytes-per-s {speed} is no rate; use a number above 0.")
-    return Mesh(*request.degrees, 0, device_of(request.device), None)
+    return Mesh(*request.degrees, 0, device, None)
 
 
 def _types(request: Request) -> tuple[torch.dtype, torch.dtype | None]:

@@ -12,6 +12,7 @@ from merak.core.units import size
 if TYPE_CHECKING:
     from merak.engine.forecast import Forecast
     from merak.plan.copies import Estimate
+    from merak.plan.device import DeviceProfile
     from merak.plan.memory import RankMemory
     from merak.schedule.ir import Schedule
 
@@ -79,6 +80,8 @@ class MemoryReport:
         offloaded: numbers of those that keep their activations in host memory.
         stages: what every stage takes.
         ranks: what every pipeline position holds at the most.
+        device: whose figures they are.
+        assumed: what is not of this machine but assumed, for people to read; None for nothing.
     """
 
     model: str
@@ -89,6 +92,8 @@ class MemoryReport:
     offloaded: list[int]
     stages: list[StageReport]
     ranks: list[RankReport]
+    device: str
+    assumed: str | None = None
 
 
 def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport:
@@ -104,6 +109,7 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
     from merak.plan.memory import Keeping
 
     layout, kept = forecast.layout, forecast.kept
+    sheet = forecast.options.device_profile
     times = segment_times(layout.graph, forecast.options, forecast.mesh, cache)
     speed = forecast.options.host_bytes_per_s
     if speed is None:
@@ -122,7 +128,20 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
         offloaded=sorted(layout.offloaded),
         stages=_stages(forecast, ranks),
         ranks=[_rank(rank, schedule, found) for rank in ranks],
+        device=forecast.mesh.device.type if sheet is None else sheet.name,
+        assumed=None if sheet is None else _assumed(sheet, forecast.mesh.device.type),
     )
+
+
+def _assumed(sheet: DeviceProfile, traced_for: str) -> str:
+    """What rests on a data sheet, and on operators of another device."""
+    kernels = (
+        "; the model is traced for the CPU, so what its kernels (attention above all) keep and "
+        "take beside their results is the CPU's"
+        if traced_for == "cpu"
+        else ""
+    )
+    return f"times come from the data sheet of {sheet.name}, nothing is measured{kernels}"
 
 
 def _stages(forecast: Forecast, ranks: tuple[RankMemory, ...]) -> list[StageReport]:
@@ -174,6 +193,8 @@ def page(report: MemoryReport) -> str:
         sizes = "".join(f"{size(getattr(row, column)):>14}" for column in columns)
         lines.append(f"  {row.stage:>5}  {row.segments:>8}  {sizes}")
     lines.append("")
+    if report.assumed is not None:
+        lines += [f"  assumed: {report.assumed}", ""]
     for rank in report.ranks:
         share = rank.at_seconds / report.seconds if report.seconds else 0.0
         lines.append(

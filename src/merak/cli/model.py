@@ -284,6 +284,25 @@ def _check_field(config: PreTrainedConfig, name: str) -> None:
     raise CommandError(f"{type(config).__name__} has no field {name!r}{near(name, public)}")
 
 
+def check_inner_fields(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
+    """Refuse unknown fields of configs inside a config, which transformers takes without a word.
+
+    Args:
+        config: with the changes.
+        given: the changes, fields of the whole config among them, which are looked at elsewhere.
+
+    Raises:
+        CommandError: there is one.
+    """
+    for name, value in given.items():
+        inner = getattr(config, name, None)
+        if isinstance(value, Mapping) and isinstance(inner, PreTrainedConfig):
+            defaults = _parse_config(type(inner), {})
+            for field in value:
+                _check_field(defaults, str(field))
+            check_inner_fields(inner, value)
+
+
 def _parse_config(
     config_class: type[PreTrainedConfig], fields: Mapping[str, Any]
 ) -> PreTrainedConfig:

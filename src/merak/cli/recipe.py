@@ -25,6 +25,9 @@ STANDARD_LIBRARY = "standard-library"
 TRAIN_TOKENIZER = "train"
 """The tokenizer that is trained on the recipe's own text."""
 
+_LARGEST_VOCABULARY = 2_000_000
+"""Entries; tables for the training of far more end the process."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelRecipe:
@@ -222,6 +225,10 @@ def _check_values(recipe: Recipe) -> None:
             raise CommandError(f"parallel.{axis}={degree} is not a degree; use 1 or more.")
     if not 0 <= data.held_out <= 0.5:
         raise CommandError(f"data.held_out={data.held_out} is not a share; use 0 up to 0.5.")
+    if data.vocabulary > _LARGEST_VOCABULARY:
+        raise CommandError(
+            f"data.vocabulary={data.vocabulary} is too large; use {_LARGEST_VOCABULARY} or less."
+        )
     for name, least in (("sequence", 2), ("vocabulary", 260), ("max_bytes", 1)):
         value = getattr(data, name)
         if value is not None and value < least:

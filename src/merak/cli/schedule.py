@@ -27,6 +27,13 @@ from merak.schedule.timeline import simulated_timeline
 from merak.schedule.validate import check, check_in_flight
 
 _NUM_COLUMNS = 160
+_MOST_FORWARDS = 2**17
+"""Stages × microbatches; beyond, a command would run for minutes."""
+_MOST_RANKS = 2**11
+_LONG_S = 2.0
+"""What takes more seconds is announced."""
+_SECONDS_PER_FORWARD = 1e-4
+_SECONDS_PER_PAIR = 2.5e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +196,14 @@ def simulated(
         values |= {"costs": _costs(stages, times, sums or Sums()) if stages > 0 else None}
         if memory_limit is not None:
             values["memory_limit_bytes"] = memory_limit
+    registry.check_size(stages, microbatches, _MOST_RANKS, _MOST_FORWARDS)
+    about = stages * microbatches * _SECONDS_PER_FORWARD + stages**2 * _SECONDS_PER_PAIR
+    if about > _LONG_S:
+        print(
+            f"merak: {stages} stages × {microbatches} microbatches take about {about:.0f} s to lay "
+            "out, check and simulate; schedules with several stages on a rank a few times that.",
+            file=sys.stderr,
+        )
     built = registry.resolve(name, stages, microbatches, **values)
     check(built)
     if memory_limit is not None:

@@ -60,10 +60,13 @@ class Texts:
         if self.dataset is not None:
             yield from (row[self.column] for row in self.dataset)
         for file in self.files:
-            if file.suffix == ".jsonl":
-                yield from _lines(file, self.column)
-            else:
-                yield file.read_text(encoding="utf-8", errors="replace")
+            try:
+                if file.suffix == ".jsonl":
+                    yield from _lines(file, self.column)
+                else:
+                    yield file.read_text(encoding="utf-8", errors="replace")
+            except OSError as cause:
+                raise CommandError(f"the text {file} cannot be read: {cause.strerror}.") from cause
 
 
 def find_source(recipe: DataRecipe) -> Texts | datasets.DatasetDict:
@@ -84,7 +87,13 @@ def find_source(recipe: DataRecipe) -> Texts | datasets.DatasetDict:
         )
     if any((path / name).exists() for name in DATASET_FILES):
         return _dataset(path)
-    files = tuple(sorted(file for file in path.glob(recipe.files) if file.is_file()))
+    try:
+        files = tuple(sorted(file for file in path.glob(recipe.files) if file.is_file()))
+    except (ValueError, NotImplementedError, IndexError) as cause:  # of an empty one, of "/…"
+        raise CommandError(
+            f"data.files={recipe.files!r} is no pattern of files inside data.source; use such as "
+            "'**/*.txt'."
+        ) from cause
     if not files:
         raise CommandError(
             f"data.source={recipe.source!r} has no files that match data.files={recipe.files!r}; "
@@ -104,7 +113,11 @@ def standard_library_files() -> tuple[Path, ...]:
 
 
 def _dataset(path: Path) -> datasets.DatasetDict:
-    loaded = datasets.load_from_disk(str(path))
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as cause:  # whatever a damaged folder may lead to
+        said = " ".join(str(cause).split())[:200].rstrip(".")
+        raise CommandError(f"the dataset {path} cannot be loaded: {said}.") from cause
     if isinstance(loaded, datasets.Dataset):
         return datasets.DatasetDict(train=loaded)
     if "train" not in loaded:
@@ -113,7 +126,7 @@ def _dataset(path: Path) -> datasets.DatasetDict:
 
 
 def _lines(file: Path, column: str) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

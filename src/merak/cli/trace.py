@@ -145,18 +145,16 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
     from merak.cli.batch import example_arguments, example_columns
-    from merak.cli.model import parse_overrides, resolve_model
+    from merak.cli.model import check_inner_fields, parse_overrides, resolve_model
     from merak.graph.build import GraphSource, build_timed
     from merak.graph.kept.report import report_kept
     from merak.graph.tensor_parallel.report import report_splits
     from merak.graph.tensor_parallel.split import derived
     from merak.graph.weights.proxies import empty_weights
 
-    source = resolve_model(
-        request.model,
-        parse_overrides(request.config),
-        trust_remote_code=request.trust_remote_code,
-    )
+    changes = parse_overrides(request.config)
+    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
+    check_inner_fields(source.config, changes)
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )

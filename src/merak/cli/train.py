@@ -43,7 +43,7 @@ def train(
 
     Starts the ranks on this machine, or joins those that torchrun started.
     """
-    from merak.cli.job import Job, run_job
+    from merak.cli.job import Job, check_job, run_job
     from merak.cli.launch import Work, run_ranks, under_torchrun
     from merak.cli.recipe import read_recipe
     from merak.core import failure
@@ -53,6 +53,8 @@ def train(
         failure.install()  # of all ranks, the first to fail speaks
     with stdout_to_stderr():
         job = Job(read_recipe(recipe), backend, device)
+        if not under_torchrun():
+            check_job(job)  # once, and before ranks are started
         num_ranks = job.recipe.parallel.num_ranks
         if num_ranks == 1 or under_torchrun():
             report = run_job(job)

@@ -19,7 +19,14 @@ from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer, fill_buckets, is_low_precision
-from merak.engine.layout import EngineOptions, Layout, partition_segments, segment_times, speeds
+from merak.engine.layout import (
+    EngineOptions,
+    Layout,
+    check_stages,
+    partition_segments,
+    segment_times,
+    speeds,
+)
 from merak.engine.offload import Offload
 from merak.engine.overlap import choose_halves, wish_for_halves
 from merak.engine.parts import KeepLess, Parts, Signature
@@ -144,6 +151,9 @@ def forecast_of(
     with announced(f"tracing {type(source.model).__name__}") as details:
         graph = build_graph(source, dict(sample), training=options.trains)
         details.append(f"{len(graph.segments)} segments")
+    if options.segment_times is not None:
+        segment_times(graph, options, mesh, None)  # a wrong file is refused where nobody needs it
+    check_stages(len(graph.segments), mesh.pp, mesh.pp)  # before a schedule of any length is made
     with announced("planning"):
         return _forecast(source, graph, mesh, options)
 

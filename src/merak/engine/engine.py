@@ -10,11 +10,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from merak.core.errors import DataError, ScheduleError
+from merak.core.errors import ScheduleError
 from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
 from merak.engine.evaluation import evaluate_microbatch
 from merak.engine.exchange import Exchange
+from merak.engine.indices import check_indices
 from merak.engine.loans import borrow
 from merak.engine.microbatches import Microbatches
 from merak.engine.moved import bring
@@ -31,7 +32,6 @@ from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
 from merak.engine.training import TrainingStep, Update
 from merak.engine.turns import turns_of
-from merak.graph.index_ranges import problem_of
 from merak.schedule.ir import Kind
 
 _EVALUATE_LESS = (
@@ -149,7 +149,7 @@ class Engine:
                 different numbers of microbatches.
             DataError: a column with an index beyond the table that it is looked up in.
         """
-        self._check_indices(f"step {step + 1}", signatures, batches, True)
+        check_indices(self._parts, f"step {step + 1}", signatures, batches, True)
         if self.updates_inside:
             self._check_asynchronous(len(signatures), update)
         if self._parts.zero >= 2:
@@ -177,19 +177,6 @@ class Engine:
                 reasons = given_up.reasons
             self._undo(written)
             self._keep_less(step, reasons)
-
-    def _check_indices(
-        self,
-        what: str,
-        signatures: Sequence[Signature],
-        batches: Sequence[Mapping[str, torch.Tensor]],
-        training: bool,
-    ) -> None:
-        """Hold the columns' indices against what they are looked up in, as this rank sees them."""
-        for signature, batch in zip(signatures, batches, strict=True):
-            problem = problem_of(self._parts.program_for(signature, training).ranges, batch)
-            if problem is not None:
-                raise DataError(f"in {what}, {problem}")
 
     def _programs(self, signatures: Sequence[Signature], training: bool) -> list[Program]:
         """What runs for some microbatches; without any, what would for the usual ones."""
@@ -351,7 +338,7 @@ class Engine:
         Raises:
             DataError: as in `train_step`.
         """
-        self._check_indices("an evaluation", signatures, batches, False)
+        check_indices(self._parts, "an evaluation", signatures, batches, False)
         settle(self._parts, self._programs(signatures, False), batches)
         results = []
         try:

@@ -151,11 +151,7 @@ def partition_segments(
         PlanError: more stages than segments, or a partition or times of another model.
     """
     num_segments = len(graph.segments)
-    if num_stages > num_segments:
-        raise PlanError(
-            f"{num_segments} segments cannot fill {num_stages} stages (pp={mesh.pp}); use "
-            f"pp ≤ {num_segments}."
-        )
+    check_stages(num_segments, num_stages, mesh.pp)
     if options.segments_per_stage is not None:
         return from_sizes(options.segments_per_stage, num_segments)
     if num_stages == 1:
@@ -170,6 +166,19 @@ def partition_segments(
             dist.broadcast_object_list(decided, src=0)
     assert decided[0] is not None
     return decided[0]
+
+
+def check_stages(num_segments: int, num_stages: int, pp: int) -> None:
+    """Refuse more stages than there are segments to fill them.
+
+    Raises:
+        PlanError: there are.
+    """
+    if num_stages > num_segments:
+        raise PlanError(
+            f"{num_segments} segments cannot fill {num_stages} stages (pp={pp}); use "
+            f"pp ≤ {num_segments}."
+        )
 
 
 def segment_times(

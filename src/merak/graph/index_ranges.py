@@ -123,7 +123,7 @@ class _Known:
 
     Args:
         made: what makes each derived value in the prologue.
-        written: memory that is written in place: there a node is not all that numbers come from.
+        written: memory that is written in place: its numbers come from more than its node.
     """
 
     made: Mapping[str, fx.Node]
@@ -227,8 +227,8 @@ def _copied(
     copies: dict[fx.Node, fx.Node] = {}
     for node in (*columns, *operators):
         copy = graph.node_copy(node, lambda source: copies[known.behind(source)])
-        copy.args = map_aggregate(copy.args, _in_host_memory)  # type: ignore[assignment]
-        copy.kwargs = map_aggregate(copy.kwargs, _in_host_memory)  # type: ignore[assignment]
+        copy.args = map_aggregate(copy.args, _in_host_memory)
+        copy.kwargs = map_aggregate(copy.kwargs, _in_host_memory)
         copies[node] = copy
     graph.output((copies[known.behind(indices)],))
     return graph

@@ -129,8 +129,12 @@ def _check(costs: Costs) -> None:
             raise ScheduleError(
                 f"{entry.name} has {len(values)} values; {num_stages} stages need {wanted}."
             )
-        if entry.name != "links" and any(not value >= 0 for value in values):
+        if entry.name == "links":
+            continue
+        if any(not value >= 0 for value in values):
             raise ScheduleError(f"{entry.name} is {values}; times and sizes are 0 or more.")
+        if math.inf in values:
+            raise ScheduleError(f"{entry.name} is {values}; times and sizes are finite.")
     for field in ("checkpoint_bytes", "weight_gradient_bytes"):
         part = getattr(costs, field)
         if any(p > whole for p, whole in zip(part, costs.activation_bytes)):
@@ -139,5 +143,7 @@ def _check(costs: Costs) -> None:
                 f"{costs.activation_bytes}; count in it only what is left of them."
             )
     for link in costs.links:
-        if not (link.latency_s >= 0 and link.bandwidth_bytes_per_s > 0):
-            raise ScheduleError(f"{link} is no link; latency is 0 or more, bandwidth above 0.")
+        if not (0 <= link.latency_s < math.inf and link.bandwidth_bytes_per_s > 0):
+            raise ScheduleError(
+                f"{link} is no link; latency is finite and 0 or more, bandwidth above 0."
+            )

@@ -19,6 +19,13 @@ BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType({**FORMULAS, 
 """Every builder: (num_ranks, num_microbatches, **options) to a schedule."""
 
 
+MOST_RANKS = 4096
+"""Ranks of the largest schedule that is laid out: what checks it takes their square."""
+
+MOST_FORWARDS = 2**20
+"""Ranks × microbatches of the largest schedule that is laid out, which takes a minute or more."""
+
+
 def names() -> tuple[str, ...]:
     """The names that `build` knows, simple schedules first."""
     return tuple(BUILDERS)
@@ -95,6 +102,7 @@ def resolve(name_or_file: str, num_ranks: int, num_microbatches: int, **chosen: 
             other counts.
     """
     if not is_file(name_or_file):
+        check_size(num_ranks, num_microbatches, MOST_RANKS, MOST_FORWARDS)
         return build(name_or_file, num_ranks, num_microbatches, **chosen)
     schedule = load(Path(name_or_file))
     if chosen:
@@ -109,6 +117,31 @@ def resolve(name_or_file: str, num_ranks: int, num_microbatches: int, **chosen: 
         )
     check(schedule)
     return schedule
+
+
+def check_size(num_ranks: int, num_microbatches: int, most_ranks: int, most_forwards: int) -> None:
+    """Refuse a schedule that would take minutes to lay out, and be of no use to anyone.
+
+    Args:
+        num_ranks: pipeline degree.
+        num_microbatches: microbatches per iteration.
+        most_ranks: of the first.
+        most_forwards: of their product.
+
+    Raises:
+        ScheduleError: it is larger.
+    """
+    if num_ranks > most_ranks:
+        raise ScheduleError(
+            f"a pipeline of {num_ranks:,} ranks is longer than the {most_ranks:,} that are laid "
+            "out; use fewer stages."
+        )
+    forwards = num_ranks * num_microbatches
+    if num_ranks > 0 and forwards > most_forwards:
+        raise ScheduleError(
+            f"{num_ranks:,} ranks × {num_microbatches:,} microbatches are {forwards:,} forwards, "
+            f"more than the {most_forwards:,} that are laid out; use fewer stages or microbatches."
+        )
 
 
 def is_file(name_or_file: str) -> bool:

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
+import torch
+import transformers
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from merak.arguments import MerakArguments
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, MerakError
+
+_THEIRS = tuple(
+    os.path.dirname(str(module.__file__)) + os.sep
+    for module in (transformers, accelerate, torch.optim)
+)
+"""Where those live that look at arguments for Merak."""
+
+
+@contextmanager
+def in_one_sentence(what: str) -> Iterator[None]:
+    """Let what transformers refuses inside be an `ArgumentsError`; what users' code raises passes.
+
+    Args:
+        what: is refused, for people to read.
+
+    Raises:
+        ArgumentsError: transformers, accelerate or torch's optimizers have refused it.
+    """
+    try:
+        yield
+    except MerakError:
+        raise
+    except (ValueError, TypeError, ImportError, RuntimeError) as cause:
+        frames = traceback.extract_tb(cause.__traceback__)
+        if not frames[-1].filename.startswith(_THEIRS):
+            raise
+        said = " ".join(str(cause).split()).rstrip(".")
+        raise ArgumentsError(f"{what}: {said}.") from cause
 
 
 def refuse_what_needs_all_gradients(args: MerakArguments) -> None:

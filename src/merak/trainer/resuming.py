@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from merak.checkpoint.parts import is_complete
 from merak.core.errors import WeightsError
+
+logger = logging.getLogger(__name__)
 
 RANKS_FOLDER = "merak"
 """The part of a checkpoint that holds the ranks' parameters and optimizer states."""
@@ -29,13 +32,7 @@ def checkpoint_to_resume(wish: object, output_dir: str) -> str | None:
     if wish is None or wish is False:
         return None
     if wish is True:
-        last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        if last is None:
-            raise WeightsError(
-                f"resume_from_checkpoint=True, but {output_dir} has no checkpoint-… folder; name "
-                "one, or leave it out to start anew."
-            )
-        wish = last
+        return _last_whole(Path(output_dir))
     if not isinstance(wish, str | os.PathLike) or not os.path.isdir(wish):
         raise WeightsError(
             f"resume_from_checkpoint={wish!r} is not a folder; name a checkpoint-… folder that "
@@ -43,6 +40,33 @@ def checkpoint_to_resume(wish: object, output_dir: str) -> str | None:
         )
     check_whole(Path(wish))
     return os.fspath(wish)
+
+
+def _number(checkpoint: Path) -> int | None:
+    """The step of a checkpoint's folder; None for another folder."""
+    digits = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(digits) if digits.isdigit() and checkpoint.is_dir() else None
+
+
+def _last_whole(output_dir: Path) -> str:
+    """The last checkpoint of a run; one that was cut off while it was written is passed over."""
+    found = [f for f in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _number(f) is not None]
+    problems: list[WeightsError] = []
+    for checkpoint in sorted(found, key=lambda folder: _number(folder) or 0, reverse=True):
+        try:
+            check_whole(checkpoint)
+        except WeightsError as problem:
+            problems.append(problem)
+            continue
+        if problems and os.environ.get("RANK", "0") == "0":
+            logger.warning("%s Resuming from %s.", problems[0], checkpoint)
+        return str(checkpoint)
+    if problems:
+        raise problems[0]
+    raise WeightsError(
+        f"resume_from_checkpoint=True, but {output_dir} has no checkpoint-… folder; name one, or "
+        "leave it out to start anew."
+    )
 
 
 def check_whole(checkpoint: Path) -> None:

@@ -45,6 +45,7 @@ from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.not_finite import SkippedSteps
 from merak.trainer.refusals import (
+    in_one_sentence,
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
 )
@@ -97,7 +98,8 @@ class MerakTrainer(Saving, Logging, Trainer):
             make_output_folder(str(arguments.output_dir))
         show_announcements(announced_level(arguments))
         announce("%s", describe_mesh(self.mesh))
-        super().__init__(model=model, args=arguments, **kwargs)
+        with in_one_sentence("these arguments do not fit the trainer"):
+            super().__init__(model=model, args=arguments, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let accelerate believe that this rank is alone, and leave the model as it is."""
@@ -341,12 +343,26 @@ class MerakTrainer(Saving, Logging, Trainer):
         assert self.engine is not None
         trained = self.engine.trained
         is_new = self.optimizer is None  # a second `train` goes on with the one of the first
-        optimizer: torch.optim.Optimizer = super().create_optimizer(LocalParameters(trained.named))
+        kind = str(getattr(self.args.optim, "value", self.args.optim))
+        with in_one_sentence(f"optim={kind!r} cannot be made"):
+            optimizer: torch.optim.Optimizer = super().create_optimizer(
+                LocalParameters(trained.named)
+            )
         self.engine.check_optimizer(optimizer)
         if is_new:
             optimizer.register_step_post_hook(lambda *_: trained.write_back())
             explain_step(optimizer)
         return optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """The learning rate's schedule, the same on every rank."""
+        kind = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
+        with in_one_sentence(f"lr_scheduler_type={kind!r} cannot be made"):
+            made: Any = super().create_scheduler(num_training_steps, optimizer)
+        scheduler: torch.optim.lr_scheduler.LRScheduler = made
+        return scheduler
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names that weight decay applies to, from the whole model's module types."""

@@ -160,3 +160,30 @@ def test_bad_input_exits_with_two_and_a_sentence(capsys, words, sentence):
     captured = capsys.readouterr()
     assert sentence in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("device", ["cuda", "l4"])
+def test_a_gpu_that_is_not_here_is_planned_for(device, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([*MODEL[:-1], device, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["device"] == {"cuda": "h100-sxm", "l4": "l4"}[device]
+    assert report["assumed"].startswith(f"times come from the data sheet of {report['device']}, no")
+    assert "the model is traced for the CPU" in report["assumed"]
+    assert main([*MODEL[:-1], device]) == 0
+    assert "  assumed: times come from the data sheet" in capsys.readouterr().out
+    assert main([*MODEL[:-1], device, "--recompute", "auto"]) == 2
+    assert f"the memory of --device {device}, which is not here" in capsys.readouterr().err
+    assert main([*MODEL[:-1], device, "--recompute", "auto", "--budget", "1000000"]) == 0
+
+
+def test_what_is_measured_here_is_not_assumed(capsys):
+    report = report_of(capsys)
+    assert (report["device"], report["assumed"]) == ("cpu", None)
+
+
+def test_a_device_that_nobody_knows(capsys):
+    assert main([*MODEL[:-1], "h200x"]) == 2
+    assert "--device h200x is not known; did you mean h200" in capsys.readouterr().err
+    assert main([*MODEL[:-1], "tpu"]) == 2
+    assert "--device tpu is not known; use cpu, cuda, or one of a10" in capsys.readouterr().err

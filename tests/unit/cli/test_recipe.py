@@ -51,6 +51,7 @@ def test_reads_a_recipe(tmp_path: Path) -> None:
         ({"data": {"sequence": True}}, "data.sequence=True should be of kind int"),
         ({"data": {"sequence": 1}}, "data.sequence=1 is too small; use 2 or more"),
         ({"data": {"vocabulary": 10}}, "data.vocabulary=10 is too small"),
+        ({"data": {"vocabulary": 10**9}}, "data.vocabulary=1000000000 is too large; use 2000000"),
         ({"data": {"held_out": 0.9}}, "data.held_out=0.9 is not a share; use 0 up to 0.5"),
         ({"parallel": {"pp": 0}}, "parallel.pp=0 is not a degree"),
         ({"arguments": {"output_dir": "x", "max_step": 3}}, "no field 'max_step'; did you mean m"),
@@ -73,6 +74,20 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     file.write_text("a: [1", encoding="utf-8")
     with pytest.raises(CommandError, match=r"is not YAML: .* line 1"):
         read_recipe(file)
+
+
+def test_numbers_and_words_are_as_in_json(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    written = "learning_rate: 1e-4, weight_decay: .5, recompute: off, sub_pipelining: on, "
+    written += "bf16: true"
+    file.write_text(
+        f"model: {{name: M}}\narguments: {{output_dir: x, {written}, max_steps: 12, seed: 0x1F}}\n",
+        encoding="utf-8",
+    )
+    assert read_recipe(file).arguments == {
+        "output_dir": "x", "learning_rate": 1e-4, "weight_decay": 0.5, "recompute": "off",
+        "sub_pipelining": "on", "bf16": True, "max_steps": 12, "seed": 31,
+    }  # fmt: skip
 
 
 ROOT = Path(__file__).parents[3]

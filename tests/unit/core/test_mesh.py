@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,24 @@ def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
     with pytest.raises(MeshError, match=r"device='cuda:0' was asked for on local rank 1"):
         mesh.init(device="cuda:0")
     assert three_gpus == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"backend": "mpi"}, "backend='mpi' is not supported; use 'gloo' or 'nccl', or leave it"),
+        ({"backend": "nccl"}, "backend='nccl' carries tensors of GPUs alone; use 'gloo' on the"),
+        ({"device": "gpu"}, "device='gpu' is not supported; use 'cpu' or 'cuda'."),
+        ({"device": "meta"}, "device='meta' is not supported; use 'cpu' or 'cuda'."),
+        ({"timeout_s": "long"}, "timeout_s='long' is not a time to wait; use a number of seconds"),
+        ({"timeout_s": 0}, "timeout_s=0 is not a time to wait"),
+        ({"dp": True}, "dp=True is not a degree; use a whole number of 1 or more."),
+    ],
+)
+def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str) -> None:
+    mesh.reset()
+    with pytest.raises(MeshError) as caught:
+        mesh.init(**{"device": "cpu", **settings})
+    assert said in str(caught.value)
+    mesh.init(device="cpu", backend="gloo")
+    mesh.reset()

@@ -1,0 +1,36 @@
+"""Refuses batches with indices beyond the tables that they are looked up in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from merak.core.errors import DataError
+from merak.engine.parts import Parts, Signature
+from merak.graph.index_ranges import problem_of
+
+
+def check_indices(
+    parts: Parts,
+    what: str,
+    signatures: Sequence[Signature],
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    training: bool,
+) -> None:
+    """Hold the indices of some microbatches against what they are looked up in.
+
+    Args:
+        parts: of this rank's engine.
+        what: is about to run, for people to read.
+        signatures: of each microbatch.
+        batches: its columns, as far as this rank reads them.
+        training: whether the model is about to train on them.
+
+    Raises:
+        DataError: an index is out of range.
+    """
+    for signature, batch in zip(signatures, batches, strict=True):
+        problem = problem_of(parts.program_for(signature, training).ranges, batch)
+        if problem is not None:
+            raise DataError(f"in {what}, {problem}")

@@ -1,0 +1,102 @@
+"""A recipe that is wrong is refused before any rank is started for it, whatever is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from merak.cli import launch
+from merak.cli.main import main
+from merak.core import mesh as meshes
+
+SMALL = {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 32}
+
+
+def write(folder: Path, section: str, changes: dict[str, Any]) -> Path:
+    (folder / "texts").mkdir(exist_ok=True)
+    (folder / "texts" / "a.txt").write_text("some text", encoding="utf-8")
+    recipe: dict[str, dict[str, Any]] = {
+        "model": {"name": "GPT2LMHeadModel", "config": SMALL},
+        "data": {"source": str(folder / "texts"), "sequence": 16, "held_out": 0},
+        "parallel": {"pp": 2},
+        "arguments": {"output_dir": str(folder / "run"), "max_steps": 1},
+    }
+    recipe[section] |= changes
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "run_ranks", start)
+    meshes.reset()
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "said"),
+    [
+        (
+            "model",
+            {"config": {"n_leyer": 2}},
+            "GPT2Config has no field 'n_leyer'; did you mean n",
+        ),
+        ("model", {"config": {"n_layer": "two"}}, "Field 'n_layer' expected int, got str"),
+        ("model", {"config": {**SMALL, "n_head": 3}}, "cannot be built from this config"),
+        ("model", {"name": "GPT3LMHeadModel"}, "did you mean GPT2LMHeadModel"),
+        ("model", {"name": "BertForSequenceClassification", "config": {}}, "is trained neither to"),
+        ("data", {"source": "nowhere"}, "is neither a file nor a folder"),
+        ("data", {"files": "*.md"}, "has no files that match data.files='*.md'"),
+        ("data", {"files": "/x"}, "data.files='/x' is no pattern of files"),
+        ("data", {"tokenizer": "nowhere"}, "data.tokenizer='nowhere' is not a folder"),
+        ("data", {"sequence": 33}, "data.sequence=33 is more than the 32 positions"),
+        ("arguments", {"max_steps": "three"}, "max_steps='three' should be a whole number."),
+        ("arguments", {"per_device_train_batch_size": -1}, "use a whole number of 1 or more."),
+        ("arguments", {"max_steps": 0}, "max_steps=0 trains nothing; use 1 or more"),
+        ("arguments", {"resume_from_checkpoint": True}, "has no checkpoint-… folder"),
+        ("arguments", {"output_dir": "/dev/null/run"}, "cannot be a folder, since /dev/null is a"),
+        ("arguments", {"eval_strategy": "steps"}, "has nothing to evaluate with"),
+        ("arguments", {"partition": [1, 2, 3]}, "which cannot be laid out over pp=2"),
+    ],
+)
+def test_what_is_wrong_is_said_before_ranks_start(
+    section: str,
+    changes: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", str(write(tmp_path, section, changes)), "--device", "cpu"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (told,) = [line for line in captured.err.splitlines() if line.startswith("merak: ")]
+    assert said in told
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--backend", "mpi"], "--backend mpi is not supported; use gloo or nccl."),
+        (["--backend", "nccl", "--device", "cpu"], "--backend nccl carries tensors of GPUs alone"),
+        (["--device", "tpu"], "--device tpu is not supported; use cpu or cuda."),
+    ],
+)
+def test_options(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pp in (1, 2):
+        assert main(["train", str(write(tmp_path, "parallel", {"pp": pp})), *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_field_of_a_config_inside_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = '{"text_config": {"hidden_sise": 8}}'
+    assert main(["trace", "--model", "LlavaForConditionalGeneration", "--config", changes]) == 2
+    assert "has no field 'hidden_sise'; did you mean hidden_size" in capsys.readouterr().err
