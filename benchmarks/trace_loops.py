@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "RecurrentGemma 2B": ("RecurrentGemma", {}),
     "Zamba 7B": ("Zamba", {}),
     "Zamba2": ("Zamba2", {}),
-    "Bamba 9B": ("Bamba", {}),
+    "Bamba 9B": ("Bamba", {"attn_layer_indices": [9, 18, 27]}),
     "Mamba2 2.7B": ("Mamba2", {}),
     "Qwen3-Next 80B": ("Qwen3Next", {}),
     "Qwen3.5": ("Qwen3_5", {}),

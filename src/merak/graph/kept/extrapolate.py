@@ -77,7 +77,7 @@ def _polynomial(found: Sequence[Found], length: int) -> Found | None:
     outputs = tuple(
         replace(meta, shape=tuple(next(sizes) for _ in meta.shape)) for meta in found[-1].outputs
     )
-    loop = LoopCost(*costs[:3], kernels=(costs[3], costs[4]), traffic=(costs[5], costs[6]))
+    loop = LoopCost(costs[0], costs[1], costs[2], (costs[3], costs[4]), (costs[5], costs[6]))
     return replace(found[-1], outputs=outputs, saved_bytes=saved_bytes, flops=flops, loop=loop)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from merak.graph.ir import ModelGraph
+from merak.graph.kept.functions import is_function
 from merak.graph.kept.whole import kept_nodes, operands
 
 
@@ -15,8 +16,8 @@ class KeptWhole:
     """A module that is one operator of the graph.
 
     Args:
-        module: its path in the model.
-        class_name: of the module.
+        module: its path in the model; of a function, "module:name".
+        class_name: of the module, or "function".
         why: the line of the model that cannot be traced, and what is in the way.
         parameters: numbers in its parameters, none of which is split.
         calls: how often the model calls it.
@@ -40,7 +41,8 @@ def report_kept(graph: ModelGraph) -> list[KeptWhole]:
             continue
         own = operands(node)[: call.parameters]
         size = sum(math.prod(operand.meta["tensor"].shape) for operand in own)
-        found[path] = KeptWhole(path, call.class_name, call.why, size)
+        kind = "function" if is_function(path) else call.class_name
+        found[path] = KeptWhole(path, kind, call.why, size)
     return list(found.values())
 
 
@@ -54,6 +56,10 @@ def kept_lines(kept: Sequence[KeptWhole]) -> Iterator[str]:
         more = f" and {len(others)} more" if others else ""
         size = sum(one.parameters for one in alike)
         yield (
-            f"kept whole: {first}{more} ({class_name}, {size:,} parameters): {why}; it runs as "
-            "plain PyTorch, and tensor parallelism does not split it"
+            f"kept whole: {first}{more} ({_kind(class_name, size)}): {why}; it runs as plain "
+            "PyTorch, and tensor parallelism does not split it"
         )
+
+
+def _kind(class_name: str, size: int) -> str:
+    return class_name if class_name == "function" else f"{class_name}, {size:,} parameters"

@@ -196,8 +196,8 @@ def loop_of(node: fx.Node) -> LoopCost | None:
 def _loop(what: dict[str, Any]) -> LoopCost | None:
     if "loop" not in what:
         return None
-    *sizes, kernels, traffic = what["loop"]
-    return LoopCost(*sizes, tuple(kernels), tuple(traffic))
+    plain, forward, backward, kernels, traffic = what["loop"]
+    return LoopCost(plain, forward, backward, tuple(kernels), tuple(traffic))
 
 
 def kept_nodes(graph: ModelGraph) -> list[fx.Node]:

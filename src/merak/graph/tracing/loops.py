@@ -150,7 +150,7 @@ class Loops(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         """Let go of the frames."""
         self._stack.clear()
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def _meet(self, what: Any) -> None:
         for activation in self._stack:
