@@ -175,10 +175,19 @@ def propagate(
     own = [(n, leaf) for n, leaf in zip(inputs, leaves, strict=True) if leaf.requires_grad]
     roots = [*sums(), *((leaf, gradients.pop(n)) for n, leaf in own if n in gradients), *pairs]
     del pairs
+    found: Values = {}
+    hooks = [leaf.register_hook(partial(_keep_layout, leaf, found, name)) for name, leaf in own]
     torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
-    for name, leaf in own:
+    for (name, leaf), hook in zip(own, hooks, strict=True):
+        hook.remove()
         if leaf.grad is not None:
-            gradients[name] = leaf.grad
+            gradients[name] = found.get(name, leaf.grad)
+
+
+def _keep_layout(leaf: torch.Tensor, found: Values, name: str, gradient: torch.Tensor) -> None:
+    """Keep a gradient that a leaf would lay out anew: kernels of other strides round otherwise."""
+    if gradient.stride() != leaf.stride():
+        found[name] = gradient
 
 
 def call(
