@@ -50,7 +50,7 @@ HANG = "merak/hang"
 GRACE_S = 10.0
 """Seconds that the ranks get to say where they stand."""
 
-LINGER_S = 0.5
+LINGER_S = 1.0
 """Seconds that rank 0 stays after all is said: without torchrun it keeps the store of the job."""
 
 NOTICE_S = 60.0
@@ -314,16 +314,16 @@ class Watchdog:
             own.set(f"{HANG}/{rank}", json.dumps(told))
             # A rank that was told may not claim the reason of one that has come to its limit.
             is_speaker = not is_told and own.compare_set(HANG, "", rank) == rank.encode()
-            until(lambda: all(own.check([f"{HANG}/{r}"]) for r in ranks), GRACE_S)
             if is_speaker:
+                until(lambda: all(own.check([f"{HANG}/{r}"]) for r in ranks), GRACE_S)
                 spoken = [r for r in ranks if own.check([f"{HANG}/{r}"])]
                 said.lines = {r: json.loads(own.get(f"{HANG}/{r}")) for r in spoken}
                 if failure.is_first(own):  # else the job has told another reason
                     self._give_reason(reason)
                 said.reason_given = True
                 own.set(given, rank)
-            else:
-                said.reason_given = until(lambda: own.check([given]), 2 * _CONNECTION_S)
+            else:  # at once, for rank 0 may keep the store, and end
+                said.reason_given = until(lambda: own.check([given]), GRACE_S + 2 * _CONNECTION_S)
 
     def _give_reason(self, reason: str) -> None:
         """Say why the job ends, and who may be the cause, unless that has been said."""
