@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import merak
-from merak.checkpoint import state
+from merak.checkpoint import parts, state
 from merak.core import failure, watchdog
 from merak.engine import build  # noqa: F401  # imported once, before ranks are forked
 from merak.parallel import ParallelModel
@@ -220,8 +220,8 @@ def saved(stall: Callable[[], None]) -> None:
     model = trained(pp=2)
     engine = model.engine
     if is_rank(1):
-        write = state.save_parts
-        state.save_parts = lambda *args: (stall(), write(*args))
+        write = parts.FileSystemWriter.write_data
+        parts.FileSystemWriter.write_data = lambda *args: (stall(), write(*args))[1]
     held, shards = engine.held(), engine.shards
     state.save_state(FOLDER[0] / "saved", model.model, None, held, shards, engine.mesh)
 

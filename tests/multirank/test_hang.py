@@ -194,7 +194,7 @@ def test_a_rank_that_is_late_by_less_ends_nothing(job: Callable[..., Ended]) -> 
             "stopped_saving",
             r"rank 0 has (waited [\d.]+ s for .* rank 1|found a rank that says nothing), and "
             r"hang_limit_s=5; the job ends",
-            r"rank 1 \(process \d+ on .+\) is stopped, .* ago it said that it is saving parameters",
+            r"rank 1 \(process \d+ on .+\) is stopped, .* ago it said that it is writing parameter",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_a_rank_that_stalls_outside_the_engine_is_named(
     "case,doing",
     [
         ("stuck_tracing", "is tracing the model for"),
-        ("stuck_saving", "is saving parameters and optimizer for"),
+        ("stuck_saving", "is writing parameters and optimizer for"),
     ],
 )
 def test_patience_with_a_rank_whose_heart_beats_ends(

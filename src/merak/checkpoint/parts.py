@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from merak.checkpoint.layout import whole_shape
 from merak.checkpoint.ranks import is_distributed
 from merak.core.shards import ParameterShard, RowShare
+from merak.core.status import during, waiting_for_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +124,15 @@ State = dict[str, Any]
 
 def save_parts(folder: Path, state: State) -> None:
     """Write what all ranks have; each names what it has, equal boxes are written once."""
-    with _alone_is_fine():
-        save(dict(state), storage_writer=FileSystemWriter(folder), planner=_SavePlanner())
+    with _alone_is_fine(), waiting_for_all("parts to be written by"):
+        save(dict(state), storage_writer=_Writer(folder), planner=_SavePlanner())
 
 
 def load_parts(folder: Path, state: State) -> None:
     """Read into the pieces of the parts of `state`, and replace its other objects."""
     planner = _LoadPlanner(state)
-    with _alone_is_fine():
-        load({}, storage_reader=FileSystemReader(folder), planner=planner)
+    with _alone_is_fine(), waiting_for_all("parts to be read by"):
+        load({}, storage_reader=_Reader(folder), planner=planner)
 
 
 def read_index(folder: Path) -> Metadata | None:
@@ -160,6 +161,30 @@ def _alone_is_fine() -> Iterator[None]:
         if not is_distributed():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+class _Writer(FileSystemWriter):
+    """Says when this rank writes; the rest of a save, ranks wait for one another."""
+
+    @during("writing parameters and optimizer")
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        return super().write_data(*args, **kwargs)
+
+    @during("writing the index of parameters and optimizer")
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        super().finish(*args, **kwargs)
+
+
+class _Reader(FileSystemReader):
+    """Says when this rank reads; the rest of a load, ranks wait for one another."""
+
+    @during("reading parameters and optimizer")
+    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+        return super().read_data(*args, **kwargs)
+
+    @during("reading the index of parameters and optimizer")
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return super().read_metadata(*args, **kwargs)
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -216,8 +216,9 @@ class Peers:
     def addresses(self) -> str:
         """Where the hosts of the job are, as a sentence names them."""
         hosts = sorted({(b.host, b.address) for b, _ in self._found.values()})
+        are_several = len({b.machine for b, _ in self._found.values()}) > 1
         return ", ".join(
-            f"{host} ({address}{OWN_ALONE if address.startswith('127.') else ''})"
+            f"{host} ({address}{OWN_ALONE if are_several and address.startswith('127.') else ''})"
             for host, address in hosts
         )
 

@@ -50,7 +50,7 @@ HANG = "merak/hang"
 GRACE_S = 10.0
 """Seconds that the ranks get to say where they stand."""
 
-LINGER_S = 0.5
+LINGER_S = 1.0
 """Seconds that rank 0 stays after all is said: without torchrun it keeps the store of the job."""
 
 NOTICE_S = 60.0
@@ -201,7 +201,7 @@ class Watchdog:
     def _is_overdue(self) -> bool:
         found, limit_s = self._report, self.limit.seconds
         others = range(self._member.num_ranks)
-        busy = [self._peers.busy_s(r) for r in others if self._peers.silent_s(r) < limit_s / 2]
+        busy = [self._peers.busy_s(r) for r in others if self._peers.silent_s(r) < limit_s]
         if any(busy_s is not None and busy_s < PATIENCE * limit_s for busy_s in busy):
             self._excused_at = time.perf_counter()
         if found.is_timed:
@@ -237,7 +237,7 @@ class Watchdog:
             reason = waits or "was told of a rank that waits"
         teller = threading.Thread(target=self._tell, args=(line, waits, reason), daemon=True)
         teller.start()
-        teller.join(GRACE_S + _CONNECTION_S)
+        teller.join(GRACE_S + 3 * _CONNECTION_S)
         self._give_reason(reason)
 
     def _line(self, found: Report) -> str:
@@ -314,27 +314,31 @@ class Watchdog:
             own.set(f"{HANG}/{rank}", json.dumps(told))
             # A rank that was told may not claim the reason of one that has come to its limit.
             is_speaker = not is_told and own.compare_set(HANG, "", rank) == rank.encode()
-            until(lambda: all(own.check([f"{HANG}/{r}"]) for r in ranks), GRACE_S)
             if is_speaker:
+                until(lambda: all(own.check([f"{HANG}/{r}"]) for r in ranks), GRACE_S)
                 spoken = [r for r in ranks if own.check([f"{HANG}/{r}"])]
                 said.lines = {r: json.loads(own.get(f"{HANG}/{r}")) for r in spoken}
                 if failure.is_first(own):  # else the job has told another reason
                     self._give_reason(reason)
                 said.reason_given = True
                 own.set(given, rank)
-            else:
-                said.reason_given = until(lambda: own.check([given]), _CONNECTION_S)
+            else:  # at once, for rank 0 may keep the store, and end
+                said.reason_given = until(lambda: own.check([given]), GRACE_S + 2 * _CONNECTION_S)
 
     def _give_reason(self, reason: str) -> None:
         """Say why the job ends, and who may be the cause, unless that has been said."""
         said = self._said
         if said.reason_given:
             return
+        said.reason_given = True
+        try:
+            suspects = self._suspects()
+        except Exception as cause:  # the reason itself is known
+            suspects = f" Whose fault it is cannot be said: {cause!r}."
         error = TrainingError(
             f"rank {self._member.rank} {reason}, and {self.limit.name}={self.limit.seconds:g}; "
-            f"the job ends.{self._suspects()}"
+            f"the job ends.{suspects}"
         )
-        said.reason_given = True
         _print(failure.sentence_of(error))
         failure.tell_launcher(error)
 
@@ -411,5 +415,6 @@ def _listed(verdicts: list[str]) -> str:
 
 def _print(line: str) -> None:
     with suppress(Exception):  # a closed stream must not keep the process from ending
-        print(line, file=sys.stderr, flush=True)
+        # The main thread may have put something else in the place of sys.stderr, as tracing does.
+        print(line, file=sys.__stderr__ or sys.stderr, flush=True)
         sys.stdout.flush()

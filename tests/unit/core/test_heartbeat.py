@@ -173,3 +173,11 @@ def test_the_address_of_a_rank_is_its_interface_or_its_hosts(
 def test_a_process_table_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda self: False)
     assert peers_of(beat_of(2**22 + 1)).fates([0]) == {}
+
+
+def test_an_address_that_no_other_host_can_reach_is_named() -> None:
+    near = replace(own_heartbeat(), host="a", address="127.0.1.1")
+    far = replace(own_heartbeat(), host="b", machine="elsewhere", address="10.0.0.9")
+    said = heartbeat.network_hint(peers_of(near, far))
+    assert "at a (127.0.1.1, which only that host itself can reach), b (10.0.0.9): set" in said
+    assert "which only" not in heartbeat.network_hint(peers_of(near))

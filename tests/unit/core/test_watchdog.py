@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from dataclasses import replace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from merak.core import status
+from merak.core import status, watchdog
 from merak.core.heartbeat import PREFIX, Heartbeat, own_heartbeat
 from merak.core.status import Report
 from merak.core.watchdog import Limit, Member, Watchdog
@@ -102,7 +104,7 @@ def test_a_rank_that_has_left_is_not_silent() -> None:
 
 def test_a_silent_rank_is_no_reason_for_patience() -> None:
     dog, _ = watching(waits(101.0), busy_s=5.0)
-    silence(dog, 1, 60.0)
+    silence(dog, 1, 101.0)
     assert dog._is_overdue()
 
 
@@ -128,6 +130,14 @@ def test_one_of_the_ranks_that_wait_says_so(
     assert line.startswith("merak: rank 0 (pp 0, dp 0, tp 0, ")
     assert "has waited 61.0 s for the gradient from rank 1" in line
     assert "; at hang_limit_s=100 the job ends. Meanwhile rank 1 is saving the model for" in line
+
+
+def test_what_a_watchdog_says_is_seen_while_a_trace_keeps_errors_back(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        watchdog._print("merak: rank 0 waits")
+    assert capfd.readouterr().err == "merak: rank 0 waits\n"
 
 
 def test_a_wait_of_seconds_is_not_worth_a_notice(capfd: pytest.CaptureFixture[str]) -> None:
