@@ -240,6 +240,13 @@ def file_name(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json"
 
 
+def with_others(file: Path, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parts that have just been run, and those of an earlier run that have not, in order."""
+    earlier = json.loads(file.read_text("utf-8"))["parts"] if file.exists() else []
+    every = {part["name"]: part for part in [*earlier, *parts]}
+    return [every[name] for name in PARTS if name in every]
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -271,7 +278,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(found, indent=1) if options.json else gpu_page.section(found))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / file_name(machine["device"]), found)
+        file = folder / file_name(machine["device"])
+        write(file, found | {"parts": with_others(file, parts)})
         if page is not None:
             every = gpu_page.load(folder)
             page.write_text(gpu_page.page_with(page.read_text("utf-8"), every), encoding="utf-8")

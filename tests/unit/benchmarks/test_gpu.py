@@ -168,6 +168,18 @@ def test_parts_without_time_are_left_out(gpu: ModuleType) -> None:
     assert found["failed"] == "left out: no time was left"
 
 
+def test_what_is_not_run_again_is_kept(gpu: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    assert gpu.with_others(file, [{"name": "memory", "rows": [1]}]) == [
+        {"name": "memory", "rows": [1]}
+    ]
+    file.write_text(json.dumps({"parts": [{"name": "memory"}, {"name": "profile", "rows": []}]}))
+    assert gpu.with_others(file, [{"name": "memory", "rows": [2]}]) == [
+        {"name": "profile", "rows": []},
+        {"name": "memory", "rows": [2]},
+    ]
+
+
 def test_failures_of_gpu_tests_become_rows(gpu: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "found.xml"
     report.write_text(
