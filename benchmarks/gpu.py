@@ -98,11 +98,11 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "tests": Part("Tests marked gpu", run_tests, 110.0, needs_gpu=True),
-    "profile": Part("Speeds", gpu_parts.profile, 30.0),
-    "attention": Part("Attention in bf16, calls in a step", gpu_parts.attention, 50.0),
-    "launches": Part("Kernels of a step in bf16", gpu_pairs.launches, 60.0),
-    "memory": Part("Memory in bf16: forecast and peak", gpu_parts.memory, 70.0),
+    "tests": Part("Tests marked gpu", run_tests, 100.0, needs_gpu=True),
+    "profile": Part("Speeds", gpu_parts.profile, 25.0),
+    "attention": Part("Attention in bf16, calls in a step", gpu_parts.attention, 65.0),
+    "launches": Part("Kernels of a step in bf16", gpu_pairs.launches, 55.0),
+    "memory": Part("Memory in bf16: forecast and peak", gpu_parts.memory, 75.0),
     "gpt2": Part(
         "Throughput in bf16: GPT-2",
         partial(gpu_pairs.throughput, name="GPT-2 1.5B"),
@@ -111,7 +111,7 @@ PARTS: dict[str, Part] = {
     "llama": Part(
         "Throughput in bf16: Llama",
         partial(gpu_pairs.throughput, name="Llama 1B"),
-        80.0,
+        70.0,
     ),
 }
 
@@ -240,6 +240,13 @@ def file_name(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json"
 
 
+def with_others(file: Path, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parts that have just been run, and those of an earlier run that have not, in order."""
+    earlier = json.loads(file.read_text("utf-8"))["parts"] if file.exists() else []
+    every = {part["name"]: part for part in [*earlier, *parts]}
+    return [every[name] for name in PARTS if name in every]
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -259,6 +266,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.part:
         measure_part(options.part, options.device, options.limit_s, options.found)
         return
+    # Ended from outside, it still ends the part that runs, which is a session of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     on_gpu = options.device == "cuda"
     folder = options.folder or (FOLDER if on_gpu else None)
     page = options.page or (PAGE if on_gpu else None)
@@ -269,7 +278,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(found, indent=1) if options.json else gpu_page.section(found))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / file_name(machine["device"]), found)
+        file = folder / file_name(machine["device"])
+        write(file, found | {"parts": with_others(file, parts)})
         if page is not None:
             every = gpu_page.load(folder)
             page.write_text(gpu_page.page_with(page.read_text("utf-8"), every), encoding="utf-8")

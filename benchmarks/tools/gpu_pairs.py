@@ -18,124 +18,28 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from torch.utils.data import Dataset
-from transformers.pytorch_utils import Conv1D
 
 import merak
 from merak.plan.device import PRESETS
+from tools.gpu_cases import (
+    FULL,
+    TINY,
+    Case,
+    Repeated,
+    built,
+    fitted,
+    flops_per_token,
+    num_parameters,
+    sheet_of,
+)
 from tools.gpu_trace import Counts, counted, starting
-from tools.models import Size, build_model
+from tools.models import Size
 
 NAMES = ("transformers", "merak")
 ROUND_STEPS = 3
 MOST_ROUNDS, LEAST_ROUNDS = 9, 3
 RESERVE = 0.15
 """The share of a part's limit that is left for its end."""
-
-FULL = {
-    "GPT-2 1.5B": ("gpt2", Size(1600, 48, 25, 50257, 1024, 4, 4)),
-    "Llama 1B": ("llama", Size(2048, 22, 32, 32000, 1024, 4, 4)),
-}
-TINY = Size(32, 2, 2, 64, 16, 2, 2)
-
-STATE_BYTES = 16
-"""Of a parameter in mixed precision: itself, its gradient and AdamW's two, in float32 each."""
-
-SHARE_TO_FILL = 0.8
-ACTIVATION_BYTES = {"gpt2": 110, "llama": 90}
-"""Upper estimates, for a token and a layer, by what the hidden size is multiplied with."""
-
-LOGIT_BYTES = 20
-"""Likewise for a token and a word of the vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a pair of processes trains.
-
-    Args:
-        architecture: as of `build_model`.
-        size: sizes of the model and its batch.
-        device: "cuda" or "cpu".
-    """
-
-    architecture: str
-    size: Size
-    device: str
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.size.batch * self.size.accumulation * self.size.sequence
-
-
-def built(case: Case) -> nn.Module:
-    """The model with its weights, on the device from the first, where drawing them is quick."""
-    with torch.device(case.device):
-        model = build_model(case.architecture, case.size)
-    model.config.use_cache = False
-    return model
-
-
-def fitted(architecture: str, size: Size, memory_bytes: float) -> Size:
-    """A size of which two trainings fit a device: a smaller microbatch, or else fewer layers."""
-    for part in (1.0, 0.75, 0.5, 0.25, 0.125):
-        for batch in (4, 2, 1):
-            smaller = replace(size, layers=max(1, round(size.layers * part)), batch=batch)
-            if needed_bytes(architecture, smaller) <= SHARE_TO_FILL * memory_bytes:
-                return smaller
-    return replace(size, layers=1, batch=1)
-
-
-def needed_bytes(architecture: str, size: Size) -> float:
-    """Bytes of two trainings' states and of one's activations, estimated from above."""
-    per_token = ACTIVATION_BYTES[architecture] * size.hidden * size.layers
-    activations = size.batch * size.sequence * (per_token + LOGIT_BYTES * size.vocabulary)
-    return 2 * STATE_BYTES * num_parameters(architecture, size) + activations
-
-
-def num_parameters(architecture: str, size: Size) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_model(architecture, size).parameters())
-
-
-def flops_per_token(architecture: str, size: Size) -> float:
-    """FLOPs of training on a token, without those of recomputing.
-
-    Source: arXiv 2204.02311 (PaLM), appendix B; six for every weight of a product, of which the
-    head is one, and attention's products in full, as if it were not causal.
-    """
-    with torch.device("meta"):
-        modules = list(build_model(architecture, size).modules())
-    weights = sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear | Conv1D))
-    return 6.0 * weights + 12.0 * size.layers * size.hidden * size.sequence
-
-
-def sheet_of(device_name: str) -> str | None:
-    """The data sheet among `PRESETS` for a device, by its driver's name for it."""
-    words = device_name.lower().replace("-", " ").split()
-    if "h100" in words:
-        return "h100-pcie" if "pcie" in words else "h100-sxm"
-    fitting = [name for name in PRESETS if all(word in words for word in name.split("-"))]
-    return max(fitting, key=len, default=None)
-
-
-class Repeated(Dataset[dict[str, torch.Tensor]]):
-    """A few random sequences over and over, whose labels are the sequences themselves."""
-
-    def __init__(self, size: Size, num_different: int = 64) -> None:
-        draws = torch.Generator().manual_seed(1)
-        shape = (num_different, size.sequence)
-        self.tokens = torch.randint(size.vocabulary, shape, generator=draws)
-        self.length = 20_000 * size.batch * size.accumulation
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = self.tokens[index % len(self.tokens)]
-        return {"input_ids": tokens, "labels": tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,19 +299,30 @@ def mfu(
 
 def launches(device: str, limit_s: float) -> Iterator[dict[str, Any]]:
     """Kernels of a step of both, and how often the host waits for the device in it."""
-    for name, (architecture, size) in FULL.items():
-        small = TINY if device == "cpu" else replace(size, layers=4, batch=1, accumulation=2)
-        pair = Pair(Case(architecture, small, device))
-        try:
-            taken = pair.take(Turn(2, 1, profiled=True))
+    cases = {name: profiled_case(device, *full) for name, full in FULL.items()}
+    pairs = {name: Pair(case) for name, case in cases.items()}  # all start beside one another
+    try:
+        for name, pair in pairs.items():
+            yield from launches_rows(name, cases[name].size, pair.take(Turn(2, 1, profiled=True)))
             pair.losses()
-        finally:
+    finally:
+        for pair in pairs.values():
             pair.close()
-        for trainer, found in zip(NAMES, taken, strict=True):
-            assert found.counts is not None
-            yield {
-                "model": f"{name}, {small.layers} layers",
-                "microbatches": small.accumulation,
-                "trainer": trainer,
-                **asdict(found.counts),
-            }
+
+
+def profiled_case(device: str, architecture: str, size: Size) -> Case:
+    """A few layers are enough to count kernels in."""
+    small = TINY if device == "cpu" else replace(size, layers=4, batch=1, accumulation=2)
+    return Case(architecture, small, device)
+
+
+def launches_rows(name: str, size: Size, taken: tuple[Taken, Taken]) -> Iterator[dict[str, Any]]:
+    """Two lines of the table."""
+    for trainer, found in zip(NAMES, taken, strict=True):
+        assert found.counts is not None
+        yield {
+            "model": f"{name}, {size.layers} layers",
+            "microbatches": size.accumulation,
+            "trainer": trainer,
+            **asdict(found.counts),
+        }

@@ -23,7 +23,8 @@ from merak.parallel import ParallelModel
 from merak.plan.device import preset
 from merak.plan.profile import measure
 from merak.plan.storages import Storages
-from tools.gpu_pairs import error_text, sheet_of
+from tools.gpu_cases import sheet_of
+from tools.gpu_pairs import error_text
 from tools.gpu_trace import attention_kernels, attention_of, kernels_of, starting
 
 AUTOCAST = torch.bfloat16

@@ -170,11 +170,18 @@ def agree(relief: Relief, mesh: Mesh) -> None:
         raise StepGivenUp(reasons)
 
 
+_NO_MEMORY = (
+    "can't allocate memory",  # the CPU's allocator
+    "CUDA error: out of memory",  # what is allocated past torch's allocator: pinned memory, say
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def _nothing() -> None:

@@ -255,7 +255,8 @@ class MerakTrainer(Saving, Logging, Trainer):
         replicas = range(self.mesh.dp) if across else (self.mesh.dp_rank,)
         rows = self._agreement.notes
         counts = [row[r]["labels"] for row in rows for r in replicas if "labels" in row[r]]
-        return batches, torch.tensor(float(sum(counts)), device=device) if counts else None
+        # On the host: the engine sends it with the columns, and nothing waits for the device here.
+        return batches, torch.tensor(float(sum(counts))) if counts else None
 
     # ---- one step ----
 

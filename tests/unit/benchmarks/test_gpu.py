@@ -35,6 +35,11 @@ def no_mesh() -> Iterator[None]:
     mesh.reset()
 
 
+@pytest.fixture
+def cases(folder_of_scripts: None) -> ModuleType:
+    return importlib.import_module("tools.gpu_cases")
+
+
 def rows(gpu: ModuleType, name: str) -> list[dict[str, Any]]:
     found = list(gpu.PARTS[name].rows("cpu", 1e9))
     assert found
@@ -96,24 +101,24 @@ def test_a_training_that_fails_is_told_in_one_line(gpu: ModuleType) -> None:
     ("memory_bytes", "layers", "batch"), [(150e9, 48, 4), (85e9, 48, 1), (25e9, 12, 1)]
 )
 def test_models_are_as_large_as_two_trainings_fit(
-    gpu: ModuleType, memory_bytes: float, layers: int, batch: int
+    cases: ModuleType, memory_bytes: float, layers: int, batch: int
 ) -> None:
-    architecture, size = gpu.gpu_pairs.FULL["GPT-2 1.5B"]
-    found = gpu.gpu_pairs.fitted(architecture, size, memory_bytes)
+    architecture, size = cases.FULL["GPT-2 1.5B"]
+    found = cases.fitted(architecture, size, memory_bytes)
     assert (found.layers, found.batch) == (layers, batch)
-    assert gpu.gpu_pairs.needed_bytes(architecture, found) < memory_bytes
+    assert cases.needed_bytes(architecture, found) < memory_bytes
 
 
 @pytest.mark.parametrize(
     ("name", "low", "high"), [("GPT-2 1.5B", 1.5e9, 1.6e9), ("Llama 1B", 1.0e9, 1.3e9)]
 )
 def test_models_are_of_the_sizes_that_their_names_say(
-    gpu: ModuleType, name: str, low: float, high: float
+    cases: ModuleType, name: str, low: float, high: float
 ) -> None:
-    architecture, size = gpu.gpu_pairs.FULL[name]
-    assert low < gpu.gpu_pairs.num_parameters(architecture, size) < high
+    architecture, size = cases.FULL[name]
+    assert low < cases.num_parameters(architecture, size) < high
     products = 12 * size.layers * size.hidden * size.sequence
-    per_token = gpu.gpu_pairs.flops_per_token(architecture, size)
+    per_token = cases.flops_per_token(architecture, size)
     assert 6 * low - products < per_token - products < 6 * high
 
 
@@ -130,9 +135,9 @@ def test_models_are_of_the_sizes_that_their_names_say(
     ],
 )
 def test_a_device_has_the_data_sheet_of_its_name(
-    gpu: ModuleType, device: str, sheet: str | None
+    cases: ModuleType, device: str, sheet: str | None
 ) -> None:
-    assert gpu.gpu_pairs.sheet_of(device) == sheet
+    assert cases.sheet_of(device) == sheet
 
 
 def test_a_part_that_takes_too_long_keeps_its_rows_and_costs_no_other(
@@ -161,6 +166,18 @@ def test_a_part_is_ended_when_its_time_is_over(gpu: ModuleType) -> None:
 def test_parts_without_time_are_left_out(gpu: ModuleType) -> None:
     (found,) = gpu.run_all(["profile"], "cpu", 1.0)
     assert found["failed"] == "left out: no time was left"
+
+
+def test_what_is_not_run_again_is_kept(gpu: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    assert gpu.with_others(file, [{"name": "memory", "rows": [1]}]) == [
+        {"name": "memory", "rows": [1]}
+    ]
+    file.write_text(json.dumps({"parts": [{"name": "memory"}, {"name": "profile", "rows": []}]}))
+    assert gpu.with_others(file, [{"name": "memory", "rows": [2]}]) == [
+        {"name": "profile", "rows": []},
+        {"name": "memory", "rows": [2]},
+    ]
 
 
 def test_failures_of_gpu_tests_become_rows(gpu: ModuleType, tmp_path: Path) -> None:
