@@ -362,69 +362,19 @@ class Scaled(nn.Module):
         return {"loss": (slope**2).mean() + score.mean()}
 
 
-class Doubled(nn.Module):
-    """An energy of which no trace can follow the code."""
+class Edited(nn.Module):
+    """A gradient through writes in place, and one that a tensor on the way retains."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = layers(nn.SiLU)
+        self.first, self.net = nn.Linear(WIDTH, WIDTH), layers()
 
-    def forward(self, x: Tensor) -> Tensor:
-        energy: Tensor = self.net(x).sum(1)
-        return 2 * energy if energy.mean() > 0 else energy
-
-
-class Slopes(nn.Module):
-    """The energy's slope, in a part of the model of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = Doubled()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = self.energy(x)
-            slope = torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
-        return energy, slope
-
-
-class Batched(nn.Module):
-    """Several gradients at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = layers(nn.SiLU, out=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.requires_grad_()
-            y = self.net(x)
-            along = torch.eye(2, dtype=y.dtype)[:, None].expand(2, *y.shape)
-            (rows,) = torch.autograd.grad(y, x, along, is_grads_batched=True, create_graph=True)
-        return rows.pow(2).sum((0, 2))
-
-
-class Polluting(Classifier):
-    """Its backward() also gives its own parameters a gradient, which it takes away again."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            self.cost(x, y).backward()
-        self.zero_grad()
-        assert x.grad is not None
-        return self.cost(x.detach() + 0.1 * x.grad.sign(), y)
-
-
-class Around(nn.Module):
-    """A model with one of the above as a part."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.first, self.part = nn.Linear(WIDTH, WIDTH), part
-
-    def forward(self, x: Tensor, **others: Tensor) -> dict[str, Tensor]:
-        made = self.part(self.first(x), **others)
-        found = made if isinstance(made, tuple) else (made,)
-        return {"loss": sum((one**2).mean() for one in found)}
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        leaf = x.clone().requires_grad_()
+        hidden = self.first(leaf) * 2
+        hidden[:, 0] = 0
+        hidden.add_(x).relu_()
+        hidden.retain_grad()
+        self.net(hidden).sum().backward(inputs=[leaf], retain_graph=True)
+        assert leaf.grad is not None and hidden.grad is not None
+        return {"loss": (self.net(x + leaf.grad) * self.net(hidden + hidden.grad)).mean()}

@@ -112,6 +112,8 @@ class AutogradCalls(TorchFunctionMode):
         super().__init__()
         # A tensor's gradient is read again by whoever holds the tensor.
         self._gradients: list[torch.Tensor] = []
+        self._retaining: dict[int, torch.Tensor] = {}
+        self._retained: dict[int, torch.Tensor] = {}
         self._frozen: dict[int, nn.Parameter] = {}
 
     def __torch_function__(
@@ -132,6 +134,11 @@ class AutogradCalls(TorchFunctionMode):
         if func in _SWITCHES and isinstance(args[0], FakeTensor):
             self._switch(args[0], kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
             return args[0]
+        if func is torch.Tensor.retain_grad:
+            self._retaining[id(args[0])] = args[0]
+            return None
+        if func == _GET_GRAD and id(args[0]) in self._retaining:
+            return self._retained.get(id(args[0]))
         if func == _GET_GRAD and isinstance(args[0], nn.Parameter):
             _refuse_parameter_gradient()
         if self._frozen and func not in _FLAGS:
@@ -246,14 +253,21 @@ class AutogradCalls(TorchFunctionMode):
                 "calls backward(), which adds to the gradients of the model's own parameters",
                 "take the gradient of what you need with torch.autograd.grad(loss, inputs)",
             )
+        known = {id(leaf) for leaf in leaves}
+        leaves += [t for key, t in self._retaining.items() if key not in known]
         given = grad_variables if grad_tensors is None else grad_tensors
         found = self._grad(tensors, leaves, given, create_graph=create_graph, allow_unused=True)
         for leaf, gradient in zip(leaves, found, strict=True):
             if gradient is None:
                 continue
-            total = gradient if leaf.grad is None else leaf.grad + gradient
-            leaf.grad = total
+            is_retaining = id(leaf) in self._retaining
+            before = self._retained.get(id(leaf)) if is_retaining else leaf.grad
+            total = gradient if before is None else before + gradient
             self._gradients.append(total)
+            if is_retaining:
+                self._retained[id(leaf)] = total
+            else:
+                leaf.grad = total
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -88,7 +88,9 @@ def _refuse_opaque(graph: fx.Graph, call: fx.Node) -> None:
             continue
         is_open = isinstance(target, torch._ops.OpOverload) and target.namespace in _OPEN
         if not is_open and not is_function(node):
-            raise _untraceable(call, f"it goes through {target}")
+            kept = node.meta.get("kept")
+            what = f"{kept.place.path}, which is kept whole" if kept is not None else target
+            raise _untraceable(call, f"it goes through {what}")
 
 
 _OPEN = ("aten", "prim", "prims")

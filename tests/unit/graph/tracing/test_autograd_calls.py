@@ -16,6 +16,7 @@ from merak.graph.call import Call, call_model
 from merak.graph.kept.whole import kept_calls
 from merak.graph.tracing.shapes import Graphs
 from tests.unit.graph import gradient_models as g
+from tests.unit.graph import gradient_parts as parts
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
 
 
@@ -109,7 +110,7 @@ def test_third_derivatives() -> None:
     compare(g.Physics(), POINTS)
 
 
-@pytest.mark.parametrize("model", [g.Curved, g.Recomputed, g.Sampled, g.Scaled])
+@pytest.mark.parametrize("model", [g.Curved, g.Recomputed, g.Sampled, g.Scaled, g.Edited])
 def test_gradients_of_inputs(model: type[nn.Module]) -> None:
     compare(model(), batch_for("x"))
 
@@ -123,41 +124,12 @@ def test_a_transform_of_functions(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "columns"),
-    [(g.Slopes, ("x",)), (g.Batched, ("x",)), (g.Polluting, ("x", "y"))],
+    [(parts.Slopes, ("x",)), (parts.Batched, ("x",)), (parts.Polluting, ("x", "y"))],
 )
 def test_a_part_that_no_operators_can_stand_for_is_kept_whole(
     part: type[nn.Module], columns: tuple[str, ...]
 ) -> None:
-    compare(g.Around(part()), batch_for(*columns), kept=("part",))
-
-
-class TopOfForward(nn.Module):
-    """Takes a gradient where no module around it could be kept whole."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.net, self.energy = kind, g.layers(), g.Doubled()
-        self.still = nn.Parameter(torch.ones(()), requires_grad=False)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = x.requires_grad_()
-        y = self.net(x)
-        total = y.sum()
-        if self.kind == "batched":
-            along = torch.ones(2, *y.shape)
-            total = torch.autograd.grad(y, x, along, is_grads_batched=True)[0].sum()  # batched
-        elif self.kind == "parameters":
-            total.backward(retain_graph=True)  # parameters
-        elif self.kind == "attribute":
-            assert self.net[0].weight.grad is None  # attribute
-        elif self.kind == "through":
-            energy = self.energy(x).sum()
-            total = torch.autograd.grad(energy, x, create_graph=True)[0].sum()  # through
-        elif self.kind == "thaws":
-            self.still.requires_grad_(True)  # thaws
-        else:
-            self.net.requires_grad_(False)
-        return {"loss": total + y.sum()}
+    compare(parts.Around(part()), batch_for(*columns), kept=("part",))
 
 
 @pytest.mark.parametrize(
@@ -166,16 +138,16 @@ class TopOfForward(nn.Module):
         ("batched", "it takes gradients in batches (is_grads_batched)"),
         ("parameters", "it calls backward(), which adds to the gradients of the model's own"),
         ("attribute", "it reads the .grad of a parameter"),
-        ("through", "cannot be written as operators (it goes through merak.kept_module.default)"),
+        ("through", "cannot be written as operators (it goes through energy, which is kept whole)"),
         ("thaws", "it lets a frozen parameter be trained"),
         ("freezes", "sets requires_grad of a parameter of the shape (8, 6) to False"),
     ],
 )
 def test_what_is_refused_names_its_line(kind: str, said: str) -> None:
-    text = message(TopOfForward(kind), batch_for("x"))
+    text = message(parts.TopOfForward(kind), batch_for("x"))
     assert said in text
     if kind != "freezes":
-        assert f"{__file__}:{line_of(f'# {kind}')}" in text
+        assert f"{parts.__file__}:{line_of(f'# {kind}', parts.__file__)}" in text
 
 
 def test_no_parameter_keeps_a_gradient_of_a_trace() -> None:
@@ -218,8 +190,8 @@ def message(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
     return text
 
 
-def line_of(text: str) -> int:
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+def line_of(text: str, file: str = __file__) -> int:
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
 
 
