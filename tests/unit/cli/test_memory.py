@@ -147,7 +147,7 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--offload", "much"), "offload_activations='much' is no choice"),
         (("--host-bytes-per-s", "0"), "--host-bytes-per-s 0.0 is no rate; use a number above 0."),
         (("--optimizer", "Optimise"), "--optimizer Optimise is no class of torch.optim"),
-        (("--device", "abacus"), "--device abacus is not supported"),
+        (("--device", "abacus"), "--device abacus is not known"),
         (("--schedule", "2f2b"), "no schedule '2f2b'"),
         (("--zero", "4"), "zero=4 is not a choice"),
         (("--zero", "1", "--schedule", "gems", "--pp", "2"), "schedule='gems' keeps several"),

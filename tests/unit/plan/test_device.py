@@ -110,8 +110,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(profiles.Path, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        measure("cpu", tmp_path)
+    assert measure("cpu", tmp_path) == preset("l4")  # goes on without the file
     assert not list(tmp_path.iterdir())
 
 
