@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from merak.core import mesh
-from merak.core.errors import ArgumentsError, PlanError, TraceError
+from merak.core.errors import ArgumentsError, DataError, PlanError, TraceError
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
@@ -191,7 +191,7 @@ def _fail(engine: Engine, batches: list[dict[str, torch.Tensor]], moment: str) -
             train(engine, batches)
         handle.remove()
     else:
-        with pytest.raises(IndexError):
+        with pytest.raises(DataError):
             bad = {**batches[0], "input_ids": batches[0]["input_ids"] + 1000}
             engine.evaluate([signature(batches[0]).columns], [bad])
 
