@@ -41,7 +41,7 @@ class Status(NamedTuple):
 class Report(NamedTuple):
     """What the watchdog tells of this rank.
 
-    Args:
+    Attributes:
         doing: the rest of a sentence that begins with the rank.
         waits: the part of it that says how long it has waited or worked; empty where it waits for
             nobody.

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from merak.core.errors import ScheduleError
 from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
-from merak.engine.evaluation import evaluate_microbatch
+from merak.engine.evaluation import evaluate_microbatch, start_gathers
 from merak.engine.exchange import Exchange
 from merak.engine.indices import check_indices
 from merak.engine.loans import borrow
 from merak.engine.microbatches import Microbatches
 from merak.engine.moved import bring
-from merak.engine.norms import clip_gradients, global_norm, pipeline_norm
+from merak.engine.norms import clip_gradients, gradient_norm
 from merak.engine.parts import Parts, Signature
 from merak.engine.program import Program
 from merak.engine.records import StepRecord, gather_records
@@ -31,8 +31,6 @@ from merak.engine.summary import idle_pipeline
 from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
 from merak.engine.training import TrainingStep, Update
-from merak.engine.turns import turns_of
-from merak.schedule.ir import Kind
 
 _EVALUATE_LESS = (
     "use smaller batches to evaluate (per_device_eval_batch_size), or a larger pp or tp"
@@ -342,8 +340,10 @@ class Engine:
         settle(self._parts, self._programs(signatures, False), batches)
         results = []
         try:
-            rest = self._share_evaluation(signatures)
             programs = [self._parts.program_for(s, False) for s in signatures]
+            rest: list[tuple[str, ...]] = []
+            if self._parts.sharded is not None:
+                rest = start_gathers(self._parts, programs, self._counts(len(programs))[0])
             bring(self._parts, programs)
             lent = borrow(self._parts, programs)
             with own_random_state(self.mesh.device):
@@ -361,30 +361,6 @@ class Engine:
             self.forget()
             raise
         return results
-
-    def _share_evaluation(self, signatures: Sequence[Signature]) -> list[tuple[str, ...]]:
-        """Say when which parameters are gathered.
-
-        Returns:
-            Those of microbatches that only other replicas have, who need this one's shares.
-        """
-        sharded = self._parts.sharded
-        if sharded is None:
-            return []
-        programs = [self._parts.program_for(signature, False) for signature in signatures]
-        most, _ = self._counts(len(signatures))
-        # Of what others have alone, all is known that matters: they are microbatches as well.
-        some = programs[-1] if programs else self._parts.base
-        each = [
-            [
-                turn
-                for _, stage in sorted(program.stages.items())
-                for turn in turns_of(Kind.FORWARD, stage, False)
-            ]
-            for program in [*programs, *(some for _ in range(most - len(programs)))]
-        ]
-        sharded.start(turn for turns in each for turn in turns)
-        return [names for turns in each[len(programs) :] for names, _ in turns]
 
     def _evaluate(
         self, number: int, signature: Signature, batch: Mapping[str, torch.Tensor], lent: Values
@@ -422,27 +398,7 @@ class Engine:
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar, the same on every rank."""
-        counted = {n: item for n, item in self.trained.items.items() if self.is_owner(n)}
-        axes = ("tp", "pp", "dp") if self.trained.is_sharded else ("tp", "pp")
-        peers = tuple(peer for axis in axes for peer in self.mesh.peers(axis))
-        rows = {id(i.stepped): i.rows for i in counted.values() if i.rows is not None}
-        with self.progress.waiting(f"the gradient norm over {' and '.join(axes)} with", peers):
-            if self.mesh.tp == 1 and not self.trained.is_sharded:
-                gradients = {n: i.stepped.grad for n, i in counted.items()}
-                return pipeline_norm(
-                    {name: g for name, g in gradients.items() if g is not None},
-                    self._parts.norm_order,
-                    self.mesh.group("pp"),
-                    self.mesh.device,
-                )
-            return global_norm(
-                [item.stepped for item in counted.values()],
-                {id(i.stepped): self.shards[n] for n, i in counted.items() if n in self.shards},
-                self.mesh.tp,
-                [self.mesh.group(axis) for axis in axes],
-                self.mesh.device,
-                rows,
-            )
+        return gradient_norm(self._parts)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from merak.engine.exchange import Exchange
 from merak.engine.parts import Parts
+from merak.engine.program import Program
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
+from merak.engine.turns import turns_of
+from merak.schedule.ir import Kind
 from merak.schedule.steps import Payload, Receive, Send
 
 
@@ -28,6 +33,32 @@ def evaluate_microbatch(
         if rank == parts.mesh.pp_rank:
             outputs |= _run_stage(parts, exchange, stage, number, microbatch)
     return outputs
+
+
+def start_gathers(parts: Parts, programs: Sequence[Program], most: int) -> list[tuple[str, ...]]:
+    """Say in which order an evaluation gathers the parameters that replicas hold in shards.
+
+    Args:
+        parts: of an engine with zero=3.
+        programs: of this replica's microbatches, in order.
+        most: the most microbatches that a replica has.
+
+    Returns:
+        The parameters of microbatches that only other replicas have, who need this one's shards.
+    """
+    assert parts.sharded is not None
+    # Of what others have alone, all is known that matters: they are microbatches as well.
+    some = programs[-1] if programs else parts.base
+    each = [
+        [
+            turn
+            for _, stage in sorted(program.stages.items())
+            for turn in turns_of(Kind.FORWARD, stage, False)
+        ]
+        for program in [*programs, *(some for _ in range(most - len(programs)))]
+    ]
+    parts.sharded.start(turn for turns in each for turn in turns)
+    return [names for turns in each[len(programs) :] for names, _ in turns]
 
 
 def _run_stage(

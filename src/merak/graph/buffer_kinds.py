@@ -20,7 +20,7 @@ RUNNING_STATISTICS = (3, 4)
 class WrittenBuffer(Enum):
     """What a buffer's new value depends on.
 
-    Args:
+    Attributes:
         SAME: on parameters and buffers alone (averaged weights, a spectral norm's vectors, counts
             of steps): replicas that have run equally many microbatches have the same.
         MEAN: the running statistics of norms of a batch, which training writes and does not read:

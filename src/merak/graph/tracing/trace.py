@@ -7,7 +7,7 @@ what comes out is the operators that one device would run, in their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -161,16 +161,8 @@ def export_model(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     checks = PassedChecks()
     real = Real.of(model)
-    with ExitStack() as stack:
-        stack.enter_context(own_attributes(model))
-        stack.enter_context(fake_weights(model, mode, device))
-        stack.enter_context(eager_masks(columns))
-        stack.enter_context(kept_functions(model))
-        stack.enter_context(unmoved_modules())
-        stack.enter_context(func_by_autograd())
-        stack.enter_context(draws_in_torch(model, draws))
-        host_draws = HostDraws(call.kept_whole)
-        stack.enter_context(host_draws.recorded(model))
+    host_draws = HostDraws(call.kept_whole)
+    with _traceable(model, columns, mode, device, draws), host_draws.recorded(model):
         values = fake_batch(columns, mode, device)
         try:
             with (
@@ -212,6 +204,27 @@ def export_model(
         len(draws.made),
         keeping.picking,
     )
+
+
+@contextmanager
+def _traceable(
+    model: nn.Module,
+    columns: Mapping[str, TensorMeta],
+    mode: FakeTensorMode,
+    device: torch.device,
+    draws: Draws,
+) -> Iterator[None]:
+    """Replace, inside, the model's weights by fake ones, and functions by what a trace records."""
+    with (
+        own_attributes(model),
+        fake_weights(model, mode, device),
+        eager_masks(columns),
+        kept_functions(model),
+        unmoved_modules(),
+        func_by_autograd(),
+        draws_in_torch(model, draws),
+    ):
+        yield
 
 
 def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
