@@ -7,11 +7,11 @@ from itertools import pairwise
 import torch.distributed as dist
 
 from merak.core.mesh import init
+from merak.core.timeouts import extend_timeouts
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions
 from merak.engine.records import StepRecord
-from merak.engine.watch import outlast
 from merak.graph.build import GraphSource
 from merak.schedule.ir import Action, Kind
 from merak.schedule.timeline import measured_timeline
@@ -37,7 +37,7 @@ def timeouts() -> list[float]:
     options = EngineOptions(num_microbatches=2)
     sample = signature(batches(1)[0]).columns
     build_engine(GraphSource(tiny_gpt2()), sample, mesh, options)
-    outlast(4000.0, 0)
+    extend_timeouts(4000.0, 0)
     groups = dist.distributed_c10d._world.pg_map
     backends = [group._get_backend(mesh.device) for group in groups]
     return [backend.options._timeout.total_seconds() for backend in backends]
