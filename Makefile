@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train GPT-2 on four local ranks (tp=2, pp=2)
 	$(BIN)/torchrun --nproc-per-node 4 examples/pretrain_gpt2.py --output-dir runs/demo
 
-PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --durations 30
 test: $(STAMP) ## run the essential tests: units beside those with real ranks
 	$(PYTEST) -m 'not slow' $(TESTS)
 

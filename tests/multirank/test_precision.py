@@ -86,7 +86,7 @@ def half(folder: str, layout: Layout, resume: str | None, cache: str) -> dict[st
         seen["moved"].append(any(not torch.equal(p, before[n]) for n, p in named))
         return end(*args, **kwargs)
 
-    trainer.scaler = _Noted(trainer.scaler, note)
+    trainer.scaler = trainer._skipped.scaler = _Noted(trainer.scaler, note)
     trainer.callback_handler.on_step_end = ended
     trainer.train(resume_from_checkpoint=resume)
     seen["losses"] = [log["loss"] for log in trainer.state.log_history if "loss" in log]

@@ -19,22 +19,29 @@ logger = logging.getLogger(__name__)
 class _Shown(logging.Handler):
     """Writes Merak's lines to standard error, unless the script has handlers of its own by then."""
 
+    announced = logging.NOTSET
+    """The level of announcements that was last asked for."""
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         if not logging.root.handlers:
             print(f"[merak] {self.format(record)}", file=sys.stderr, flush=True)
 
 
+_shown = _Shown()
+
+
 def show_announcements(level: int = logging.INFO) -> None:
     """Show announcements and warnings, by the script's own handlers where it has set up logging.
 
     Args:
-        level: the lowest announcement that is shown.
+        level: the lowest announcement that is shown, unless the script has set this logger's level.
     """
-    if logger.level == logging.NOTSET:
+    if logger.level in (logging.NOTSET, _shown.announced):
         logger.setLevel(level)
+        _shown.announced = level
     if not logger.hasHandlers():
-        logging.getLogger("merak").addHandler(_Shown())
+        logging.getLogger("merak").addHandler(_shown)
 
 
 def is_announcing() -> bool:

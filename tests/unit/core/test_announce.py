@@ -18,12 +18,15 @@ OWN = logging.getLogger("merak")
 def as_in_a_script() -> Iterator[None]:
     """No handlers, as where nobody has set up logging; pytest has some."""
     root, own, level = logging.root.handlers[:], OWN.handlers[:], module.logger.level
+    announced_level = module._shown.announced
     logging.root.handlers[:], OWN.handlers[:] = [], []
+    module.logger.setLevel(logging.NOTSET)
     try:
         yield
     finally:
         logging.root.handlers[:], OWN.handlers[:] = root, own
         module.logger.setLevel(level)
+        module._shown.announced = announced_level
 
 
 @as_in_a_script()
