@@ -12,6 +12,7 @@ from torch import nn
 from merak.check import CheckOptions, CheckReport, Job, Layout, Workshop, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.zoo.plain.models import BY_NAME, MODELS, case_of
 
 
@@ -33,6 +34,13 @@ def check(
     return report
 
 
+ESSENTIAL = (
+    "ResNet", "UNet", "LSTM", "NanoGPT", "EncoderDecoder", "Shared", "Experts", "InPlace",
+    "Spectral", "VectorQuantized", "MessagePassing", "Recommender",
+)  # fmt: skip
+"""Those that `make test` trains; `make test-all` trains all."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_as_a_pipeline(pool: RankPool, model: type[nn.Module], tmp_path: Path) -> None:
@@ -42,7 +50,11 @@ def test_as_a_pipeline(pool: RankPool, model: type[nn.Module], tmp_path: Path) -
 
 # torch warns of its own reentrant checkpoints where no gradient is asked for.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model",
+    [model if model.__name__ in ESSENTIAL else slow(model) for model in MODELS],
+    ids=lambda model: model.__name__,
+)
 def test_split_and_as_a_pipeline(pool: RankPool, model: type[nn.Module], tmp_path: Path) -> None:
     report = check(pool, model, (Layout(tp=2, pp=2), "1f1b"), tmp_path)
     assert report.evaluation_max_rel_diff is not None

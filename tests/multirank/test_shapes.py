@@ -135,7 +135,7 @@ def whole_gradients(ranks: Sequence[Mapping[str, Any]], step: int) -> dict[str, 
     [
         ("llama", (1, 2, 2), "1f1b"),
         slow("t5", (1, 1, 2), "zero_bubble_h1"),
-        ("gpt2", (2, 1, 2), "interleaved_1f1b"),
+        slow("gpt2", (2, 1, 2), "interleaved_1f1b"),
     ],
 )
 def test_gradients_over_changing_shapes(

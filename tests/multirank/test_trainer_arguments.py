@@ -142,6 +142,7 @@ def _check(pool: RankPool, layout: Layout, cases: dict[str, Setup], kind: str, c
             assert own[0].losses == pytest.approx(wanted.losses, rel=1e-5), case
 
 
+@pytest.mark.slow
 def test_arguments_through_a_pipeline(pool: RankPool, tmp_path: Path) -> None:
     cases = {**CASES, **WHOLE_PARAMETERS, **WORKERS}
     _check(pool, (1, 1, 2), cases, "plain", tmp_path)
