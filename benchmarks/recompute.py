@@ -29,7 +29,7 @@ from merak.plan.balance import balance
 from merak.plan.cost import SegmentCost, segment_costs
 from merak.plan.device import preset
 from merak.plan.recompute import keep_ratios, paper_ratios, pipeline_costs
-from merak.schedule.simulate import simulate
+from merak.schedule.simulate.simulate import simulate
 
 NUM_GPUS, GLOBAL_BATCH, SEQUENCE = 8, 128, 1024
 HIDDEN, LAYERS, HEADS = 1920, 54, 20

@@ -13,7 +13,7 @@ from tools import report
 
 from merak.schedule.costs import stage_costs
 from merak.schedule.registry import build
-from merak.schedule.simulate import simulate
+from merak.schedule.simulate.simulate import simulate
 
 PAPER_PERCENT = (18.6, 22.0)
 SIZES = (4, 8, 16, 32, 64)

@@ -38,16 +38,16 @@ from merak.engine.engine import Engine
 from merak.engine.progress import Progress
 from merak.engine.records import HostClock, StepRecord
 from merak.parallel import ParallelModel
+from merak.schedule.action_table import tabulate
 from merak.schedule.costs import stage_costs
 from merak.schedule.ir import Kind, Schedule, parse_action
 from merak.schedule.registry import build, names
-from merak.schedule.render_svg import render_html, render_svg
-from merak.schedule.render_text import render_texts
+from merak.schedule.render.svg import render_html, render_svg
+from merak.schedule.render.text import render_texts
 from merak.schedule.serialize import to_json
-from merak.schedule.simulate import Simulation, simulate
-from merak.schedule.table import tabulate
-from merak.schedule.timeline import measured_timeline, simulated_timeline
-from merak.schedule.timing import time_actions
+from merak.schedule.simulate.simulate import Simulation, simulate
+from merak.schedule.simulate.timeline import measured_timeline, simulated_timeline
+from merak.schedule.simulate.timing import time_actions
 
 RECOMPUTING = "1f1b, recomputing"
 """1F1B with full recomputation, which the engine runs from a file."""

@@ -10,12 +10,12 @@ from typing import Any
 
 from tools import report
 
-from merak.schedule.auto import auto
 from merak.schedule.costs import Costs, Link, stage_costs, uniform
 from merak.schedule.lower import lower
 from merak.schedule.registry import build
-from merak.schedule.simulate import simulate
-from merak.schedule.validate import validate
+from merak.schedule.search.auto import auto
+from merak.schedule.simulate.simulate import simulate
+from merak.schedule.validate.schedule import validate
 
 
 def median_s(work: Callable[[], object], repeats: int) -> float:

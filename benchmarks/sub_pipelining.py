@@ -36,10 +36,10 @@ from tools import report
 from torch import nn
 
 import merak
-from merak.core import collectives
 from merak.engine.engine import Engine
 from merak.engine.program import HalvedRun, HalvedSegment, SegmentProgram
 from merak.graph.tensor_parallel import features
+from merak.ops import collectives
 from merak.parallel import ParallelModel
 from merak.plan.overlap import Layers
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from merak.core.errors import DataError, ScheduleError, TrainingError
 from merak.core.mesh import current_mesh
+from merak.core.precision import check_autocast
 from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
-from merak.engine.precision import check_autocast
 from merak.engine.relief import OPTIMIZER_FIX, explained
 from merak.engine.scaling import MAX_SKIPPED_STEPS, LossScale
 from merak.graph.build import GraphSource

@@ -18,7 +18,7 @@ from torch import nn
 
 import merak
 from merak.checkpoint import parts, state
-from merak.core import failure, watchdog
+from merak.core.health import failure, watchdog
 from merak.engine import build  # noqa: F401  # imported once, before ranks are forked
 from merak.parallel import ParallelModel
 

@@ -157,7 +157,7 @@ def compare(
 
 CALL, PROPAGATE = "merak.engine.whole.call", "merak.engine.whole.propagate"
 BUFFER = "merak.engine.sharded.make_buffer"
-SUM = "merak.core.collectives._all_reduce"
+SUM = "merak.ops.collectives._all_reduce"
 
 
 def check(pool, degrees, faults, tmp_path, **options):

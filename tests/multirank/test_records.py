@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import torch.distributed as dist
 
+from merak.core.health.timeouts import extend_timeouts
 from merak.core.mesh import init
-from merak.core.timeouts import extend_timeouts
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions
 from merak.engine.records import StepRecord
 from merak.graph.build import GraphSource
 from merak.schedule.ir import Action, Kind
-from merak.schedule.timeline import measured_timeline
+from merak.schedule.simulate.timeline import measured_timeline
 from tests.multirank.test_schedules import batches, tiny_gpt2
 
 

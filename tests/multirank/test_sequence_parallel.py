@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import merak
-from merak.core import collectives
 from merak.core.mesh import init
-from merak.core.regather import keeping_shares
+from merak.ops import collectives
+from merak.ops.sharded_saved import keeping_shares
 from tests.multirank.compare import assert_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Setup, gpt2, make_merak, train_merak

@@ -23,9 +23,9 @@ from merak.arguments.ranges import range_problems
 from merak.arguments.rules import problems, raise_first
 from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError, MerakError
+from merak.core.health.status import phase, waiting, waiting_for_all
 from merak.core.mesh import current_mesh
-from merak.core.status import phase, waiting, waiting_for_all
-from merak.engine.precision import check_autocast
+from merak.core.precision import check_autocast
 from merak.engine.scaling import MAX_SKIPPED_STEPS
 from merak.graph.tensor_parallel.feature_file import parse_features
 

@@ -29,7 +29,7 @@ from merak.check.training import (
     train_on_ranks,
 )
 from merak.core.errors import MerakError, PlanError, TraceError
-from merak.core.private import read_own_file
+from merak.core.private_files import read_own_file
 from merak.data import signature
 from merak.engine.plans import Plans
 from merak.graph.build import build_graph

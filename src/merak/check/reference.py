@@ -11,7 +11,7 @@ import torch
 from merak.check.case import Case
 from merak.check.training import CheckOptions, Job, Outcome, loss_of, train_alone
 from merak.core.errors import MerakError
-from merak.core.packages import missing_package
+from merak.core.missing_packages import missing_package
 
 
 class EagerError(MerakError):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
-from merak.core.private import give_usual_modes
+from merak.core.private_files import give_usual_modes
 
 CARD = "README.md"
 """Which peft brings up to date where there is one."""

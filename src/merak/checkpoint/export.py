@@ -38,10 +38,10 @@ from merak.checkpoint.layout import (
 from merak.checkpoint.ranks import gather_objects, transfer_device
 from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
+from merak.core.health.status import during, waiting
 from merak.core.mesh import Mesh
-from merak.core.private import give_usual_modes
+from merak.core.private_files import give_usual_modes
 from merak.core.shards import ParameterShard, join
-from merak.core.status import during, waiting
 from merak.graph.weights.tape import Recorder
 
 State = dict[str, torch.Tensor]

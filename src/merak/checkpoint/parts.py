@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from merak.checkpoint.layout import whole_shape
 from merak.checkpoint.ranks import is_distributed
+from merak.core.health.status import during, waiting_for_all
 from merak.core.shards import ParameterShard, RowShare
-from merak.core.status import during, waiting_for_all
 
 
 @dataclass(frozen=True, slots=True)

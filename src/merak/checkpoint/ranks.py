@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.errors import WeightsError
-from merak.core.status import waiting_for_all
+from merak.core.health.status import waiting_for_all
 
 
 def is_distributed() -> bool:

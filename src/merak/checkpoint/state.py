@@ -26,9 +26,9 @@ from merak.checkpoint.parts import State, load_parts, part_of, read_index, save_
 from merak.checkpoint.ranks import gather_objects
 from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
+from merak.core.health.status import during
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, Stepped
-from merak.core.status import during
 
 GROUPS = "optimizer_groups"
 """The key of the optimizer's hyperparameters, by parameter name."""

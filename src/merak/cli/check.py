@@ -52,7 +52,7 @@ def check(  # one argument for each option
         from merak.cli.launch import under_torchrun
         from merak.cli.model import parse_overrides
         from merak.cli.small import Request, check_named
-        from merak.core import failure
+        from merak.core.health import failure
 
         if under_torchrun():
             failure.install()  # of all ranks, the first to fail speaks

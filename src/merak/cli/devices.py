@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from merak.cli.errors import CommandError
-from merak.cli.words import near
+from merak.core.did_you_mean import near
 from merak.plan.device import PRESETS, DeviceProfile, preset
 
 DEVICES = ("cpu", "cuda")

@@ -25,10 +25,10 @@ from merak.cli import rendezvous
 from merak.cli.errors import RunError
 from merak.cli.warm import THREADS, environment, num_threads, quiet_tracker, way_to_start
 from merak.core.errors import MerakError, TrainingError
-from merak.core.failure import is_lost_connection, why_lost
-from merak.core.heartbeat import GLOO
-from merak.core.interrupt import INTERRUPTED, listen, was_interrupted
-from merak.core.store import LOOPBACK, loopback_interface
+from merak.core.health.failure import is_lost_connection, why_lost
+from merak.core.health.heartbeat import GLOO
+from merak.core.health.interrupt import INTERRUPTED, listen, was_interrupted
+from merak.core.health.store import LOOPBACK, loopback_interface
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ from merak.cli.schedule import schedule
 from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.errors import MerakError, TrainingError
-from merak.core.interrupt import INTERRUPTED, SENTENCE
+from merak.core.health.interrupt import INTERRUPTED, SENTENCE
 
 BAD_INPUT = 2
 """The exit code for input that makes no sense."""
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(args=arguments, prog_name="merak", standalone_mode=False)
     except (MerakError, RunError) as error:
-        if "RANK" in os.environ:  # a rank of torchrun's: merak.core.failure says it, once
+        if "RANK" in os.environ:  # a rank of torchrun's: merak.core.health.failure says it, once
             raise
         failed = isinstance(error, (RunError, TrainingError))
         return _refuse(str(error), RUN_FAILED if failed else BAD_INPUT)

@@ -17,9 +17,9 @@ from transformers.models.auto import modeling_auto
 from merak.check.fields import inner_configs, merged
 from merak.cli.errors import CommandError
 from merak.cli.stored import in_todays_names, read_object, with_fewer_layers
-from merak.cli.words import near
+from merak.core.did_you_mean import near
 from merak.core.errors import MerakError, PackageError
-from merak.core.packages import missing_package
+from merak.core.missing_packages import missing_package
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")

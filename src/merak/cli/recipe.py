@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from merak.cli.errors import CommandError
-from merak.cli.words import near
+from merak.core.did_you_mean import near
 
 Section = TypeVar("Section")
 

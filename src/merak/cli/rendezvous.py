@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-from merak.core.store import LOOPBACK, listen
+from merak.core.health.store import LOOPBACK, listen
 
 BACKEND = "merak-one-host"
 """The name by which torch's elastic launcher finds it."""

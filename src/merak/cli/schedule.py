@@ -18,13 +18,13 @@ from merak.plan.overlap import Layers, layer_costs
 from merak.schedule import registry
 from merak.schedule.costs import Costs, uniform
 from merak.schedule.ir import Schedule
-from merak.schedule.render_png import render_png
-from merak.schedule.render_svg import render_html, render_svg
-from merak.schedule.render_text import render_text
+from merak.schedule.render.png import render_png
+from merak.schedule.render.svg import render_html, render_svg
+from merak.schedule.render.text import render_text
 from merak.schedule.serialize import load, to_json, to_text
-from merak.schedule.simulate import Simulation, simulate
-from merak.schedule.timeline import simulated_timeline
-from merak.schedule.validate import check, check_in_flight
+from merak.schedule.simulate.simulate import Simulation, simulate
+from merak.schedule.simulate.timeline import simulated_timeline
+from merak.schedule.validate.schedule import check, check_in_flight
 
 _NUM_COLUMNS = 160
 _MOST_FORWARDS = 2**17

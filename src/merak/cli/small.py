@@ -32,7 +32,7 @@ from merak.cli.examples import examples
 from merak.cli.launch import Work, run_ranks, under_torchrun
 from merak.cli.model import ModelSource, resolve_model
 from merak.core.errors import MerakError
-from merak.core.private import ForeignFile, own_folder
+from merak.core.private_files import ForeignFile, own_folder
 from merak.core.random import seed_for
 
 DEFAULT_SEQUENCE = 32

@@ -46,8 +46,8 @@ def train(
     from merak.cli.job import Job, check_job, run_job
     from merak.cli.launch import Work, run_ranks, under_torchrun
     from merak.cli.recipe import read_recipe
-    from merak.core import failure
     from merak.core.announce import announce, show_announcements
+    from merak.core.health import failure
 
     if under_torchrun():
         failure.install()  # of all ranks, the first to fail speaks

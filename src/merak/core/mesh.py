@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from merak.core import failure, store, watchdog
 from merak.core.errors import MeshError
-from merak.core.status import waiting
+from merak.core.health import failure, store, watchdog
+from merak.core.health.status import waiting
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from merak.data.columns import check_columns, check_not_empty
 from merak.data.loader import example_batch, shard_loader
-from merak.data.plain import split_plain, without_plain
+from merak.data.non_tensors import split_plain, without_plain
 from merak.data.signature import BatchSignature, signature, union
 
 __all__ = [

@@ -15,8 +15,8 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from merak.core.errors import DataError
 from merak.core.random import seed_for
 from merak.data.columns import columns_read, is_stored, narrow_dataset
-from merak.data.plain import without_plain
-from merak.data.randomness import RandomStream
+from merak.data.non_tensors import without_plain
+from merak.data.random_stream import RandomStream
 
 
 @dataclass(frozen=True, slots=True)

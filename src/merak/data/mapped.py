@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from merak.core.random import seed_for
 from merak.data.fetch import Fetch, collated, drawing_for, samples_at
-from merak.data.randomness import RandomStream
+from merak.data.random_stream import RandomStream
 
 ROUNDS_AT_ONCE = 32
 """Rounds for which the inner sampler is asked ahead: switching random state has its price."""

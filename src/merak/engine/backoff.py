@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 
 from merak.core.errors import PlanError
-from merak.core.status import phase, waiting_for_first
+from merak.core.health.status import phase, waiting_for_first
 from merak.engine.forecast import Forecast
 from merak.engine.layout import Layout
 from merak.engine.plans import Plans

@@ -12,8 +12,8 @@ from torch import nn
 from merak.checkpoint.initial import materialize
 from merak.core.announce import announce, announced, is_announcing
 from merak.core.errors import ScheduleError
+from merak.core.health.status import phase
 from merak.core.mesh import Mesh
-from merak.core.status import phase
 from merak.engine.arrivals import MOST_OPEN_GATHERS, Arrivals, guard
 from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine

@@ -22,7 +22,7 @@ from merak.plan.sharing import Sharing
 from merak.plan.surroundings import SharedHere
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.lower import lower
-from merak.schedule.recompute import recomputing
+from merak.schedule.with_recompute import recomputing
 
 Offloaded = Callable[[frozenset[int]], frozenset[int]]
 """Of segments that keep their activations, those that do so in host memory."""

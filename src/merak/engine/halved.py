@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from merak.core import collectives
 from merak.core.errors import ShardError
 from merak.engine.program import (
     HalfProgram,
@@ -31,6 +30,7 @@ from merak.graph.runnable import Answers, with_answers
 from merak.graph.sub_pipelining.halves import Samples, halve, shares
 from merak.graph.sub_pipelining.leading import cuts
 from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names
+from merak.ops import collectives
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from merak.core.collectives import start_sum
 from merak.core.random import random_state, restore_random_state, set_random_state
 from merak.engine.program import HalvedRun, HalvedSegment, PieceProgram, SegmentProgram
 from merak.engine.surroundings import Surroundings, Values, add_to
 from merak.engine.whole import propagate
 from merak.graph.sub_pipelining.halves import Share
 from merak.graph.sub_pipelining.pieces import Crossing
+from merak.ops.collectives import start_sum
 
 TENSOR_AXIS = "tp"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from merak.core.errors import PlanError
+from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh
-from merak.core.status import waiting_for_first
 from merak.engine.plans import Plans
 from merak.engine.program import Rewrite
 from merak.engine.tied import Reader

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from merak.core.errors import TrainingError
-from merak.core.regather import saved_by
 from merak.engine.ways import AtOnce, OnStream, Way
+from merak.ops.sharded_saved import saved_by
 
 LEAST_BYTES = 1024
 """Smaller storages stay: a copy would take longer than it is worth."""

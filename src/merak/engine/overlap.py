@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from merak.core.collectives import start_sum
 from merak.core.errors import PlanError
+from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh, crosses_nodes
-from merak.core.status import waiting_for_first
 from merak.engine.layout import EngineOptions, Layout
 from merak.engine.programs import batch_size
+from merak.ops.collectives import start_sum
 from merak.plan.balance import Timed
 from merak.plan.overlap import Layers, layer_costs
 from merak.schedule.ir import Schedule
-from merak.schedule.simulate import simulate
+from merak.schedule.simulate.simulate import simulate
 
 logger = logging.getLogger(__name__)
 

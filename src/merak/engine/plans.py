@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from merak.schedule.ir import Kind, Schedule
-from merak.schedule.lags import most_ahead
+from merak.schedule.lead import most_ahead
 from merak.schedule.lower import lower
-from merak.schedule.recompute import recomputing
 from merak.schedule.registry import is_file, options, resolve
-from merak.schedule.restrict import first_microbatches
 from merak.schedule.steps import Step
+from merak.schedule.truncate import first_microbatches
+from merak.schedule.with_recompute import recomputing
 
 _CHOSEN = {"recompute": False, "early_everywhere": True, "max_copies": 1}
 """What a job asks of schedules that have the option: keep activations and one copy of weights."""

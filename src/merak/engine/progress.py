@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from merak.core.status import Wait
+from merak.core.health.status import Wait
 from merak.engine.records import Clock, Mark, Records
 from merak.schedule.ir import Action, Schedule
 

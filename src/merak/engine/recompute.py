@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from merak.core.errors import PlanError
+from merak.core.health.status import waiting_for_all, waiting_for_first
 from merak.core.mesh import Mesh
-from merak.core.status import waiting_for_all, waiting_for_first
 from merak.engine.degrees import others_that_fit
 from merak.engine.fitting import Means, fit
 from merak.engine.forecast import Forecast

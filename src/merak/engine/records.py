@@ -110,7 +110,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of a pipeline as it ran; `merak.schedule.timeline.measured_timeline` draws it.
+    """A step of a pipeline as it ran, as `schedule.simulate.timeline.measured_timeline` draws it.
 
     Args:
         step: the job's step number.

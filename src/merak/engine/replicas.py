@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
+from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.core.status import waiting_for_all
 from merak.engine.gradients import StageGradients, fill_buckets
 from merak.engine.programs import Programs
 from merak.graph.chance.choice import optional_parameters

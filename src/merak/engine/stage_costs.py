@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from merak.core.errors import ScheduleError
-from merak.core.status import waiting_for_first
+from merak.core.health.status import waiting_for_first
 from merak.engine.forecast import Forecast
 from merak.engine.plans import Plans
 from merak.engine.recompute import common_budget

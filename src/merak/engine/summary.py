@@ -16,7 +16,7 @@ from merak.engine.parts import Signature
 from merak.engine.plans import Plans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
-from merak.schedule.simulate import simulate
+from merak.schedule.simulate.simulate import simulate
 
 IDLE = 0.5
 """The bubble fraction from which on a user is told that more microbatches would help."""

@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.core.status import waiting_for_all
 from merak.engine.gradients import add_gradient, dense, gradient_dtype, no_gradient
 from merak.engine.program import SegmentProgram
 from merak.engine.progress import Progress

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.core.status import waiting_for_all
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
 from merak.graph.ir import TensorMeta

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from merak.core import watchdog
 from merak.core.errors import ArgumentsError
+from merak.core.health import watchdog
+from merak.core.health.status import Report, named
 from merak.core.mesh import Mesh
-from merak.core.status import Report, named
 from merak.engine.progress import Progress, Standing
 from merak.schedule.ir import Kind
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import TraceError
-from merak.core.status import phase
+from merak.core.health.status import phase
 from merak.graph.cache import Made, cached
 from merak.graph.call import LossFunction
 from merak.graph.called_functions import refuse_foreign_functions

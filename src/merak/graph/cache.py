@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from merak.core.private import private_folder, read_own_file
+from merak.core.private_files import private_folder, read_own_file
 from merak.graph.fingerprint import file_hashes
 from merak.graph.ir import ModelGraph
 from merak.graph.json_values import NotStorable

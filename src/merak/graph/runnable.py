@@ -10,14 +10,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from merak.core.collectives import gather_copied
-from merak.core.regather import keeping_shares
 from merak.graph.chance.choice import is_choice, is_taken
 from merak.graph.kept.picks import calling_picks, is_picks
 from merak.graph.kept.run import calling
 from merak.graph.kept.whole import is_kept
 from merak.graph.shard import copy_graph
 from merak.graph.writes import eliminate_dead_code
+from merak.ops.collectives import gather_copied
+from merak.ops.sharded_saved import keeping_shares
 
 Answers = tuple[bool, ...]
 """To the choices of a graph, in the order of its placeholders."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from merak.plan.balance import Timed
 from merak.plan.partition import Partition
+from merak.schedule.action_table import NONE, tabulate
 from merak.schedule.ir import Action, Kind, Schedule
-from merak.schedule.table import NONE, tabulate
 
 _Key = tuple[int, int]
 """A segment and a microbatch."""

@@ -23,7 +23,7 @@ from merak.plan.sharing import Sharing, total_bytes
 from merak.plan.surroundings import SharedHere, Surroundings, parameters_of
 from merak.plan.walk import Walk
 from merak.schedule.ir import Schedule
-from merak.schedule.memory import num_weight_versions
+from merak.schedule.simulate.memory import num_weight_versions
 from merak.schedule.steps import Step
 
 SENDS_PER_RANK = 4

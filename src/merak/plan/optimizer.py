@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from merak.core.status import speaks
+from merak.core.health.status import speaks
 from merak.graph.ir import TensorMeta
 from merak.plan.storages import Storages
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from merak.core.errors import PlanError
-from merak.core.private import private_folder
+from merak.core.private_files import private_folder
 from merak.graph.cache import warn_unusable
 from merak.plan.device import DeviceProfile, from_json, to_json
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from merak.schedule.chimera import chimera
-from merak.schedule.dualpipe_v import dualpipe_v
-from merak.schedule.early_recompute import early_recompute
-from merak.schedule.gems import gems
-from merak.schedule.gpipe import gpipe
-from merak.schedule.interleaved_1f1b import interleaved_1f1b
-from merak.schedule.interleaved_zero_bubble import interleaved_zero_bubble
+from merak.schedule.builders.chimera import chimera
+from merak.schedule.builders.dualpipe_v import dualpipe_v
+from merak.schedule.builders.early_recompute import early_recompute
+from merak.schedule.builders.gems import gems
+from merak.schedule.builders.gpipe import gpipe
+from merak.schedule.builders.interleaved_1f1b import interleaved_1f1b
+from merak.schedule.builders.interleaved_zero_bubble import interleaved_zero_bubble
+from merak.schedule.builders.last_no_recompute import last_no_recompute
+from merak.schedule.builders.one_f_one_b import one_f_one_b
+from merak.schedule.builders.pipedream import pipedream
+from merak.schedule.builders.pipedream_2bw import pipedream_2bw
+from merak.schedule.builders.shifted_critical_path import shifted_critical_path
+from merak.schedule.builders.zero_bubble_h1 import zero_bubble_h1
+from merak.schedule.builders.zero_bubble_v import zero_bubble_v
 from merak.schedule.ir import Schedule
-from merak.schedule.last_no_recompute import last_no_recompute
-from merak.schedule.one_f_one_b import one_f_one_b
-from merak.schedule.pipedream import pipedream
-from merak.schedule.pipedream_2bw import pipedream_2bw
-from merak.schedule.shifted_critical_path import shifted_critical_path
-from merak.schedule.zero_bubble_h1 import zero_bubble_h1
-from merak.schedule.zero_bubble_v import zero_bubble_v
 
 FORMULAS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {

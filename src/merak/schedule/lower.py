@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from merak.schedule.action_table import ActionTable, IntArray, tabulate
 from merak.schedule.ir import Kind, Schedule
 from merak.schedule.reductions import reduction_points
+from merak.schedule.simulate.timing import time_actions
 from merak.schedule.steps import (
     Compute,
     OptimizerStep,
@@ -24,8 +26,6 @@ from merak.schedule.steps import (
     Send,
     Step,
 )
-from merak.schedule.table import ActionTable, IntArray, tabulate
-from merak.schedule.timing import time_actions
 
 _UNIT_DURATION = {
     Kind.FORWARD: 1.0,
@@ -54,7 +54,7 @@ def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """Derive every rank's steps: its actions, transfers, reductions and optimizer steps.
 
     Args:
-        schedule: a valid schedule; see `merak.schedule.validate`.
+        schedule: a valid schedule; see `merak.schedule.validate.schedule`.
 
     Returns:
         One tuple of steps per rank. A `Receive` stands at the latest one action before the one that

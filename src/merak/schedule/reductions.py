@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from merak.schedule.action_table import ActionTable, FloatArray
 from merak.schedule.ir import FINAL_KINDS, Schedule
-from merak.schedule.table import ActionTable, FloatArray
 
 
 @dataclass(frozen=True, slots=True)

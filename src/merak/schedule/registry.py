@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from merak.core.errors import ScheduleError
-from merak.schedule.auto import auto
 from merak.schedule.catalog import FORMULAS
 from merak.schedule.ir import Schedule
+from merak.schedule.search.auto import auto
 from merak.schedule.serialize import load
-from merak.schedule.validate import check
+from merak.schedule.validate.schedule import check
 
 BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType({**FORMULAS, "auto": auto})
 """Every builder: (num_ranks, num_microbatches, **options) to a schedule."""

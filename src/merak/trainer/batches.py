@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from merak.core.errors import DataError
+from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.core.status import waiting_for_all
 from merak.data import BatchSignature, signature, union
 from merak.engine.gradients import others_of
 from merak.engine.progress import Progress

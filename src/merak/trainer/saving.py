@@ -22,8 +22,8 @@ from transformers.trainer_utils import TrainOutput
 from merak.checkpoint.export import save_pretrained
 from merak.checkpoint.state import load_state, save_state
 from merak.checkpoint.writing import writing_into
+from merak.core.health.status import phase, waiting_for_all
 from merak.core.mesh import Mesh
-from merak.core.status import phase, waiting_for_all
 from merak.engine.engine import Engine
 from merak.engine.scaling import LossScale
 from merak.trainer.refusals import refuse_no_steps

@@ -16,11 +16,11 @@ from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
 from merak.graph.build import GraphSource
 from merak.plan.times import SegmentTimes, save_times
-from merak.schedule.auto import auto
-from merak.schedule.common import is_split
+from merak.schedule.builders.common import is_split
 from merak.schedule.costs import stage_costs
 from merak.schedule.ir import Schedule
-from merak.schedule.simulate import simulate
+from merak.schedule.search.auto import auto
+from merak.schedule.simulate.simulate import simulate
 from tests.unit.engine.models import gpt2, text_batch
 
 POSITIONS, MICROBATCHES = 3, 6

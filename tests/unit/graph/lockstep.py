@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import fx
 
-from merak.core import collectives
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join, take
 from merak.graph.tensor_parallel.features import Features
@@ -25,6 +24,7 @@ from merak.graph.tensor_parallel.split import (
     shard_model,
     tensor_parallel,
 )
+from merak.ops import collectives
 from tests.unit.graph import tensor_parallel_cases as cases
 
 

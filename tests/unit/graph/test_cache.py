@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from merak.core import private
+from merak.core import private_files as private
 from merak.graph import cache
 from merak.graph.build import GraphSource, build_timed
 from merak.graph.cache import cached

@@ -10,9 +10,9 @@ from merak.plan.copies import Work, estimate
 from merak.plan.partition import from_sizes
 from merak.plan.recompute import pipeline_costs, recomputing_stages
 from merak.plan.times import SegmentTimes
-from merak.schedule.recompute import recomputing
 from merak.schedule.registry import build, names
-from merak.schedule.simulate import simulate
+from merak.schedule.simulate.simulate import simulate
+from merak.schedule.with_recompute import recomputing
 
 
 def times(*pairs: tuple[float, float]) -> list[SegmentTimes]:

@@ -22,10 +22,10 @@ from merak.plan.recompute import (
     pipeline_costs,
     recomputing_stages,
 )
-from merak.schedule.recompute import recomputing
 from merak.schedule.registry import build, names
-from merak.schedule.simulate import simulate
-from merak.schedule.validate import validate
+from merak.schedule.simulate.simulate import simulate
+from merak.schedule.validate.schedule import validate
+from merak.schedule.with_recompute import recomputing
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import from_text, to_text
-from merak.schedule.validate import validate
+from merak.schedule.validate.schedule import validate
 
 FOLDER = Path(__file__).parents[2] / "golden" / "schedule"
 

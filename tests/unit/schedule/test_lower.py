@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from merak.core.errors import ScheduleError
 from merak.schedule.catalog import FORMULAS
-from merak.schedule.check_steps import check_steps
 from merak.schedule.ir import Schedule
 from merak.schedule.lower import lower
 from merak.schedule.registry import build
@@ -25,6 +24,7 @@ from merak.schedule.steps import (
     Send,
     Step,
 )
+from merak.schedule.validate.steps import check_steps
 
 Lists = list[list[Step]]
 

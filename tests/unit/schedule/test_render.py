@@ -15,17 +15,17 @@ from merak.schedule.catalog import FORMULAS
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Kind
 from merak.schedule.registry import build
-from merak.schedule.render_png import render_png
-from merak.schedule.render_svg import (
+from merak.schedule.render.png import render_png
+from merak.schedule.render.svg import (
     CRITICAL_STROKE,
     FILLS,
     REDUCTION_FILL,
     render_html,
     render_svg,
 )
-from merak.schedule.render_text import render_text, render_texts
-from merak.schedule.simulate import simulate
-from merak.schedule.timeline import Timeline, measured_timeline, simulated_timeline
+from merak.schedule.render.text import render_text, render_texts
+from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulate.timeline import Timeline, measured_timeline, simulated_timeline
 from tests.unit.schedule.grid import simulated
 
 SVG = "{http://www.w3.org/2000/svg}"

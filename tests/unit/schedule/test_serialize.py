@@ -11,7 +11,7 @@ import pytest
 from merak.core.errors import ScheduleError
 from merak.schedule.registry import build, is_file, resolve
 from merak.schedule.serialize import from_json, from_text, load, to_json, to_text
-from merak.schedule.validate import validate
+from merak.schedule.validate.schedule import validate
 from tests.unit.schedule.grid import every_schedule
 
 MINE = """

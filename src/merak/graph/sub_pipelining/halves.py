@@ -35,9 +35,9 @@ from merak.graph.tensor_parallel.placement import (
     local_meta,
     shape_of,
 )
-from merak.graph.tensor_parallel.randomness import attend_sharded, dropout_sharded
 from merak.graph.tensor_parallel.rules import decide, elementwise
 from merak.graph.writes import written_by
+from merak.ops.sharded_dropout import attend_sharded, dropout_sharded
 
 aten = torch.ops.aten
 _DROPPING: Mapping[Any, str] = {dropout_sharded: "layout", attend_sharded: "layout"}

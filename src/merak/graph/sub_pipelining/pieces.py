@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from merak.core.collectives import copy_to, reduce_from
 from merak.graph.ir import Kind, Segment
+from merak.ops.collectives import copy_to, reduce_from
 
 
 @dataclass(frozen=True, slots=True)

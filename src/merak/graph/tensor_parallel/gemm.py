@@ -21,7 +21,7 @@ from merak.graph.tensor_parallel.placement import (
     Sharded,
     shape_of,
 )
-from merak.graph.tensor_parallel.randomness import attend_sharded
+from merak.ops.sharded_dropout import attend_sharded
 
 aten = torch.ops.aten
 

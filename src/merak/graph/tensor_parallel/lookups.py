@@ -14,14 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.classes import (
-    log_softmax_of_share,
-    logsumexp_of_share,
-    nll_of_share,
-    pick_of_share,
-    sum_of_share,
-)
-from merak.core.vocabulary import cross_entropy_of_share, embedding_of_share
 from merak.graph.tensor_parallel.placement import (
     AXIS,
     PARTIAL,
@@ -35,6 +27,14 @@ from merak.graph.tensor_parallel.placement import (
     is_padded,
     positive,
     shape_of,
+)
+from merak.ops.vocab_parallel import cross_entropy_of_share, embedding_of_share
+from merak.ops.vocab_parallel_reductions import (
+    log_softmax_of_share,
+    logsumexp_of_share,
+    nll_of_share,
+    pick_of_share,
+    sum_of_share,
 )
 
 aten = torch.ops.aten

@@ -8,18 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.collectives import (
-    copy_parts_to,
-    copy_to,
-    gather_copied,
-    gather_from,
-    leave_copied,
-    own_slice,
-    reduce_from,
-    scatter_sum,
-    slice_to,
-    summand_of,
-)
 from merak.core.errors import ShardError
 from merak.graph.ir import TensorMeta
 from merak.graph.tensor_parallel.placement import (
@@ -38,6 +26,18 @@ from merak.graph.tensor_parallel.placement import (
     where,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
+from merak.ops.collectives import (
+    copy_parts_to,
+    copy_to,
+    gather_copied,
+    gather_from,
+    leave_copied,
+    own_slice,
+    reduce_from,
+    scatter_sum,
+    slice_to,
+    summand_of,
+)
 
 
 def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:

@@ -33,9 +33,9 @@ from merak.graph.tensor_parallel.placement import (
     positive,
     shape_of,
 )
-from merak.graph.tensor_parallel.randomness import dropout_sharded
 from merak.graph.tracing.size_invariance import is_size_invariant
 from merak.graph.writes import is_mutating, written_by
+from merak.ops.sharded_dropout import dropout_sharded
 
 aten = torch.ops.aten
 

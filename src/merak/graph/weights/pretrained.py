@@ -25,7 +25,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
 from merak.core.errors import WeightsError
-from merak.core.status import speaks
+from merak.core.health.status import speaks
 from merak.graph.weights.tape import Recorder
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import fx, nn
 
-from merak.core.collectives import copy_to, reduce_from
 from merak.core.errors import ShardError
 from merak.graph.build import GraphSource, build_graph
 from merak.graph.ir import ModelGraph, Segment, TensorMeta
@@ -17,6 +16,7 @@ from merak.graph.sub_pipelining.leading import cuts
 from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names
 from merak.graph.tensor_parallel.features import Column, Row
 from merak.graph.tensor_parallel.split import tensor_parallel
+from merak.ops.collectives import copy_to, reduce_from
 
 BATCH = 4
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from merak.core import collectives
-from merak.core.collectives import copy_to, reduce_from
 from merak.core.mesh import Mesh
 from merak.graph.ir import Kind, ModelGraph
 from merak.graph.tensor_parallel.split import shard_model, tensor_parallel
+from merak.ops import collectives
+from merak.ops.collectives import copy_to, reduce_from
 from merak.plan.saved import SegmentMemories
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES

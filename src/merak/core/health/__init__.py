@@ -1,0 +1,1 @@
+"""Liveness of ranks: heartbeats, the watchdog, timeouts, interrupts and the report of a failure."""

@@ -1,0 +1,198 @@
+"""What a job of many ranks says when it fails: the first cause, once, in one sentence.
+
+One rank fails first. Its peers then lose their connections, or fail likewise. The ranks share a
+store that torchrun keeps: the first to write its failure there speaks, the others end in silence.
+A rank that has only lost a connection first waits for the launcher, which knows how a peer that was
+killed has ended, and stops the others; then it says what the other ranks' heartbeats tell of it.
+
+A `MerakError` is shown as its sentence and the line of the user's script that led to it; set
+MERAK_TRACEBACK=1 for the whole traceback. Any other exception is shown as Python shows it. An
+interrupt is one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from merak.core.errors import MerakError, TrainingError
+from merak.core.health import interrupt
+from merak.core.health import store as job_store
+from merak.core.health.status import phase
+
+TRACEBACK_VARIABLE = "MERAK_TRACEBACK"
+"""The environment variable that asks for whole tracebacks."""
+
+KEY = "merak/first failure"
+LAUNCHER_S = 10.0
+"""Seconds that the launcher gets to stop a rank that failed because another one did."""
+
+EXIT_S = 10
+"""Seconds that a failed rank gets to close its files, before it is ended."""
+
+INTERRUPT_EXIT_S = 2
+"""Seconds that an interrupted one gets: somebody waits for it."""
+
+LOST = (
+    "rank {rank} has lost the connection to another rank of the job, and cannot go on ({reason})."
+)
+
+_CONNECTION_WORDS = ("gloo", "connection", "socket", "nccl", "store", "timed out", "peer")
+
+_MERAK = str(Path(__file__).parents[1]) + os.sep
+_TRANSPORT = (_MERAK, os.path.dirname(dist.__file__) + os.sep)
+_FOREIGN = (_MERAK, "site-packages", "dist-packages", "<frozen")
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+_witnesses: list[Callable[[str], str]] = []
+
+
+def witness(why: Callable[[str], str]) -> None:
+    """Ask this function, with what torch says of it, why a connection to another rank was lost.
+
+    Args:
+        why: gives the sentence, after `LAUNCHER_S`.
+    """
+    _witnesses[:] = [why]
+
+
+def install() -> None:
+    """Let this process say its failures in that way; further calls change nothing."""
+    interrupt.listen()
+    before = sys.excepthook
+    if not (isinstance(before, partial) and before.func is _say):
+        sys.excepthook = partial(_say, before)
+
+
+def sentence_of(error: BaseException) -> str:
+    """An error as one sentence, with the line of the user's script that led to it."""
+    place = users_line(traceback.extract_tb(error.__traceback__))
+    return f"merak: {error}" + (f" [{place}]" if place else "")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error may come from a peer that has ended, rather than from this rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    in_transport = bool(frames) and frames[-1].filename.startswith(_TRANSPORT)
+    words = str(error).lower()
+    return (
+        type(error) is RuntimeError and in_transport and any(w in words for w in _CONNECTION_WORDS)
+    )
+
+
+def _say(
+    before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if issubclass(kind, KeyboardInterrupt) or interrupt.was_interrupted():
+        if is_alone or is_first():
+            _show_interrupt(before, error)
+        if not issubclass(kind, KeyboardInterrupt):  # but what follows from peers that have ended
+            sys.stderr.flush()
+            os._exit(interrupt.INTERRUPTED)
+        if not is_alone:
+            _end_soon(INTERRUPT_EXIT_S)
+        return
+    if is_alone:
+        _show(before, error)
+        return
+    if is_lost_connection(error):
+        error = TrainingError(why_lost(error)).with_traceback(trace)
+    if is_first():
+        _show(before, error)
+        tell_launcher(error)
+    else:
+        time.sleep(LAUNCHER_S)
+    _end_soon()
+
+
+def why_lost(error: BaseException) -> str:
+    """Why a connection to another rank was lost, as a sentence; gives the launcher its time first.
+
+    Args:
+        error: what torch raised.
+    """
+    reason = _first_line(error)
+    with phase("finding out why it has lost a connection"):
+        for why in _witnesses:
+            return why(reason)
+        time.sleep(LAUNCHER_S)
+    return LOST.format(rank=os.environ["RANK"], reason=reason)
+
+
+def _show(before: Hook, error: BaseException) -> None:
+    if isinstance(error, MerakError) and not os.environ.get(TRACEBACK_VARIABLE):
+        print(sentence_of(error), file=sys.stderr, flush=True)
+    else:
+        before(type(error), error, error.__traceback__)
+
+
+def _show_interrupt(before: Hook, error: BaseException) -> None:
+    if os.environ.get(TRACEBACK_VARIABLE):
+        before(type(error), error, error.__traceback__)
+    else:
+        print(f"\n{interrupt.SENTENCE}", file=sys.stderr, flush=True)
+
+
+def is_first(store: Store | None = None) -> bool:
+    """Whether no other rank has failed before; so that of many sentences one is shown.
+
+    Args:
+        store: a connection to the job's store; found if it is not given.
+    """
+    rank = os.environ["RANK"]
+    try:
+        known = store if store is not None else job_store.shared()
+        return bool(known.compare_set(KEY, "", rank) == rank.encode())
+    except Exception:
+        return True  # nobody to ask: rather say it twice than never
+
+
+def tell_launcher(error: BaseException) -> None:
+    """Write the file that torchrun quotes in its report of the failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    said = f"{type(error).__name__}, which this rank has told in its own output"
+    extra = {"py_callstack": said, "timestamp": str(int(time.time()))}
+    content = json.dumps({"message": {"message": said, "extraInfo": extra}})
+    with suppress(OSError):  # the report then only lacks a line
+        Path(path).write_text(content, encoding="utf-8")
+
+
+def _end_soon(limit_s: float = EXIT_S) -> None:
+    """Let Python close down, but not wait for transfers of peers that never answer."""
+    if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+
+
+def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """The deepest line that is neither Merak's nor of an installed library; empty if none is."""
+    own = [
+        frame
+        for frame in frames
+        if not any(p in frame.filename for p in _FOREIGN) and os.path.isfile(frame.filename)
+    ]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""Operators that Merak adds to torch: collectives with gradients, sharded losses and dropout."""

@@ -1,0 +1,317 @@
+"""Collectives that stand in traced graphs: plain functions, each with its own backward.
+
+They come in pairs of what a tensor is on the ranks of an axis (replicated, a partial sum, a slice)
+and what it becomes; backward does the opposite for the gradient. Every transfer goes through
+`_all_reduce`, `_all_gather` or `_reduce_scatter`: nothing is synchronised with the host, and a
+version that starts early and is waited for later has these places to change.
+
+Source: Megatron-LM (arXiv 1909.08053, section 3, the operators f and g); Korthikanti et al.
+(arXiv 2205.05198, section 4.2.2, the operators g and its conjugate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from merak.core.mesh import current_mesh
+from merak.core.shards import ParameterShard, join, take
+from merak.ops.sharded_saved import note_gathered
+
+Collective = Callable[[torch.Tensor, int, tuple[int, ...], str], torch.Tensor]
+"""Of a tensor, the dim that is split, the sizes of its fused parts, and the mesh axis."""
+
+
+def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Let a replicated tensor enter work that is split over an axis.
+
+    Args:
+        tensor: the same on every rank of the axis.
+        axis: name of the mesh axis.
+
+    Returns:
+        The tensor; its gradient, of which each rank has a part, is summed over the axis.
+    """
+    return _with_gradient(tensor, partial(_all_reduce, axis=axis))
+
+
+def copy_parts_to(
+    tensor: torch.Tensor, dim: int, sizes: tuple[int, ...], whole: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    """Let a tensor of which some parts are replicated enter work that is split over an axis.
+
+    Args:
+        tensor: fused parts side by side.
+        dim: the dim along which they lie.
+        sizes: their sizes on this rank.
+        whole: which of them are the same on every rank of the axis.
+        axis: name of the mesh axis.
+
+    Returns:
+        The tensor; the gradients of the replicated parts are summed over the axis.
+    """
+    return _with_gradient(tensor, partial(_sum_parts, dim=dim, sizes=sizes, whole=whole, axis=axis))
+
+
+def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Sum the parts that the ranks of an axis hold.
+
+    Args:
+        tensor: one summand per rank.
+        axis: name of the mesh axis.
+
+    Returns:
+        The sum, on every rank; its gradient goes to every summand as it is.
+    """
+    result: torch.Tensor = _ReduceFrom.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    """Put the slices that the ranks of an axis hold together.
+
+    Args:
+        tensor: one slice per rank.
+        dim: the dim that is split, counted from the front.
+        parts: sizes of the whole tensor's fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The whole tensor, on every rank; backward keeps the rank's own slice of the gradient.
+    """
+    return _there_and_back(tensor, _all_gather, _own_slice, (dim, parts, axis))
+
+
+def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    """Keep the rank's own slice of a replicated tensor; the inverse of `gather_from`.
+
+    Args:
+        tensor: the same on every rank of the axis.
+        dim: the dim to split, counted from the front.
+        parts: sizes of the fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The slice; backward puts the slices of the gradient together.
+    """
+    return _there_and_back(tensor, _own_copy, _all_gather, (dim, parts, axis))
+
+
+def scatter_sum(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    """Sum the parts that the ranks of an axis hold, and keep the rank's own slice of the sum.
+
+    Args:
+        tensor: one summand per rank.
+        dim: the dim to split, counted from the front.
+        parts: sizes of the fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The slice; backward puts the slices of the gradient together, for every summand.
+    """
+    return _there_and_back(tensor, _reduce_scatter, _all_gather, (dim, parts, axis))
+
+
+def gather_copied(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    """Put slices together for work that is split over an axis; the inverse of `scatter_sum`.
+
+    Args:
+        tensor: one slice per rank.
+        dim: the dim that is split, counted from the front.
+        parts: sizes of the whole tensor's fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The whole tensor, on every rank; its gradient, of which each rank has a part, is summed over
+        the axis, and backward keeps the rank's own slice.
+    """
+    result = _there_and_back(tensor, _all_gather, _reduce_scatter, (dim, parts, axis))
+    note_gathered(result, tensor, partial(_all_gather, dim=dim, parts=parts, axis=axis))
+    return result
+
+
+def own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    """Keep the rank's own slice of a tensor that `copy_to` has let in.
+
+    Args:
+        tensor: the same on every rank of the axis; each rank makes a part of its gradient.
+        dim: the dim to split, counted from the front.
+        parts: sizes of the fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+
+    Returns:
+        The slice; what backward gives is the rank's part of the gradient, nothing is sent.
+    """
+    return _own_slice(tensor, dim, parts, axis)
+
+
+def leave_copied(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Let a tensor that `copy_to` has let in leave the work that is split over an axis.
+
+    Args:
+        tensor: the same on every rank of the axis; each rank makes a part of its gradient.
+        axis: name of the mesh axis.
+
+    Returns:
+        The tensor; its gradient, which every rank has whole, is divided among the ranks.
+    """
+    return _with_gradient(tensor, lambda gradient: gradient / axis_degree(axis))
+
+
+def summand_of(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    """Make a replicated tensor a part of a sum that the ranks of an axis hold.
+
+    Args:
+        tensor: the same on every rank of the axis.
+        axis: name of the mesh axis.
+
+    Returns:
+        The rank's summand; the sum's gradient is the tensor's.
+    """
+    result: torch.Tensor = _SummandOf.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def start_sum(tensor: torch.Tensor, axis: str) -> dist.Work | None:
+    """Start to sum a contiguous tensor over the ranks of an axis, in place.
+
+    Returns:
+        What to wait for before the tensor is read; None where the axis has one rank.
+    """
+    group = current_mesh().group(axis)
+    return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def axis_degree(axis: str) -> int:
+    """The number of ranks along a mesh axis."""
+    degree: int = getattr(current_mesh(), axis)
+    return degree
+
+
+def axis_rank(axis: str) -> int:
+    """This rank's position along a mesh axis."""
+    rank: int = getattr(current_mesh(), f"{axis}_rank")
+    return rank
+
+
+def _with_gradient(
+    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The tensor as it is, whose gradient is changed on its way back.
+
+    By a hook, since what a function of autograd's own returns may not be written in place.
+    """
+    entering = tensor.view_as(tensor)
+    if entering.requires_grad:
+        entering.register_hook(change)
+    return entering
+
+
+def _sum_parts(
+    gradient: torch.Tensor, dim: int, sizes: tuple[int, ...], whole: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    pieces = list(gradient.split(sizes, dim))
+    together = _all_reduce(torch.cat([pieces[i] for i in whole], dim), axis)
+    reduced = together.split([sizes[i] for i in whole], dim)
+    for i, piece in zip(whole, reduced, strict=True):
+        pieces[i] = piece
+    return torch.cat(pieces, dim)
+
+
+class _SummandOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        return tensor / axis_degree(axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
+        return _all_reduce(tensor, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _ThereAndBack(torch.autograd.Function):
+    """One collective on the way there, and its opposite for the gradient on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        there: Collective,
+        back: Collective,
+        layout: tuple[int, tuple[int, ...], str],
+    ) -> torch.Tensor:
+        """Run the one; the other waits for the gradient."""
+        ctx.back, ctx.layout = back, layout
+        return there(tensor, *layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(gradient, *ctx.layout), None, None, None
+
+
+def _there_and_back(
+    tensor: torch.Tensor,
+    there: Collective,
+    back: Collective,
+    layout: tuple[int, tuple[int, ...], str],
+) -> torch.Tensor:
+    result: torch.Tensor = _ThereAndBack.apply(tensor, there, back, layout)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    group = current_mesh().group(axis)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    degree = axis_degree(axis)
+    if degree == 1:
+        return tensor.clone()
+    group = current_mesh().group(axis)
+    shares = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
+    if group is not None:  # a mesh that is only pretended has none
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(shares, tensor.contiguous(), group=group)
+    return join(shares.chunk(degree), ParameterShard(dim, parts, degree))
+
+
+def _reduce_scatter(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    shard = ParameterShard(dim, parts, axis_degree(axis))
+    if shard.degree == 1:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    shares = torch.stack([take(tensor, shard, rank) for rank in range(shard.degree)])
+    own = torch.empty_like(shares[0])
+    group = current_mesh().group(axis)
+    if group is not None:  # a mesh that is only pretended has none
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(own, shares.flatten(0, 1), group=group)
+    return own
+
+
+def _own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    return take(tensor, ParameterShard(dim, parts, axis_degree(axis)), axis_rank(axis))
+
+
+def _own_copy(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    return _own_slice(tensor, dim, parts, axis).contiguous()

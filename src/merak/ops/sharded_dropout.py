@@ -1,0 +1,189 @@
+"""Dropout inside split regions: every rank keeps its own slice of the unsplit model's pattern.
+
+Every tensor parallel rank is seeded alike, draws the pattern of the whole tensor and keeps its own
+slice; so all of them also consume the same random numbers as one device does.
+
+The exception is attention with dropout on a GPU: its fused kernels draw inside, so there each rank
+draws for its own heads from a generator keyed by its position, and the pattern, though as random,
+depends on the tensor parallel degree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn import functional
+
+from merak.core.random import seed_for
+from merak.core.shards import ParameterShard, take
+from merak.ops.collectives import axis_degree, axis_rank
+
+Layout = tuple[int, tuple[int, ...], str]
+"""(dim, parts, axis) of a split tensor, as for `merak.ops.collectives.gather_from`."""
+
+Rows = tuple[int, int, int]
+"""(dim, start, size of the whole) of what half a microbatch has of a tensor."""
+
+
+def dropout_sharded(
+    x: torch.Tensor,
+    p: float,
+    train: bool,
+    layout: Layout | None,
+    rows: Rows | None = None,
+) -> torch.Tensor:
+    """Dropout of a split tensor, with the own slice of the pattern that the whole would get.
+
+    Args:
+        x: the rank's share, of any shape.
+        p: probability that an element is zeroed.
+        train: whether to drop at all.
+        layout: how the whole is split over ranks; None where it is not.
+        rows: which samples of the microbatch they are, where not all.
+
+    Returns:
+        The share after dropout.
+    """
+    if not train or p == 0.0 or x.numel() == 0:
+        return x
+    if p == 1.0:
+        return x * torch.zeros_like(x)
+    return x * _noise_slice(x, p, layout, rows)
+
+
+def attend_sharded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+    layout: Layout | None,
+    kv_whole: bool = False,
+    rows: Rows | None = None,
+) -> torch.Tensor:
+    """Scaled-dot-product attention with dropout over the rank's own heads.
+
+    Its arguments are those of torch's own, hence their number.
+
+    On the CPU the pattern is the own slice of the one that the whole attention would get; on a GPU
+    it is drawn inside the fused kernel from a generator keyed by the rank's position.
+
+    Args:
+        query: (…, heads of this rank, sequence, head size).
+        key: (…, heads or kv-heads of this rank, sequence, head size).
+        value: like `key`.
+        attn_mask: boolean or added to the scores; broadcasts to (…, heads, sequence, sequence).
+        dropout_p: probability that an attention weight is zeroed.
+        is_causal: whether a position sees only itself and those before.
+        scale: factor of the scores; 1/√(head size) if None.
+        enable_gqa: whether several query heads share a kv-head.
+        layout: how the heads are split over ranks; None where they are not.
+        kv_whole: whether `key` and `value` hold all kv-heads of the model, which are too few to
+            split; those that the rank's queries read are picked.
+        rows: which samples of the microbatch they are, where not all.
+
+    Returns:
+        The attention's result, shaped like `query`.
+    """
+    if kv_whole:
+        assert layout is not None
+        key, value = (_heads_for(query, x, layout) for x in (key, value))
+    if dropout_p == 0.0:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if query.device.type == "cpu":
+        weights = _attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
+        dropped = weights * _noise_slice(weights, dropout_p, layout, rows)
+        return (dropped @ _repeat_heads(value, query, enable_gqa).to(dropped.dtype)).to(query.dtype)
+    with _own_draws(query.device, layout, rows):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+@contextmanager
+def _own_draws(device: torch.device, layout: Layout | None, rows: Rows | None) -> Iterator[None]:
+    """The generator of a GPU, keyed by the rank's place; afterwards as far on as every rank's."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    position = axis_rank(layout[2]) if layout is not None else 0
+    start = rows[1] if rows is not None else 0
+    generator.manual_seed(seed_for(seed, offset, "attention", position, start))
+    yield
+    used = generator.get_offset()
+    generator.manual_seed(seed)
+    generator.set_offset(offset + used)
+
+
+def _attention_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """The weights as torch's own unfused attention computes them, in fp32 for half precision."""
+    key = _repeat_heads(key, query, enable_gqa)
+    if query.dtype in (torch.float16, torch.bfloat16):
+        query, key = query.float(), key.float()
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (query * root) @ (key * root).transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(mask.logical_not(), -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    weights: torch.Tensor = torch.ops.aten._safe_softmax(scores, -1)
+    return weights
+
+
+def _heads_for(query: torch.Tensor, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The kv-heads that the rank's query heads read, one for each."""
+    dim, parts, axis = layout
+    shard = ParameterShard(dim, parts, axis_degree(axis))
+    repeated = x.repeat_interleave(query.shape[dim] * shard.degree // x.shape[dim], dim=dim)
+    return take(repeated, shard, axis_rank(axis))
+
+
+def _repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
+    if not enable_gqa or x.shape[-3] == query.shape[-3]:
+        return x
+    return x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3)
+
+
+def _noise_slice(
+    like: torch.Tensor, p: float, layout: Layout | None, rows: Rows | None
+) -> torch.Tensor:
+    """What dropout multiplies the share by: 0 or 1/(1 − p).
+
+    The whole pattern is drawn into a tensor laid out in memory like the share, in which order
+    torch's dropout draws as well.
+    """
+    sizes = list(like.shape)
+    if layout is not None:
+        shard = ParameterShard(layout[0], layout[1], axis_degree(layout[2]))
+        sizes[shard.dim] *= shard.degree
+    if rows is not None:
+        sizes[rows[0]] = rows[2]
+    strides = like.stride()
+    order = sorted(range(like.ndim), key=lambda d: -strides[d])
+    whole = torch.empty_permuted(sizes, order, dtype=like.dtype, device=like.device)
+    if like.device.type == "cpu":
+        kept = whole.bernoulli_(1 - p)
+    else:
+        kept = torch.native_dropout(whole, p, True)[1]
+    if rows is not None:
+        kept = kept.narrow(rows[0], rows[1], like.shape[rows[0]])
+    if layout is not None:
+        kept = take(kept, shard, axis_rank(layout[2]))
+    return kept.to(like.dtype).div(1 - p)

@@ -1,0 +1,245 @@
+"""Look-ups and cross entropy over a vocabulary of which every rank of an axis holds a share.
+
+Rank r holds rows (or classes) r·n … (r + 1)·n − 1 of a size that is rounded up to n for each; what
+lies beyond the size is padding: never looked up, and no class. No rank ever sees all logits.
+
+Source: Megatron-LM (arXiv 1909.08053, section 3, "fuse the output of the parallel GEMM with the
+cross entropy loss").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from merak.core.mesh import current_mesh
+from merak.core.shards import ParameterShard
+from merak.ops.collectives import axis_degree, axis_rank
+
+Layout = tuple[int, int, str]
+"""(dim, whole size, axis): what is split, and over which axis."""
+
+
+def embedding_of_share(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    size: int,
+    axis: str,
+) -> torch.Tensor:
+    """Look up the indices whose rows the rank holds.
+
+    Its arguments are those of torch's own operator and the layout, hence their number.
+
+    Args:
+        weight: the rank's rows, (rows of a rank, hidden).
+        indices: the same on every rank, of any shape.
+        padding_idx: the index whose row gets no gradient; −1 for none.
+        scale_grad_by_freq: whether a row's gradient is divided by how often it is looked up.
+        sparse: whether the weight's gradient is a sparse tensor.
+        size: rows of the whole table.
+        axis: name of the mesh axis that the rows are split over.
+
+    Returns:
+        (*indices, hidden): the rank's rows, zeros for those of others; their sum over the axis is
+        the look-up.
+    """
+    start, stop = own_rows(size, axis)
+    foreign = (indices < start) | (indices >= stop)
+    # An index that no rank has must fail on every rank as it does in one process.
+    nowhere = (indices < 0) | (indices >= size)
+    local = (indices - start).masked_fill(foreign, 0).masked_fill(nowhere, weight.shape[0])
+    own_padding = padding_idx - start if start <= padding_idx < stop else -1
+    rows = torch.embedding(weight, local, own_padding, False, sparse)
+    if scale_grad_by_freq and rows.requires_grad:
+        flat = indices.flatten()
+        counts = flat.new_zeros(size).index_add(0, flat, torch.ones_like(flat))
+        times = counts[indices].unsqueeze(-1)
+        rows.register_hook(lambda gradient: gradient / times)
+    return rows.masked_fill(foreign.unsqueeze(-1), 0.0)
+
+
+def cross_entropy_of_share(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    layout: Layout,
+) -> torch.Tensor:
+    """Cross entropy of logits of which every rank holds its share of the classes.
+
+    The ranks exchange three numbers for each position: the maximum of its logits, the sum of their
+    exponentials, and the target's logit. Its backward exchanges nothing.
+
+    Args:
+        logits: the rank's classes along one dim, padding included.
+        target: class indices, shaped like `logits` without that dim; the same on every rank.
+        weight: a weight for each class of the whole, or None.
+        reduction: 0 for none, 1 for the mean, 2 for the sum.
+        ignore_index: the target of positions that do not count.
+        label_smoothing: share of the target that goes to all classes alike.
+        layout: how the classes are split.
+
+    Returns:
+        The loss, the same on every rank: of every position, or a scalar.
+    """
+    ignored = target == ignore_index
+    weights = (~ignored).to(_compute_dtype(logits))
+    if weight is not None:
+        weights = weights * weight.to(weights.dtype)[target.masked_fill(ignored, 0)]
+    smoothed = _Smoothed(label_smoothing, weight, layout)
+    losses: torch.Tensor = _CrossEntropy.apply(logits, target, weights, ignored, smoothed)  # type: ignore[no-untyped-call]
+    if reduction == 1:
+        losses = losses.sum() / weights.sum()
+    elif reduction == 2:
+        losses = losses.sum()
+    return losses.to(logits.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Smoothed:
+    """What the classes other than the target have to do with the loss.
+
+    Args:
+        share: of the target that goes to all classes alike.
+        weight: of every class; None where all weigh 1.
+        layout: how the classes are split.
+    """
+
+    share: float
+    weight: torch.Tensor | None
+    layout: Layout
+
+    def own_weight(self, like: torch.Tensor) -> torch.Tensor:
+        """Weights of the rank's classes, to be multiplied with logits."""
+        dim, size, axis = self.layout
+        start, stop = own_rows(size, axis)
+        shape = [1] * like.dim()
+        shape[dim] = stop - start
+        if self.weight is None:
+            return like.new_ones(shape)
+        return self.weight[start:stop].to(like.dtype).view(shape)
+
+    def total_weight(self) -> torch.Tensor | float:
+        """The weights of all classes together."""
+        return self.layout[1] if self.weight is None else self.weight.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of every position: (1 − s)·w_t·(−log p_t) + s/C·Σ_c w_c·(−log p_c)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weights: torch.Tensor,
+        ignored: torch.Tensor,
+        smoothed: _Smoothed,
+    ) -> torch.Tensor:
+        """The losses, in the shape of the target: ranks share a maximum, then all sums at once."""
+        dim, size, axis = smoothed.layout
+        start, stop = own_rows(size, axis)
+        own = own_classes(logits, dim, stop - start)
+        top = top_of(own, dim, axis)
+        shifted = own - top.unsqueeze(dim)
+        nowhere = ~ignored & ((target < 0) | (target >= size))
+        local, foreign = local_of(target, start, stop)
+        local.masked_fill_(nowhere, size)  # fails, as it does in one process
+        picked = pick(logits, local.unsqueeze(dim), foreign.unsqueeze(dim), dim).squeeze(dim)
+        sums = [(picked.to(top.dtype) - top).masked_fill(foreign, 0.0)]
+        if smoothed.share:
+            sums.append((shifted * smoothed.own_weight(own)).sum(dim))
+        sums.append(shifted.exp_().sum(dim))
+        picked, *rest, total = sum_over(torch.stack(sums), axis).unbind()
+        log_total = total.log()
+        losses = (log_total - picked) * weights * (1 - smoothed.share)
+        if smoothed.share:
+            spread = smoothed.total_weight() * log_total - rest[0]
+            losses = losses + (smoothed.share / size) * spread
+        ctx.save_for_backward(logits, local, foreign, weights, ignored, top + log_total)
+        ctx.smoothed = smoothed
+        return losses.masked_fill(ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        """The gradient of the own classes' logits: no rank needs another's."""
+        logits, local, foreign, weights, ignored, normaliser = ctx.saved_tensors
+        smoothed: _Smoothed = ctx.smoothed
+        dim, size, axis = smoothed.layout
+        start, stop = own_rows(size, axis)
+        gradient = gradient.masked_fill(ignored, 0.0)
+        of_target = gradient * weights * (1 - smoothed.share)
+        of_all = gradient * (smoothed.share / size)
+        own = own_classes(logits, dim, stop - start)
+        found = (own - normaliser.unsqueeze(dim)).exp_()
+        found *= (of_target + of_all * smoothed.total_weight()).unsqueeze(dim)
+        if stop > start:
+            taken = of_target.masked_fill(foreign, 0.0).neg().unsqueeze(dim)
+            found.scatter_add_(dim, local.unsqueeze(dim), taken)
+        if smoothed.share:
+            found -= of_all.unsqueeze(dim) * smoothed.own_weight(own)
+        return filled_up(found.to(logits.dtype), dim, logits.shape[dim]), None, None, None, None
+
+
+def own_rows(size: int, axis: str) -> tuple[int, int]:
+    """The first of the rank's rows of the whole, and the one after its last."""
+    ((start, stop),) = ParameterShard(0, (size,), axis_degree(axis)).ranges(axis_rank(axis))
+    return start, stop
+
+
+def own_classes(logits: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Logits without padding, precise enough to be summed."""
+    return logits.narrow(dim, 0, count).to(_compute_dtype(logits))
+
+
+def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def top_of(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
+    """The largest logit of every position over all ranks."""
+    if own.shape[dim]:
+        top = own.amax(dim)
+    else:
+        top = own.new_full((*own.shape[:dim], *own.shape[dim + 1 :]), -math.inf)
+    group = current_mesh().group(axis)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    return top
+
+
+def local_of(target: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets among the rank's classes, and which of them are others'."""
+    foreign = (target < start) | (target >= stop)
+    return (target - start).masked_fill(foreign, 0), foreign
+
+
+def pick(
+    values: torch.Tensor, local: torch.Tensor, foreign: torch.Tensor, dim: int
+) -> torch.Tensor:
+    """Values of the rank's classes by index; zero for classes that it has not got."""
+    return values.gather(dim, local).masked_fill(foreign, 0.0)
+
+
+def filled_up(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The rank's classes with zeros for padding."""
+    missing = size - own.shape[dim]
+    return functional.pad(own, [0, 0] * (own.dim() - dim - 1) + [0, missing]) if missing else own
+
+
+def sum_over(values: torch.Tensor, axis: str) -> torch.Tensor:
+    """The sum of the ranks' numbers, in place; without a backward."""
+    group = current_mesh().group(axis)
+    if group is not None:
+        dist.all_reduce(values, group=group)
+    return values

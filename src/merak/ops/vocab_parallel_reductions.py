@@ -1,0 +1,181 @@
+"""Sums, picks and log-probabilities over classes that the ranks of an axis hold in shares.
+
+What losses written by hand are made of. Classes beyond the size are padding, as in
+`merak.ops.vocab_parallel`: they are left out, and get no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from merak.ops.vocab_parallel import (
+    Layout,
+    filled_up,
+    local_of,
+    own_classes,
+    own_rows,
+    pick,
+    sum_over,
+    top_of,
+)
+
+
+def sum_of_share(
+    values: torch.Tensor,
+    dims: Sequence[int],
+    keepdim: bool,
+    dtype: torch.dtype | None,
+    layout: Layout,
+) -> torch.Tensor:
+    """Sum over dims, among them that of the classes.
+
+    Args:
+        values: the rank's classes along one dim, padding included.
+        dims: what is summed over.
+        keepdim: whether those dims stay, with size 1.
+        dtype: of the sum; None for that of the values.
+        layout: how the classes are split.
+
+    Returns:
+        The rank's summand.
+    """
+    start, stop = own_rows(layout[1], layout[2])
+    own = values.narrow(layout[0], 0, stop - start)
+    return own.sum(tuple(dims), keepdim=keepdim, dtype=dtype)
+
+
+def pick_of_share(values: torch.Tensor, index: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Pick classes by an index, as `torch.gather` does.
+
+    Args:
+        values: the rank's classes along one dim, padding included.
+        index: classes of the whole; the same on every rank.
+        layout: how the classes are split.
+
+    Returns:
+        What the rank has of it, zeros for what others have: a summand.
+    """
+    dim, size, axis = layout
+    local, foreign = local_of(index, *own_rows(size, axis))
+    nowhere = (index < 0) | (index >= size)  # fails, as it does in one process
+    return pick(values, local.masked_fill(nowhere, size), foreign, dim)
+
+
+def nll_of_share(
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    layout: Layout,
+) -> torch.Tensor:
+    """The negative log-likelihood of targets.
+
+    Args:
+        log_probabilities: of the rank's classes along one dim, padding included.
+        target: class indices, shaped like them without that dim; the same on every rank.
+        weight: a weight for each class of the whole, or None.
+        reduction: 0 for none, 1 for the mean, 2 for the sum.
+        ignore_index: the target of positions that do not count.
+        layout: how the classes are split.
+
+    Returns:
+        The rank's summand of the loss.
+    """
+    dim = layout[0]
+    ignored = target == ignore_index
+    known = target.masked_fill(ignored, 0)
+    weights = (~ignored).to(log_probabilities.dtype)
+    if weight is not None:
+        weights = weights * weight.to(weights.dtype)[known]
+    picked = pick_of_share(log_probabilities, known.unsqueeze(dim), layout).squeeze(dim)
+    losses = -(picked * weights).masked_fill(ignored, 0.0)
+    if reduction == 0:
+        return losses
+    return losses.sum() / weights.sum() if reduction == 1 else losses.sum()
+
+
+def log_softmax_of_share(
+    logits: torch.Tensor, dtype: torch.dtype | None, layout: Layout
+) -> torch.Tensor:
+    """Log-probabilities of the rank's classes.
+
+    Args:
+        logits: the rank's classes along one dim, padding included.
+        dtype: of the result; None for that of the logits.
+        layout: how the classes are split.
+
+    Returns:
+        Shaped like the logits; zeros for padding. Its backward sums a number for each position.
+    """
+    converted = logits if dtype is None else logits.to(dtype)
+    result: torch.Tensor = _LogSoftmax.apply(converted, layout)  # type: ignore[no-untyped-call]
+    return result
+
+
+def logsumexp_of_share(logits: torch.Tensor, keepdim: bool, layout: Layout) -> torch.Tensor:
+    """The logarithm of the sum of the exponentials of all classes.
+
+    Args:
+        logits: the rank's classes along one dim, padding included.
+        keepdim: whether that dim stays, with size 1.
+        layout: how the classes are split.
+
+    Returns:
+        The same on every rank.
+    """
+    result: torch.Tensor = _LogSumExp.apply(logits, layout)  # type: ignore[no-untyped-call]
+    return result.unsqueeze(layout[0]) if keepdim else result
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Of the own classes; (…, own classes), padded as the logits are."""
+        dim, size, axis = layout
+        start, stop = own_rows(size, axis)
+        own = own_classes(logits, dim, stop - start)
+        result = own - _normaliser(own, dim, axis).unsqueeze(dim)
+        result = filled_up(result.to(logits.dtype), dim, logits.shape[dim])
+        ctx.save_for_backward(result)
+        ctx.layout = layout
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (result,) = ctx.saved_tensors
+        dim, size, axis = ctx.layout
+        start, stop = own_rows(size, axis)
+        given = own_classes(gradient, dim, stop - start)
+        total = sum_over(given.sum(dim), axis).unsqueeze(dim)
+        found = given - own_classes(result, dim, stop - start).exp() * total
+        return filled_up(found.to(gradient.dtype), dim, gradient.shape[dim]), None
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, layout: Layout) -> torch.Tensor:
+        dim, size, axis = layout
+        start, stop = own_rows(size, axis)
+        normaliser = _normaliser(own_classes(logits, dim, stop - start), dim, axis)
+        ctx.save_for_backward(logits, normaliser)
+        ctx.layout = layout
+        return normaliser.to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, normaliser = ctx.saved_tensors
+        dim, size, axis = ctx.layout
+        start, stop = own_rows(size, axis)
+        own = own_classes(logits, dim, stop - start)
+        found = (own - normaliser.unsqueeze(dim)).exp_() * gradient.unsqueeze(dim)
+        return filled_up(found.to(logits.dtype), dim, logits.shape[dim]), None
+
+
+def _normaliser(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
+    """The logarithm of the sum of the exponentials of all ranks' classes."""
+    top = top_of(own, dim, axis)
+    return top + sum_over((own - top.unsqueeze(dim)).exp_().sum(dim), axis).log()

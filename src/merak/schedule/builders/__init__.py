@@ -1,0 +1,1 @@
+"""Schedules by name: each file builds one, as a pure function."""

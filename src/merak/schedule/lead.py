@@ -1,0 +1,37 @@
+"""How far one stage's backwards run ahead of another's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from merak.schedule.action_table import tabulate
+from merak.schedule.ir import GRADIENT_KINDS, Schedule
+from merak.schedule.lower import total_order
+
+
+def most_ahead(schedule: Schedule, stage: int, behind: int, pipe: int = 0) -> int:
+    """The most microbatches whose backward one stage has run and another has not, at a time.
+
+    It is counted in an order of all actions that every rank and every transfer obeys. So a rank
+    that gives the other something with each backward may wait, when it has given more than that,
+    for the oldest to be taken: whatever the other has to do before comes earlier in that order.
+
+    Args:
+        schedule: any.
+        stage: the one that is ahead.
+        behind: the other.
+        pipe: whose microbatches are counted.
+    """
+    table = tabulate(schedule)
+    order = total_order(schedule, table)
+    chosen = table.is_kind(*GRADIENT_KINDS)
+    chosen &= np.array(schedule.microbatch_pipes)[table.microbatch] == pipe
+    # For each microbatch, where its backward stands in the order; -1 for none.
+    given, taken = np.full((2, schedule.num_microbatches), -1, dtype=np.int64)
+    for places, number in ((given, stage), (taken, behind)):
+        own = np.flatnonzero(chosen & (table.stage == number))
+        places[table.microbatch[own]] = order[own]
+    most = 0
+    for place in given[given >= 0].tolist():
+        most = max(most, int(((given >= 0) & (given <= place) & (taken > place)).sum()))
+    return most

@@ -1,0 +1,1 @@
+"""Pictures of a simulated schedule: text, SVG and PNG."""

@@ -1,0 +1,1 @@
+"""Schedules by search: candidates made from measured stage times, compared by simulation."""

@@ -1,0 +1,1 @@
+"""Rules that every schedule, and the steps lowered from it, must obey."""
