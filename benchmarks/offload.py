@@ -31,7 +31,7 @@ from merak.engine.engine import Engine
 from merak.engine.fitting import simulated
 from merak.engine.layout import EngineOptions
 from merak.engine.ways import Pair
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.memory import Keeping
 from merak.plan.times import SegmentTimes, load_times, save_times

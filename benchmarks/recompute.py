@@ -22,9 +22,9 @@ from merak.core.mesh import Mesh
 from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions, Layout
 from merak.engine.plans import Plans
-from merak.graph.build import GraphSource, build_graph
-from merak.graph.ir import TensorMeta
-from merak.graph.weights.proxies import empty_weights
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.balance import balance
 from merak.plan.cost import SegmentCost, segment_costs
 from merak.plan.device import preset

@@ -32,8 +32,8 @@ from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
-from merak.engine.program import SegmentProgram
-from merak.graph.build import GraphSource
+from merak.graph.program.program import SegmentProgram
+from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.ledger import Part
 from merak.plan.recompute import keep_ratios, paper_ratios

@@ -37,7 +37,7 @@ from torch import nn
 
 import merak
 from merak.engine.engine import Engine
-from merak.engine.program import HalvedRun, HalvedSegment, SegmentProgram
+from merak.graph.program.program import HalvedRun, HalvedSegment, SegmentProgram
 from merak.graph.tensor_parallel import features
 from merak.ops import collectives
 from merak.parallel import ParallelModel

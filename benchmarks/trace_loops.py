@@ -41,9 +41,9 @@ def run_here(name: str, sequence: int) -> dict[str, Any]:
     import transformers
 
     import merak
-    from merak.graph.build import GraphSource, build_timed
-    from merak.graph.ir import TensorMeta
-    from merak.graph.kept.whole import kept_calls
+    from merak.graph.ir.ir import TensorMeta
+    from merak.graph.segment.build import GraphSource, build_timed
+    from merak.graph.trace.opaque.operator import kept_calls
 
     family, changed = MODELS[name]
     model_class = getattr(transformers, f"{family}ForCausalLM")

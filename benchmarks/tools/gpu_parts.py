@@ -18,7 +18,7 @@ from merak.core.mesh import current_mesh
 from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel
 from merak.plan.device import preset
 from merak.plan.profile import measure

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh, init
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
-    from merak.graph.weights.proxies import empty_weights
+    from merak.graph.weights.empty_weights import empty_weights
     from merak.parallel import ParallelModel, parallelize
     from merak.trainer import MerakTrainer
 
@@ -22,7 +22,7 @@ _HOMES = {
     "Row": "merak.graph.tensor_parallel.features",
     "Vocabulary": "merak.graph.tensor_parallel.features",
     "current_mesh": "merak.core.mesh",
-    "empty_weights": "merak.graph.weights.proxies",
+    "empty_weights": "merak.graph.weights.empty_weights",
     "init": "merak.core.mesh",
     "parallelize": "merak.parallel",
 }

@@ -19,8 +19,8 @@ from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.relief import OPTIMIZER_FIX, explained
 from merak.engine.scaling import MAX_SKIPPED_STEPS, LossScale
-from merak.graph.build import GraphSource
-from merak.graph.call import LossFunction
+from merak.graph.segment.build import GraphSource
+from merak.graph.trace.call import LossFunction
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.plan.ledger import Part
 from merak.plan.storages import Storages
 

@@ -20,7 +20,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.relief import explain_step
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from tests.multirank.ranks import RankError
 from tests.multirank.test_schedules import batches, tiny_gpt2
 

@@ -14,13 +14,13 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from merak.checkpoint.export import save_pretrained
-from merak.checkpoint.initial import materialize
 from merak.checkpoint.state import load_state, save_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh, init
 from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, take
-from merak.graph.weights.proxies import empty_weights
+from merak.graph.weights.empty_weights import empty_weights
+from merak.graph.weights.materialize import materialize
 from tests.multirank.ranks import RankPool
 
 CPU = torch.device("cpu")

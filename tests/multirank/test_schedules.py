@@ -14,7 +14,7 @@ from merak.core.shards import join
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.plan.recompute import Recompute
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json

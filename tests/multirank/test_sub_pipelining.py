@@ -15,8 +15,8 @@ from merak.engine import overlap
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions, Layout
 from merak.engine.plans import Plans
-from merak.engine.program import HalvedRun
-from merak.graph.build import GraphSource, build_graph
+from merak.graph.program.program import HalvedRun
+from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan.partition import Partition
 from merak.plan.times import SegmentTimes
 from merak.schedule.registry import build, names

@@ -7,7 +7,7 @@ import torch
 
 from merak.core import mesh
 from merak.core.shards import ParameterShard, join, take
-from merak.graph.tensor_parallel.split import shard_model, tensor_parallel
+from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
 from merak.ops import collectives
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import tensor_parallel_cases as cases

@@ -13,7 +13,7 @@ import torch
 from merak.check import Case, CheckOptions, Layout, check_model
 from merak.core import mesh
 from merak.core.shards import ParameterShard, take
-from merak.graph.tensor_parallel.split import shard_model, tensor_parallel
+from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
 from merak.ops.vocab_parallel import cross_entropy_of_share, embedding_of_share
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import tensor_parallel_cases as cases

@@ -32,11 +32,11 @@ from merak.core.errors import MerakError, PlanError, TraceError
 from merak.core.private_files import read_own_file
 from merak.data import signature
 from merak.engine.plans import Plans
-from merak.graph.build import build_graph
-from merak.graph.ir import ModelGraph
-from merak.graph.kept.report import KeptWhole, report_kept
-from merak.graph.tensor_parallel.split import tensor_parallel
-from merak.graph.value_file import ValueFile, write_values
+from merak.graph.cache.value_file import ValueFile, write_values
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.segment.build import build_graph
+from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.trace.opaque.report import KeptWhole, report_kept
 
 logger = logging.getLogger(__name__)
 

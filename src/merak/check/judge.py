@@ -16,7 +16,7 @@ from merak.check.compare import (
 )
 from merak.check.place import Place, latest
 from merak.check.training import Job, Outcome
-from merak.graph.ir import ModelGraph
+from merak.graph.ir.ir import ModelGraph
 
 KINDS = ("gradients", "parameters", "buffers")
 """The fields of an outcome that are compared, in the order in which they go wrong."""

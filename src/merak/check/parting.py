@@ -22,9 +22,9 @@ from merak.check.compare import EXACT, distances
 from merak.check.place import latest
 from merak.check.precision import computing_in
 from merak.check.training import Job, Place, loss_of
-from merak.graph.ir import ModelGraph, Segment
-from merak.graph.observe import Observed, Observer, Tensors
-from merak.graph.runnable import runnable
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.program.codegen import runnable
+from merak.graph.segment.observe import Observed, Observer, Tensors
 
 ROUNDING = 1e-4
 """The most that float32 may differ in the middle of a model, by the largest magnitude."""

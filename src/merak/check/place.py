@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from merak.graph.ir import ModelGraph, Segment
+from merak.graph.ir.ir import ModelGraph, Segment
 
 
 @dataclass(frozen=True, slots=True)

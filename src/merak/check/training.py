@@ -19,10 +19,10 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
-from merak.graph.call import Call, call_model
-from merak.graph.ir import TensorMeta
-from merak.graph.observe import Observed, Observer
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.segment.build import GraphSource
+from merak.graph.segment.observe import Observed, Observer
+from merak.graph.trace.call import Call, call_model
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.device import preset
 

@@ -28,21 +28,21 @@ from merak.checkpoint.adapters import (
     place_adapters,
     write_adapters,
 )
-from merak.checkpoint.layout import (
-    Holding,
-    find_holdings,
-    first_names,
-    named_tensors,
-    part_shape,
-)
-from merak.checkpoint.ranks import gather_objects, transfer_device
 from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
 from merak.core.health.status import during, waiting
 from merak.core.mesh import Mesh
 from merak.core.private_files import give_usual_modes
 from merak.core.shards import ParameterShard, join
-from merak.graph.weights.tape import Recorder
+from merak.graph.weights.deferred_init import Recorder
+from merak.graph.weights.holders import (
+    Holding,
+    find_holdings,
+    first_names,
+    named_tensors,
+    part_shape,
+)
+from merak.graph.weights.rank_agreement import gather_objects, transfer_device
 
 State = dict[str, torch.Tensor]
 

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from merak.checkpoint.layout import RankView, whole_shape
 from merak.checkpoint.parts import Part, State, part_of, part_of_rows
 from merak.core.errors import WeightsError
+from merak.graph.weights.holders import RankView, whole_shape
 
 PREFIX = "optimizer/"
 """Keys are `optimizer/parameter name/optimizer's key`."""

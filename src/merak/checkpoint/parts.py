@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from merak.checkpoint.layout import whole_shape
-from merak.checkpoint.ranks import is_distributed
 from merak.core.health.status import during, waiting_for_all
 from merak.core.shards import ParameterShard, RowShare
+from merak.graph.weights.holders import whole_shape
+from merak.graph.weights.rank_agreement import is_distributed
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from merak.checkpoint.layout import RankView, find_holdings, view_of_rank
 from merak.checkpoint.optimizer import (
     PREFIX,
     fill_optimizer,
@@ -23,12 +22,13 @@ from merak.checkpoint.optimizer import (
     optimizer_targets,
 )
 from merak.checkpoint.parts import State, load_parts, part_of, read_index, save_parts, shape_of
-from merak.checkpoint.ranks import gather_objects
 from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
 from merak.core.health.status import during
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, Stepped
+from merak.graph.weights.holders import RankView, find_holdings, view_of_rank
+from merak.graph.weights.rank_agreement import gather_objects
 
 GROUPS = "optimizer_groups"
 """The key of the optimizer's hyperparameters, by parameter name."""

@@ -77,7 +77,7 @@ def check(  # one argument for each option
 
 
 def _page(report: CheckReport) -> str:
-    from merak.graph.kept.report import kept_lines
+    from merak.graph.trace.opaque.report import kept_lines
 
     if report.loss_max_rel_diff is None:
         compared = []

@@ -27,7 +27,7 @@ from merak.cli.columns import Column, Columns
 from merak.cli.documented import asked_for, described, is_target, loss_givers, with_companions
 from merak.cli.fitted import fitted
 from merak.cli.losses import class_loss, outputs_loss, pair_loss
-from merak.graph.call import LossFunction
+from merak.graph.trace.call import LossFunction
 
 PATCHES = 4
 """Patches along an image's side, for models that take images in patches."""

@@ -172,8 +172,8 @@ def memory_report(request: Request) -> MemoryReport:
     from merak.cli.model import check_inner_fields, parse_overrides, resolve_model
     from merak.engine.build import forecast_of
     from merak.engine.layout import EngineOptions
-    from merak.graph.build import GraphSource
-    from merak.graph.weights.proxies import empty_weights
+    from merak.graph.segment.build import GraphSource
+    from merak.graph.weights.empty_weights import empty_weights
 
     device, sheet = planned_device(request.device)
     mesh = _mesh(request, device)

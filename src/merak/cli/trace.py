@@ -19,9 +19,9 @@ from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import count, size
 
 if TYPE_CHECKING:
-    from merak.graph.ir import Segment
-    from merak.graph.kept.report import KeptWhole
+    from merak.graph.ir.ir import Segment
     from merak.graph.tensor_parallel.report import SegmentReport
+    from merak.graph.trace.opaque.report import KeptWhole
 
 Degree = Annotated[
     int,
@@ -146,11 +146,11 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     from merak.arguments import default_trace_cache
     from merak.cli.batch import example_arguments, example_columns
     from merak.cli.model import check_inner_fields, parse_overrides, resolve_model
-    from merak.graph.build import GraphSource, build_timed
-    from merak.graph.kept.report import report_kept
+    from merak.graph.segment.build import GraphSource, build_timed
+    from merak.graph.tensor_parallel.apply import derived
     from merak.graph.tensor_parallel.report import report_splits
-    from merak.graph.tensor_parallel.split import derived
-    from merak.graph.weights.proxies import empty_weights
+    from merak.graph.trace.opaque.report import report_kept
+    from merak.graph.weights.empty_weights import empty_weights
 
     changes = parse_overrides(request.config)
     source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
@@ -225,7 +225,7 @@ def peak_rss_bytes() -> int:
 
 
 def _page(report: TraceReport) -> str:
-    from merak.graph.kept.report import kept_lines
+    from merak.graph.trace.opaque.report import kept_lines
 
     most = max(report.boundary_tensors, default=0)
     seconds = report.seconds

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from merak.core.errors import DataError
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from merak.core.health.status import phase, waiting_for_first
 from merak.engine.forecast import Forecast
 from merak.engine.layout import Layout
 from merak.engine.plans import Plans
-from merak.engine.program import Program
 from merak.engine.programs import Programs
 from merak.engine.recompute import Profile, dear_operators, gigabytes, pp_that_fits
 from merak.engine.waiting import Times
+from merak.graph.program.program import Program
 from merak.plan.dear import Dear
 from merak.plan.recompute import recomputing_stages
 

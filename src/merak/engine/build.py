@@ -9,7 +9,6 @@ from functools import partial
 
 from torch import nn
 
-from merak.checkpoint.initial import materialize
 from merak.core.announce import announce, announced, is_announcing
 from merak.core.errors import ScheduleError
 from merak.core.health.status import phase
@@ -51,10 +50,11 @@ from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
 from merak.engine.turns import Turns
 from merak.engine.watch import check_limit, set_limit, watch
 from merak.engine.weights import LiveWeights, StashedWeights, Weights
-from merak.graph.build import GraphSource, build_graph
-from merak.graph.ir import ModelGraph
-from merak.graph.tensor_parallel.split import check_features
-from merak.graph.tensor_parallel.tp_plan import given_plan
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.tensor_parallel.apply import check_features
+from merak.graph.tensor_parallel.hf_tp_plan import given_plan
+from merak.graph.weights.materialize import materialize
 
 
 def build_engine(

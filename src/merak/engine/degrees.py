@@ -9,8 +9,8 @@ from merak.core.errors import MerakError
 from merak.engine.forecast import Forecast
 from merak.engine.gradients import is_low_precision
 from merak.engine.refusals import refuse_sharing
-from merak.graph.tensor_parallel.split import tensor_parallel
-from merak.graph.tensor_parallel.tp_plan import given_plan
+from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 
 _MOST_DOUBLINGS = 3
 """A tensor parallel degree is looked for up to eight times the present one."""

@@ -21,7 +21,6 @@ from merak.engine.microbatches import Microbatches
 from merak.engine.moved import bring
 from merak.engine.norms import clip_gradients, gradient_norm
 from merak.engine.parts import Parts, Signature
-from merak.engine.program import Program
 from merak.engine.records import StepRecord, gather_records
 from merak.engine.relief import StepGivenUp, agree, explained
 from merak.engine.settling import settle
@@ -31,6 +30,7 @@ from merak.engine.summary import idle_pipeline
 from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
 from merak.engine.training import TrainingStep, Update
+from merak.graph.program.program import Program
 
 _EVALUATE_LESS = (
     "use smaller batches to evaluate (per_device_eval_batch_size), or a larger pp or tp"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from merak.core.mesh import Mesh
-from merak.engine.program import Program
 from merak.engine.surroundings import Values
 from merak.engine.transfers import Transfers
+from merak.graph.program.program import Program
 from merak.schedule.steps import Payload, Receive, Send
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from merak.core.mesh import Mesh
 from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
-from merak.engine.program import Program, Rewrite, compile_program
 from merak.engine.tied import Holder, find_holders
-from merak.graph.tensor_parallel.split import TensorParallel
+from merak.graph.program.program import Program, Rewrite, compile_program
+from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.balance import Timed
 from merak.plan.dear import Dear
 from merak.plan.memory import Job, Keeping, MemoryModel, RankMemory

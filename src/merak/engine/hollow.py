@@ -17,17 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from merak.core.mesh import Mesh
-from merak.engine.deferred import WeightGradients
 from merak.engine.exchange import Exchange
-from merak.engine.program import Program, SegmentProgram
 from merak.engine.sharded import Sharded
 from merak.engine.stage import Microbatch, Stage
 from merak.engine.surroundings import Values
 from merak.engine.turns import has_turn
 from merak.engine.weights import Leaves, LiveWeights
-from merak.graph.chance.choice import is_choice
-from merak.graph.ir import Kind as ValueKind
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import Kind as ValueKind
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.program.program import Program, SegmentProgram
+from merak.graph.program.split_backward import WeightGradients
+from merak.graph.trace.branches.flags import is_choice
 from merak.schedule.ir import Action, Kind, Schedule
 from merak.schedule.steps import Payload, Receive
 

@@ -8,7 +8,7 @@ import torch
 
 from merak.core.errors import DataError
 from merak.engine.parts import Parts, Signature
-from merak.graph.index_ranges import problem_of
+from merak.graph.program.index_ranges import problem_of
 
 
 def check_indices(

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from merak.core.random import random_state, restore_random_state, set_random_state
-from merak.engine.program import HalvedRun, HalvedSegment, PieceProgram, SegmentProgram
 from merak.engine.surroundings import Surroundings, Values, add_to
 from merak.engine.whole import propagate
-from merak.graph.sub_pipelining.halves import Share
+from merak.graph.program.program import HalvedRun, HalvedSegment, PieceProgram, SegmentProgram
 from merak.graph.sub_pipelining.pieces import Crossing
+from merak.graph.sub_pipelining.sub_microbatch import Share
 from merak.ops.collectives import start_sum
 
 TENSOR_AXIS = "tp"

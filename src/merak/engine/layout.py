@@ -12,9 +12,9 @@ from merak.core.errors import PlanError
 from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh
 from merak.engine.plans import Plans
-from merak.engine.program import Rewrite
 from merak.engine.tied import Reader
-from merak.graph.ir import ModelGraph
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.program.program import Rewrite
 from merak.graph.tensor_parallel.features import Features
 from merak.plan.balance import Timed, balance
 from merak.plan.cost import segment_costs
@@ -65,7 +65,8 @@ class EngineOptions:
             nothing.
         optimizer: makes the optimizer, whose state counts in the memory; None counts none.
         trains: whether it is laid out for training, whose batches give a loss; else for evaluation.
-        observer: looks into segments as they run, such as `merak.graph.observe.Observer`; None
+        observer: looks into segments as they run, such as `merak.graph.segment.observe.Observer`;
+        None
             does not.
     """
 

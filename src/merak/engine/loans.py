@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from merak.core.shards import ParameterShard, take
 from merak.engine.parts import Parts
-from merak.engine.program import Loan, Program
-from merak.graph.ir import ModelGraph
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.program.program import Loan, Program
 
 
 def find_loans(

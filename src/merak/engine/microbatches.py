@@ -8,9 +8,9 @@ import torch
 
 from merak.core.mesh import Mesh
 from merak.core.random import own_random_state, set_random_state
-from merak.engine.program import Program, SegmentProgram
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
+from merak.graph.program.program import Program, SegmentProgram
 
 
 class Microbatches:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from merak.engine.layout import Layout
 from merak.engine.parts import Parts
-from merak.engine.program import Program
-from merak.graph.buffer_kinds import written_buffers
-from merak.graph.ir import ModelGraph
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.program.program import Program
+from merak.graph.segment.buffer_kinds import written_buffers
 
 
 def find_writers(layout: Layout) -> dict[str, int]:

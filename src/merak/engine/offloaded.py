@@ -15,8 +15,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from merak.engine.offload import Offload, Stash, enter
-from merak.engine.program import SegmentProgram
 from merak.engine.surroundings import Sums, Values
+from merak.graph.program.program import SegmentProgram
 
 Saving = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
 """Inside, autograd saves for the host; not tensors that are given here."""

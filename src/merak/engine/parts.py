@@ -10,7 +10,6 @@ import torch
 from merak.core.mesh import Mesh
 from merak.engine.gradients import GradientReducer
 from merak.engine.plans import Plans
-from merak.engine.program import Program
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
 from merak.engine.replica_buffers import ReplicaBuffers
@@ -19,7 +18,8 @@ from merak.engine.stage import Stage
 from merak.engine.tied import TiedGradients
 from merak.engine.trained import TrainedParameters
 from merak.engine.transfers import Transfers
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.program.program import Program
 
 Signature = tuple[tuple[str, TensorMeta], ...]
 """The columns of a microbatch and what each is, in a fixed order."""

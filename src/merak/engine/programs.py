@@ -15,13 +15,14 @@ import torch.distributed as dist
 from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
-from merak.engine.deferred import WeightGradients, defer_weights
-from merak.engine.halved import arrange_in_halves
 from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
 from merak.engine.loans import find_loans
 from merak.engine.moved import find_moved, find_writers
 from merak.engine.parts import Signature
-from merak.engine.program import (
+from merak.engine.sparse import densify, find_densified
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.program.index_ranges import find_ranges
+from merak.graph.program.program import (
     NOTHING_CHOSEN,
     Arrange,
     Choices,
@@ -31,15 +32,14 @@ from merak.engine.program import (
     arrange_whole,
     compile_program,
 )
-from merak.engine.sparse import densify, find_densified
-from merak.graph.build import GraphSource
-from merak.graph.index_ranges import find_ranges
-from merak.graph.ir import ModelGraph, Segment
-from merak.graph.sub_pipelining.halves import samples_of
+from merak.graph.program.split_backward import WeightGradients, defer_weights
+from merak.graph.program.sub_pipelined import arrange_in_halves
+from merak.graph.segment.build import GraphSource
+from merak.graph.segment.dynamic_shapes import Graphs
+from merak.graph.sub_pipelining.sub_microbatch import samples_of
+from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Features
 from merak.graph.tensor_parallel.report import left_whole
-from merak.graph.tensor_parallel.split import TensorParallel, tensor_parallel
-from merak.graph.tracing.shapes import Graphs
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import nn
 from merak.core.errors import ScheduleError
 from merak.engine.layout import EngineOptions, Layout
 from merak.engine.tied import find_holders
-from merak.graph.chance.choice import optional_parameters
+from merak.graph.trace.branches.flags import optional_parameters
 from merak.schedule.ir import Kind, Schedule
 
 

@@ -24,9 +24,13 @@ import torch.distributed as dist
 from merak.core.mesh import Mesh
 from merak.engine.gradients import others_of
 from merak.engine.layout import Layout
-from merak.engine.program import Program
 from merak.engine.progress import Progress
-from merak.graph.buffer_kinds import WrittenBuffer, classify_written_buffers, written_buffers
+from merak.graph.program.program import Program
+from merak.graph.segment.buffer_kinds import (
+    WrittenBuffer,
+    classify_written_buffers,
+    written_buffers,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.engine.gradients import StageGradients, fill_buckets
 from merak.engine.programs import Programs
-from merak.graph.chance.choice import optional_parameters
+from merak.graph.trace.branches.flags import optional_parameters
 from merak.schedule.ir import Schedule
 
 

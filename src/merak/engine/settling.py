@@ -11,10 +11,10 @@ from merak.core.errors import ScheduleError
 from merak.core.shards import ParameterShard, join, take
 from merak.engine.layout import Layout
 from merak.engine.parts import Parts
-from merak.engine.program import Program
-from merak.graph.chance.choice import optional_parameters
-from merak.graph.ir import Settled
-from merak.graph.runnable import runnable
+from merak.graph.ir.ir import Settled
+from merak.graph.program.codegen import runnable
+from merak.graph.program.program import Program
+from merak.graph.trace.branches.flags import optional_parameters
 
 Batch = Mapping[str, torch.Tensor]
 

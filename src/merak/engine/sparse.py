@@ -20,8 +20,8 @@ from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
 from merak.engine.layout import Layout
-from merak.graph.ir import Kind, ModelGraph, Segment
-from merak.graph.shard import copy_graph
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.segment.cut import copy_graph
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from merak.engine import interleave, whole
-from merak.engine.deferred import WeightGradients
 from merak.engine.offload import Offload
-from merak.engine.program import HalvedRun, Program, SegmentProgram, StageProgram
 from merak.engine.surroundings import BeginSums, InShares, Surroundings, Values, no_sums
 from merak.engine.weights import Leaves, Weights
+from merak.graph.program.program import HalvedRun, Program, SegmentProgram, StageProgram
+from merak.graph.program.split_backward import WeightGradients
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from merak.engine.offload import Offload
-from merak.engine.program import SegmentProgram
 from merak.engine.weights import Leaves
+from merak.graph.program.program import SegmentProgram
 
 Values = dict[str, torch.Tensor]
 

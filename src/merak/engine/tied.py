@@ -22,11 +22,11 @@ import torch.distributed as dist
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.engine.gradients import add_gradient, dense, gradient_dtype, no_gradient
-from merak.engine.program import SegmentProgram
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
 from merak.engine.surroundings import Sums
 from merak.engine.weights import Leaves
+from merak.graph.program.program import SegmentProgram
 
 
 @dataclass(frozen=True, slots=True)

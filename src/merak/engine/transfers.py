@@ -13,7 +13,7 @@ from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
 from merak.schedule.steps import Payload, Receive, Send, Step
 
 Channel = tuple[Payload, bool]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from merak.engine.gradients import others_of
-from merak.engine.program import SegmentProgram, StageProgram
 from merak.engine.progress import Progress
+from merak.graph.program.program import SegmentProgram, StageProgram
 from merak.schedule.ir import Kind
 
 

@@ -16,10 +16,10 @@ import torch
 from merak.core.random import set_random_state
 from merak.engine import offloaded
 from merak.engine.offloaded import Away, Saving
-from merak.engine.program import SegmentProgram
-from merak.engine.selective import Recording
 from merak.engine.surroundings import Sums, Surroundings, Values
 from merak.engine.weights import Leaves
+from merak.graph.program.program import SegmentProgram
+from merak.graph.program.selective import Recording
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from merak.engine.program import SegmentProgram
+from merak.graph.program.program import SegmentProgram
 from merak.plan.ledger import Ledger
 from merak.plan.saved import SegmentMemory
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from merak.graph.ir import Kind, Segment
+from merak.graph.ir.ir import Kind, Segment
 from merak.plan.device import DeviceProfile
 from merak.plan.operators import Work, node_work, outputs
 

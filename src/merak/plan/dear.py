@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from merak.engine.selective import keep_operators
-from merak.graph.ir import Segment
-from merak.graph.writes import find_writes
+from merak.graph.ir.ir import Segment
+from merak.graph.ir.mutation import find_writes
+from merak.graph.program.selective import keep_operators
 from merak.plan.cost import work_seconds
 from merak.plan.device import DeviceProfile
 from merak.plan.operators import node_work, outputs

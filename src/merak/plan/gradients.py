@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from merak.engine.gradients import MOST_OPEN_BUCKETS
-from merak.engine.program import SegmentProgram
+from merak.graph.program.program import SegmentProgram
 from merak.plan.ledger import Ledger, Part, Window
 from merak.plan.surroundings import SharedHere, Surroundings, parameters_of
 from merak.schedule.ir import FINAL_KINDS, Action

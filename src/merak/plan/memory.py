@@ -12,8 +12,8 @@ import torch
 
 from merak.core.mesh import Mesh, pretended
 from merak.engine.arrivals import MOST_OPEN_GATHERS
-from merak.engine.program import Program, offloading
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.program.program import Program, offloading
 from merak.plan.dear import Dear, find_dear
 from merak.plan.device import DeviceProfile
 from merak.plan.ledger import Ledger, Moment, Part

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.ir import TensorMeta
-from merak.graph.kept.whole import flops_of, loop_of, saved_bytes_of
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.trace.opaque.operator import flops_of, loop_of, saved_bytes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from merak.core.health.status import speaks
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
 from merak.plan.storages import Storages
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import torch
 
 from merak.core.errors import PlanError
 from merak.core.private_files import private_folder
-from merak.graph.cache import warn_unusable
+from merak.graph.cache.cache import warn_unusable
 from merak.plan.device import DeviceProfile, from_json, to_json
 
 logger = logging.getLogger(__name__)

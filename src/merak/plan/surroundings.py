@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merak.engine.program import Program, SegmentProgram
-from merak.graph.ir import Kind as ValueKind
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import Kind as ValueKind
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.dear import Dear
 from merak.plan.saved import SegmentMemory
 from merak.plan.sharing import Sharing

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from merak.engine.program import SegmentProgram
+from merak.graph.program.program import SegmentProgram
 from merak.plan.away import AwayRecord, HostMemory
 from merak.plan.dear import Dear
 from merak.plan.gradients import Gradients

@@ -18,7 +18,7 @@ from merak.core.mesh import Mesh
 from merak.data import BatchSignature, example_batch, shard_loader, without_plain
 from merak.data.fetch import is_iterable
 from merak.engine.engine import Engine
-from merak.graph.outputs import LOSS, nested
+from merak.graph.trace.outputs import LOSS, nested
 from merak.trainer.batches import Agreement, Batch, Council
 from merak.trainer.tokens import TOKENS, TokenCounter
 

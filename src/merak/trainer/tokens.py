@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from merak.data import BatchSignature, signature
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
 
 TOKENS = "num_items_in_batch"
 """The column that transformers' loss functions divide by: label tokens of the whole step."""

@@ -34,9 +34,9 @@ from merak.engine.local import LocalParameters
 from merak.engine.relief import explain_step
 from merak.engine.scaling import LossScale
 from merak.engine.summary import describe_mesh
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.graph.tensor_parallel.feature_file import parse_features
-from merak.graph.weights.proxies import empty_weights
+from merak.graph.weights.empty_weights import empty_weights
 from merak.trainer.batches import Agreement, Council
 from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch

@@ -14,11 +14,11 @@ from transformers.utils import logging as bars
 
 from merak.checkpoint import export
 from merak.checkpoint.export import save_pretrained
-from merak.checkpoint.initial import materialize
 from merak.checkpoint.state import save_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
-from merak.graph.weights.proxies import empty_weights
+from merak.graph.weights.empty_weights import empty_weights
+from merak.graph.weights.materialize import materialize
 from tests.unit.checkpoint.models import PRETRAINED, Plain, gpt2
 
 CPU = torch.device("cpu")

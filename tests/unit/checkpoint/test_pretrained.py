@@ -20,11 +20,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from merak.checkpoint.initial import materialize
 from merak.core.errors import WeightsError
 from merak.core.shards import ParameterShard, take
 from merak.graph.weights import pretrained
-from merak.graph.weights.proxies import empty_weights
+from merak.graph.weights.empty_weights import empty_weights
+from merak.graph.weights.materialize import materialize
 from tests.unit.checkpoint.models import PRETRAINED, bert, gpt2, t5
 
 CPU = torch.device("cpu")

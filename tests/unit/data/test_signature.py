@@ -7,7 +7,7 @@ import torch
 
 from merak.core.errors import DataError
 from merak.data import BatchSignature, signature, union
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
 
 
 def test_a_signature_is_the_shapes_of_a_batch():

@@ -8,13 +8,13 @@ import torch
 import transformers
 from torch import nn
 
-from merak.engine.deferred import WeightGradients
-from merak.engine.program import Program, SegmentProgram, compile_program
 from merak.engine.stage import Microbatch, Stage
 from merak.engine.surroundings import Values
 from merak.engine.weights import LiveWeights
-from merak.graph.build import GraphSource, build_graph
-from merak.graph.ir import ModelGraph, TensorMeta
+from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.program.program import Program, SegmentProgram, compile_program
+from merak.graph.program.split_backward import WeightGradients
+from merak.graph.segment.build import GraphSource, build_graph
 
 VOCABULARY, SEQUENCE = 40, 8
 

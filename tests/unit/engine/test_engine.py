@@ -17,7 +17,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.local import LocalParameters
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 
 

@@ -16,7 +16,7 @@ from merak.engine.build import forecast_of
 from merak.engine.fitting import simulated
 from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.plan.device import preset
 from merak.plan.memory import Keeping
 from merak.plan.times import SegmentTimes

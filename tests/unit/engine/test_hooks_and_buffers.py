@@ -15,7 +15,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from tests.unit.engine.models import gpt2, text_batch
 
 

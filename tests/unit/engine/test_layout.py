@@ -12,7 +12,7 @@ from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import forecast_of
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.plan.device import DeviceProfile, preset
 from tests.unit.engine.models import gpt2, text_batch
 

@@ -16,7 +16,7 @@ from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
 from merak.engine.layout import EngineOptions
 from merak.engine.offload import LEAST_BYTES, Offload, Stash, enter
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.plan.device import preset
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 from tests.unit.graph.dropped_layers import Skipping

@@ -13,7 +13,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions
 from merak.engine.offload import Offload, Stash
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 
 pytestmark = pytest.mark.gpu
 

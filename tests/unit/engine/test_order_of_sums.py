@@ -14,7 +14,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.layout import EngineOptions
 from merak.engine.norms import pipeline_norm
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 
 WIDTH, CPU = 24, torch.device("cpu")
 

@@ -17,7 +17,7 @@ from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
 from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.plan.device import preset
 from merak.schedule.registry import build
 from tests.unit.engine.models import gpt2, text_batch

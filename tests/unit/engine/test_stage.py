@@ -8,7 +8,7 @@ from torch import nn
 
 from merak.engine.stage import Stage
 from merak.engine.surroundings import Values
-from merak.graph.ir import ModelGraph
+from merak.graph.ir.ir import ModelGraph
 from tests.unit.engine.models import (
     Skips,
     buffers_of,

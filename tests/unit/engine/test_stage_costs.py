@@ -14,7 +14,7 @@ from merak.data import signature
 from merak.engine.build import forecast_of
 from merak.engine.forecast import Forecast
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
+from merak.graph.segment.build import GraphSource
 from merak.plan.times import SegmentTimes, save_times
 from merak.schedule.builders.common import is_split
 from merak.schedule.costs import stage_costs
@@ -45,7 +45,7 @@ def forecast(times: Path, **options: object) -> Forecast:
 def times(tmp_path: Path) -> Path:
     """The first segment takes most of the forward, the last most of the backward."""
     graph = GraphSource(gpt2(dropout=0.2))
-    from merak.graph.build import build_graph
+    from merak.graph.segment.build import build_graph
 
     found = build_graph(graph, dict(signature(text_batch()).columns), training=True).segments
     path = tmp_path / "times.json"

@@ -19,8 +19,8 @@ from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import forecast_of
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
-from merak.graph.tracing.trace import trace
+from merak.graph.segment.build import GraphSource
+from merak.graph.trace.trace import trace
 from merak.parallel import ParallelModel
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,8 @@ from merak.engine.build import forecast_of
 from merak.engine.layout import EngineOptions
 from merak.engine.plans import Plans
 from merak.engine.summary import bubble, describe_mesh, idle_pipeline, summary
-from merak.graph.build import GraphSource
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.segment.build import GraphSource
 from tests.unit.graph import families
 
 SAMPLE = (

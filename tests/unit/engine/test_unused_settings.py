@@ -11,8 +11,8 @@ from merak.core.errors import PlanError, ShardError
 from merak.core.mesh import Mesh
 from merak.engine.build import forecast_of
 from merak.engine.layout import EngineOptions
-from merak.graph.build import GraphSource
-from merak.graph.ir import TensorMeta
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.segment.build import GraphSource
 from merak.graph.tensor_parallel.features import Column, Row
 from tests.unit.graph.odd_models import Mlp
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from merak.graph.chance.drawn import drawn
+from merak.graph.trace.branches.rng_stream import drawn
 
 Batch = dict[str, torch.Tensor]
 WIDTH, DEPTH = 8, 4

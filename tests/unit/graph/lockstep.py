@@ -17,13 +17,13 @@ from torch import fx
 
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join, take
-from merak.graph.tensor_parallel.features import Features
-from merak.graph.tensor_parallel.split import (
+from merak.graph.tensor_parallel.apply import (
     attributes_for,
     given_weights,
     shard_model,
     tensor_parallel,
 )
+from merak.graph.tensor_parallel.features import Features
 from merak.ops import collectives
 from tests.unit.graph import tensor_parallel_cases as cases
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from merak.graph.build import GraphSource, build_graph
-from merak.graph.call import LossFunction
-from merak.graph.ir import ModelGraph, Segment, TensorMeta
-from merak.graph.runnable import Function, runnable
+from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.program.codegen import Function, runnable
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.trace.call import LossFunction
 
 Tensors = dict[str, torch.Tensor]
 

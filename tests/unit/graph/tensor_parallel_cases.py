@@ -10,10 +10,10 @@ import transformers
 from torch import fx
 
 from merak.core.shards import ParameterShard, take
-from merak.graph.ir import ModelGraph, TensorMeta
-from merak.graph.shard import shard
+from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.segment.cut import shard
 from merak.graph.tensor_parallel.features import Column, Features, Row
-from merak.graph.tracing.trace import trace
+from merak.graph.trace.trace import trace
 
 BATCH, SEQUENCE, VOCABULARY = 2, 8, 40
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from merak.graph.ir import TensorMeta
-from merak.graph.shard import shard
-from merak.graph.tracing.trace import trace
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.segment.cut import shard
+from merak.graph.trace.trace import trace
 from merak.plan.balance import balance
 from merak.plan.cost import segment_costs, work_seconds
 from merak.plan.device import preset

@@ -7,9 +7,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from merak.graph.build import GraphSource, build_graph
-from merak.graph.ir import ModelGraph, TensorMeta
-from merak.graph.kept.whole import is_kept, kept_nodes, saved_bytes_of
+from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.trace.opaque.operator import is_kept, kept_nodes, saved_bytes_of
 from merak.plan.operators import node_work
 from merak.plan.saved import SegmentMemories
 

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from merak.graph.ir import TensorMeta
-from merak.graph.tracing.trace import trace
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.trace.trace import trace
 from merak.plan.operators import NodeWork, node_work
 
 

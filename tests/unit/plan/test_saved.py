@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.graph.ir import Kind
+from merak.graph.ir.ir import Kind
 from merak.plan.saved import SegmentMemories
 from tests.multirank.memory_jobs import MODELS, batch_of
 from tests.unit.engine.models import buffers_of, graph_of, microbatch_of, program_of

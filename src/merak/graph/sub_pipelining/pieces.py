@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from merak.graph.ir import Kind, Segment
+from merak.graph.ir.ir import Kind, Segment
 from merak.ops.collectives import copy_to, reduce_from
 
 

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir import Kind, Segment, TensorMeta
+from merak.graph.ir.ir import Kind, Segment, TensorMeta
+from merak.graph.ir.mutation import written_by
+from merak.graph.tensor_parallel.alias_check import refuse_lost_writes
 from merak.graph.tensor_parallel.features import Attribute, Column, Replicate, Row, Vocabulary
-from merak.graph.tensor_parallel.memory import refuse_lost_writes
 from merak.graph.tensor_parallel.placement import (
     REPLICATED,
     Decision,
@@ -23,8 +24,7 @@ from merak.graph.tensor_parallel.placement import (
     Sharded,
     family,
 )
-from merak.graph.tensor_parallel.rules import decide
-from merak.graph.writes import written_by
+from merak.graph.tensor_parallel.rules.rules import decide
 
 _GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
 _SAME = frozenset(("to", "_to_copy", "contiguous", "clone", "alias", "detach"))

@@ -7,20 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from merak.core.shards import share_of
-from merak.graph.ir import ModelGraph, Segment
-from merak.graph.tensor_parallel.cost import (
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.tensor_parallel.apply import TensorParallel
+from merak.graph.tensor_parallel.placement import Copied, Mixed, Replicated, Sharded, family
+from merak.graph.tensor_parallel.propagate import weight_dims
+from merak.graph.tensor_parallel.search.auto_shard import Split, limits_of
+from merak.graph.tensor_parallel.search.cost import (
     FORWARD,
     Transfer,
     has_gradient,
     parameter_nodes,
     weights_only,
 )
-from merak.graph.tensor_parallel.derive import Split, limits_of
-from merak.graph.tensor_parallel.placement import Copied, Mixed, Replicated, Sharded, family
-from merak.graph.tensor_parallel.propagate import weight_dims
-from merak.graph.tensor_parallel.sequence_shares import Laid
-from merak.graph.tensor_parallel.split import TensorParallel
-from merak.graph.tensor_parallel.vocabulary import vocabularies
+from merak.graph.tensor_parallel.search.vocabularies import vocabularies
+from merak.graph.tensor_parallel.sequence.propagate import Laid
 
 
 @dataclass(frozen=True, slots=True)

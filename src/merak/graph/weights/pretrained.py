@@ -26,7 +26,7 @@ from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_
 
 from merak.core.errors import WeightsError
 from merak.core.health.status import speaks
-from merak.graph.weights.tape import Recorder
+from merak.graph.weights.deferred_init import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from merak.core.errors import TraceError
-from merak.graph.build import GraphSource, build_graph
-from merak.graph.kept.whole import kept_calls
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.trace.opaque.operator import kept_calls
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
 
 

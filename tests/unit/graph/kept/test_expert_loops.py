@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from merak.core.errors import TraceError
-from merak.graph.ir import ModelGraph
-from merak.graph.kept.picks import is_picks
-from merak.graph.kept.whole import kept_nodes
-from merak.graph.pack import pack_model, unpack_model
-from merak.graph.runnable import runnable
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.serialize import pack_model, unpack_model
+from merak.graph.program.codegen import runnable
+from merak.graph.trace.opaque.dynamic_region import is_picks
+from merak.graph.trace.opaque.operator import kept_nodes
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.expert_loops import (
     EXPERTS,

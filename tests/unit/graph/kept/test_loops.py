@@ -13,19 +13,18 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.core.storages import Storages
-from merak.engine.program import compile_segment
-from merak.graph.build import GraphSource, build_graph
-from merak.graph.chance.choice import optional_parameters
-from merak.graph.ir import ModelGraph, Segment, TensorMeta
-from merak.graph.kept import extrapolate, record
-from merak.graph.kept.dry_run import dry_run
-from merak.graph.kept.functions import FunctionModule, function_of, is_function
-from merak.graph.kept.nested import flatten
-from merak.graph.kept.report import kept_lines, report_kept
-from merak.graph.kept.whole import KeptCall, Place, connect, is_kept, kept_calls
-from merak.graph.pack import pack_model, unpack_model
-from merak.graph.runnable import runnable
-from merak.graph.tracing import loops
+from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.ir.serialize import pack_model, unpack_model
+from merak.graph.program.codegen import runnable
+from merak.graph.program.program import compile_segment
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.trace.branches.flags import optional_parameters
+from merak.graph.trace.opaque import extrapolate, loops, record
+from merak.graph.trace.opaque.dry_run import dry_run
+from merak.graph.trace.opaque.functions import FunctionModule, function_of, is_function
+from merak.graph.trace.opaque.operator import KeptCall, Place, connect, is_kept, kept_calls
+from merak.graph.trace.opaque.pytree import flatten
+from merak.graph.trace.opaque.report import kept_lines, report_kept
 from merak.plan.saved import SegmentMemories
 
 SIZE, MOST, LONG = 6, 9, 20

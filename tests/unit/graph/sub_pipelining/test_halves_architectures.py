@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from merak.core.errors import ShardError
-from merak.graph.build import GraphSource, build_graph
-from merak.graph.ir import ModelGraph, Segment, TensorMeta
-from merak.graph.sub_pipelining.halves import Halves, Samples, halve, samples_of
+from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.sub_pipelining.sub_microbatch import Halves, Samples, halve, samples_of
 from tests.unit.graph.architectures import ARCHITECTURES
 
 Values = Mapping[str, torch.Tensor]

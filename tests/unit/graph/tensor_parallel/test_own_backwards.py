@@ -11,10 +11,10 @@ from torch import fx, nn
 from torch.autograd import Function
 
 from merak.core.errors import ShardError
-from merak.graph.ir import ModelGraph, Segment
-from merak.graph.sub_pipelining.halves import Samples, halve
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.sub_pipelining.sub_microbatch import Samples, halve
+from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column
-from merak.graph.tensor_parallel.split import tensor_parallel
 from tests.unit.graph import own_backwards as own
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity

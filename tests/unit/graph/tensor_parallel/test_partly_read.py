@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from merak.core.errors import ShardError
-from merak.graph.ir import ModelGraph
-from merak.graph.sub_pipelining.halves import Samples, halve
-from merak.graph.tensor_parallel.derive import limits_of
-from merak.graph.tensor_parallel.split import tensor_parallel
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.sub_pipelining.sub_microbatch import Samples, halve
+from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.tensor_parallel.search.auto_shard import limits_of
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 

@@ -1,0 +1,312 @@
+"""What determines a model's graph, as a hash: its code, its configuration, its shapes, versions."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from merak.graph.ir.ir import TensorMeta
+
+_SCALARS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+_VERSIONED = ("torch", "transformers", "builtins")
+"""Packages that the fingerprint tells apart by version."""
+
+_INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+_HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
+_OWN_STATE = frozenset(nn.Module().__dict__) - {"training"}
+"""What torch keeps in every module; parameters, buffers, children, hooks are described apart."""
+
+_SKIPPED = frozenset({"_original_object_hash", "_flat_weights", "_flat_weight_refs"})
+"""A hash that transformers' generation configs hold and another process has another value of; and
+second lists of their parameters that recurrent modules keep."""
+
+
+def fingerprint(model: nn.Module, *others: Any) -> str:
+    """A hash that changes whenever the graph of a model could.
+
+    Args:
+        model: described by every module's class, its source file and its attributes, by its
+            parameters' and buffers' shapes and ties, and by its train or eval mode.
+        others: whatever else the graph depends on: shapes, a loss function, versions.
+
+    Returns:
+        A hexadecimal string; equal for equal models, on every rank.
+    """
+    describer = _Describer(model)
+    describer.add(("merak", _own_sources(), torch.__version__, transformers.__version__))
+    describer.add((platform.python_version(), torch.get_default_dtype()))
+    describer.module_tree(model)
+    for other in others:
+        describer.add(other)
+    return describer.digest()
+
+
+@cache
+def file_hash(path: str) -> str:
+    """A hash of a source file's content; of nothing where it cannot be read."""
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return ""
+
+
+def file_hashes(paths: Iterable[str]) -> dict[str, str]:
+    """The hash of each of some files."""
+    return {path: file_hash(path) for path in paths}
+
+
+def loaded_sources(model: nn.Module) -> frozenset[str]:
+    """Files of loaded modules that the model's code may call: the user's own, and its package's.
+
+    A trace tells the files of forwards alone, not of the functions they call.
+    """
+    packages = _packages(model) - {*_VERSIONED, "merak"}
+    files = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or not file.endswith(".py") or _package(name) == "merak":
+            continue
+        if _package(name) in packages or not any(part in file for part in _INSTALLED):
+            files.add(file)
+    return frozenset(files)
+
+
+def is_code_of(model: nn.Module, module: str) -> bool:
+    """Whether a loaded module is the user's own, or of a package that the model is from."""
+    if _package(module) in _packages(model) - {"torch", "builtins"}:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return bool(file) and not any(part in str(file) for part in _INSTALLED)
+
+
+def _packages(model: nn.Module) -> set[str]:
+    return {_package(type(module).__module__) for module in model.modules()}
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _own_sources() -> str:
+    folder = Path(__file__).parent
+    return "".join(file_hash(str(path)) for path in sorted(folder.rglob("*.py")))
+
+
+class _Describer:
+    """Feeds values into a hash; an object met again is named by the place of its first mention.
+
+    Args:
+        model: its parameters and buffers count without their numbers, wherever they are met.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hash = hashlib.blake2b(digest_size=20)
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._without_numbers = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._modules = {id(m): name for name, m in model.named_modules()}
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def module_tree(self, model: nn.Module) -> None:
+        """Take in the modules: their classes, and what they hold."""
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._write("module", name)
+            if self._is_known(module):
+                continue
+            self._class(type(module))
+            for parts in (module._parameters, module._buffers):
+                for key, tensor in parts.items():
+                    self._write(key)
+                    self.add(tensor)
+            for key, value in module.__dict__.items():
+                if key in _HOOKS and value:
+                    self._write(key)  # hooks are kept by numbers that count a process's hooks
+                    self.add(list(value.values()) if isinstance(value, Mapping) else value)
+                elif key not in _OWN_STATE and key not in _SKIPPED:
+                    self._write(key)
+                    self.add(value)
+
+    def add(self, value: Any) -> None:
+        """Describe a value and all that it holds."""
+        if isinstance(value, _SCALARS):
+            self._write(type(value).__name__, repr(value))
+        elif isinstance(value, Enum):
+            self._write("enum", str(value))
+        elif isinstance(value, TensorMeta):
+            self._write("meta", repr(value))
+        elif isinstance(value, type):
+            self._class(value)
+        elif id(value) in self._modules and id(value) not in self._seen:
+            self._write("part", self._modules[id(value)])
+        elif self._is_known(value):
+            pass
+        else:
+            self._new(value)
+
+    def _new(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, nn.Module):
+            self.module_tree_of_another(value)
+        elif isinstance(value, Mapping):
+            self._write("mapping", type(value).__name__, str(len(value)))
+            for key, item in value.items():
+                if key not in _SKIPPED:
+                    self.add(key)
+                    self.add(item)
+        elif isinstance(value, (tuple, list)):
+            self._write(type(value).__name__, str(len(value)))
+            for item in value:
+                self.add(item)
+        elif isinstance(value, (set, frozenset)):
+            self._write("set", *sorted(map(repr, value)))
+        elif isinstance(value, types.CodeType):
+            self._code(value)
+        else:
+            self._object(value)
+
+    def module_tree_of_another(self, module: nn.Module) -> None:
+        """A module that is no part of the model, such as a loss: the graph holds its numbers."""
+        del self._seen[id(module)]
+        self.module_tree(module)
+
+    def _object(self, value: Any) -> None:
+        if isinstance(value, types.MethodType):
+            self.add(value.__self__)
+            self.add(value.__func__)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
+            self._write("named", str(getattr(value, "__module__", "")), value.__name__)
+        elif _reduces_itself(type(value)):
+            self._class(type(value))
+            self.add(_reduced(value))
+        else:
+            self._class(type(value))
+            slots = {
+                key: getattr(value, key)
+                for cls in type(value).__mro__
+                for key in _names(cls.__dict__.get("__slots__", ()))
+                if hasattr(value, key)
+            }
+            state = getattr(value, "__dict__", None)
+            if state is None and not slots:
+                self._write(repr(value))  # an address in it makes the trace one of its own
+            self.add({**(state or {}), **slots})
+
+    def _function(self, function: types.FunctionType) -> None:
+        self._write("function", function.__qualname__, file_hash(function.__code__.co_filename))
+        self._code(function.__code__)
+        self.add([_content(cell) for cell in function.__closure__ or ()])
+        self.add(function.__defaults__)
+        self.add(function.__kwdefaults__)
+        if not _is_library(function.__module__):
+            self._globals(function)
+
+    def _globals(self, function: types.FunctionType) -> None:
+        """What a function reads of its module: no file tells what a notebook or a script set."""
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            is_own = getattr(value, "__module__", None) == function.__module__
+            if isinstance(value, (*_SCALARS, torch.Tensor, tuple, list, dict)) or is_own:
+                self._write(name)
+                self.add(value)
+
+    def _code(self, code: types.CodeType) -> None:
+        self._write("code", code.co_code.hex(), *code.co_names, *code.co_varnames)
+        for constant in code.co_consts:
+            self.add(constant)
+
+    def _class(self, cls: type) -> None:
+        self._write(cls.__module__, cls.__qualname__)
+        if self._is_known(cls):
+            return
+        for base in cls.__mro__[:-1]:
+            module = inspect.getmodule(base)
+            self._write(base.__qualname__, file_hash(getattr(module, "__file__", None) or ""))
+            self._methods(base)
+
+    def _methods(self, cls: type) -> None:
+        """What no version of a library tells: the user's own code, and what it patched in."""
+        is_library = _is_library(cls.__module__)
+        for name, value in cls.__dict__.items():
+            function = getattr(value, "__func__", value)
+            is_plain = isinstance(value, (*_SCALARS, torch.Tensor)) and not name.startswith("__")
+            if isinstance(function, types.FunctionType):
+                if is_library and _is_library(function.__module__):
+                    continue
+                self._write(name)
+                self.add(function)
+            elif is_plain and not is_library:
+                self._write(name)
+                self.add(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        """What a tensor is; its numbers too where the graph may hold them."""
+        kind = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        self._write("tensor", repr(kind), repr(tensor.stride()))
+        if id(tensor) not in self._without_numbers and not tensor.is_meta:
+            data = tensor.detach().cpu().contiguous().view(-1)
+            self._hash.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+
+    def _is_known(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            self._write("again", str(self._seen[id(value)]))
+            return True
+        self._seen[id(value)] = len(self._seen)
+        self._kept.append(value)  # so that no other object gets its id
+        return False
+
+    def _write(self, *words: str) -> None:
+        for word in words:
+            self._hash.update(f"{len(word)}:{word}".encode())
+
+
+def _reduced(value: Any) -> Any:
+    """What pickle would keep of an object, or its text."""
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:
+        return repr(value)
+    return parts if isinstance(parts, str) else [_listed(part) for part in parts]
+
+
+def _reduces_itself(cls: type) -> bool:
+    """Whether a class says itself what makes its objects, as `functools.partial` does."""
+    own = ("__reduce__", "__reduce_ex__")
+    return any(name in base.__dict__ for base in cls.__mro__[:-1] for name in own)
+
+
+def _listed(part: Any) -> Any:
+    return list(part) if isinstance(part, Iterator) else part
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _is_library(module: str | None) -> bool:
+    """Whether code is told apart by a version that the fingerprint holds."""
+    return _package(module or "") in _VERSIONED

@@ -1,0 +1,1 @@
+"""The graph's data types: tensors, segments, models; mutation of values; serialisation."""

@@ -1,0 +1,177 @@
+"""The words of the graph: what a value is, what a segment is, what a traced model is.
+
+Graphs are `torch.fx.Graph`s of ATen operators. Every node carries, in `node.meta`:
+
+    "tensor"   TensorMeta, a tuple of them, or None: what the node yields
+    "source"   "path/to/model.py:123", the user's line that made it ("" if unknown)
+    "module"   the path of the module in the user's model that it ran in
+    "origin"   in a segment rewritten for a rank, the name of the traced node it stands for
+
+Placeholders also carry `"kind"` (a `Kind`) and `"name"`: a parameter's or buffer's name in the
+user's model, the batch's column, or the name of a value from an earlier segment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import fx
+
+
+class Kind(Enum):
+    """What a placeholder stands for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    COLUMN = "column"
+    VALUE = "value"
+    DERIVED = "derived"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor without its numbers.
+
+    Args:
+        shape: sizes of its dims.
+        dtype: its element type.
+        requires_grad: whether a gradient flows through it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor, laid out densely."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The smallest piece that sharding yields: one attention block, one feed-forward block, ….
+
+    Its graph's placeholders are the parameters, buffers, columns, inputs and derived values below,
+    in that order; it returns the tuple of its outputs.
+
+    Args:
+        index: position in the model's list of segments.
+        name: the module path of the user's model it mostly comes from, for people to read.
+        graph: ATen operators.
+        parameters: names in the user's model of the parameters it reads.
+        buffers: names of the buffers it reads (constants of the trace included).
+        columns: columns of the batch it reads.
+        inputs: values of earlier segments it reads.
+        outputs: values it gives to later segments, or to the caller.
+        derived: values it reads that depend on the batch alone (masks, position ids, rotary
+            tables); each rank computes those it needs from the prologue, none is ever sent.
+    """
+
+    index: int
+    name: str
+    graph: fx.Graph
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    derived: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, index: int, name: str, graph: fx.Graph, outputs: Iterable[str]) -> Segment:
+        """A segment of a graph whose placeholders say what they stand for.
+
+        Args:
+            index: position in the model's list of segments.
+            name: for people to read.
+            graph: its placeholders carry "kind" and "name".
+            outputs: names of what the graph returns.
+        """
+        read: dict[Kind, list[str]] = {kind: [] for kind in Kind}
+        for node in graph.find_nodes(op="placeholder"):
+            read[node.meta["kind"]].append(node.meta["name"])
+        return cls(
+            index=index,
+            name=name,
+            graph=graph,
+            parameters=tuple(read[Kind.PARAMETER]),
+            buffers=tuple(read[Kind.BUFFER]),
+            columns=tuple(read[Kind.COLUMN]),
+            inputs=tuple(read[Kind.VALUE]),
+            outputs=tuple(outputs),
+            derived=tuple(read[Kind.DERIVED]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a model writes into one of its parameters while it runs, before it reads it.
+
+    Doing it again changes nothing more, so it is done before the segments run, and none of them
+    does it.
+
+    Args:
+        parameter: its name.
+        graph: the operators that write; its placeholders are the parameter, and the buffers and
+            columns below; it returns nothing.
+        buffers: names of the buffers that it reads.
+        columns: names of the columns that it reads.
+        elementwise: whether every element is written by itself, so that a share of them is, too.
+    """
+
+    parameter: str
+    graph: fx.Graph
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    elementwise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGraph:
+    """A traced model, cut into segments.
+
+    Args:
+        segments: in execution order.
+        prologue: computes every derived value from the batch; see
+        `graph.segment.cut.slice_outputs`.
+        values: what every value that crosses a cut or leaves the model is, by name.
+        parameters: what every parameter is, by its (first) name in the user's model.
+        tied: other names of a tied parameter → its first name.
+        constants: tensors that the trace found outside the model's buffers, by name.
+        columns: the batch it was traced with, by column.
+        outputs: the model's own output names (loss, logits, …) → value names.
+        loss: the value name of the loss; None when the model was traced for prediction alone.
+        settled: what is written into parameters before the segments run.
+    """
+
+    segments: tuple[Segment, ...]
+    prologue: Segment
+    values: dict[str, TensorMeta]
+    parameters: dict[str, TensorMeta]
+    tied: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    columns: dict[str, TensorMeta]
+    outputs: dict[str, str]
+    loss: str | None
+    settled: tuple[Settled, ...] = ()
+
+    def boundary(self, cut: int) -> tuple[str, ...]:
+        """The values that cross the cut before segment `cut`: made before it, read at or after."""
+        made = [name for segment in self.segments[:cut] for name in segment.outputs]
+        read = {name for segment in self.segments[cut:] for name in segment.inputs}
+        return tuple(name for name in made if name in read)
+
+    def boundaries(self) -> tuple[tuple[str, ...], ...]:
+        """The values that cross each cut between neighbouring segments, in linear time."""
+        last = {name: s.index for s in self.segments for name in s.inputs}
+        alive: list[str] = []
+        crossing = []
+        for segment in self.segments[:-1]:
+            alive = [n for n in (*alive, *segment.outputs) if last.get(n, -1) > segment.index]
+            crossing.append(tuple(alive))
+        return tuple(crossing)

@@ -1,0 +1,218 @@
+"""Operators that write into tensors: which nodes share memory, and who writes into it when.
+
+Nodes with the same `meta["memory"]` are views of one tensor, or that tensor after a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.ir.ir import Kind
+
+aten = torch.ops.aten
+
+_RUNNING_STATISTICS: Mapping[str, int] = {
+    "aten.batch_norm.default": 5,
+    "aten.instance_norm.default": 5,
+    "aten.native_batch_norm.default": 5,
+}
+"""Operators that update arguments 3 and 4 though no schema says so → the argument that asks so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Memory that operators write into.
+
+    Args:
+        writers: memory → the operators that write into it, in order.
+        members: memory → the nodes that are (views of) it, in order; written memory only.
+    """
+
+    writers: dict[int, list[fx.Node]]
+    members: dict[int, list[fx.Node]]
+
+    def group(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose fate a node shares: what is written, its views and its writers."""
+        memory = [node.meta.get("memory"), *(a.meta.get("memory") for a in written_by(node))]
+        return [
+            member
+            for number in dict.fromkeys(memory)
+            if number in self.writers
+            for member in (*self.members[number], *self.writers[number])
+        ]
+
+
+def find_writes(graph: fx.Graph) -> Writes:
+    """Who writes into what."""
+    writers: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for written in written_by(node):
+            writers.setdefault(_memory(written), []).append(node)
+    members: dict[int, list[fx.Node]] = {memory: [] for memory in writers}
+    for node in graph.nodes:
+        if node.meta.get("memory") in members:
+            members[node.meta["memory"]].append(node)
+    return Writes(writers, members)
+
+
+def _memory(node: fx.Node) -> int:
+    memory = node.meta.get("memory")
+    return memory if isinstance(memory, int) else -1 - id(node)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the operator writes into one of its arguments."""
+    return bool(written_by(node))
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator writes into."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return []
+    writes = _writes_of(target)
+    if not writes.arguments or (writes.asked is not None and not node.args[writes.asked]):
+        return []
+    values = (
+        node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in writes.arguments
+    )
+    return [v for value in values for v in _flat(value) if isinstance(v, fx.Node)]
+
+
+@dataclass(frozen=True, slots=True)
+class _TargetWrites:
+    """What an operator may write into.
+
+    Args:
+        arguments: positions and names.
+        asked: the argument that says whether it does; None if it always does.
+    """
+
+    arguments: tuple[tuple[int, str], ...]
+    asked: int | None = None
+
+
+@cache
+def _writes_of(target: torch._ops.OpOverload) -> _TargetWrites:
+    named = enumerate(target._schema.arguments)
+    if (asked := _RUNNING_STATISTICS.get(str(target))) is not None:
+        return _TargetWrites(tuple((i, a.name) for i, a in named if i in (3, 4)), asked)
+    written = ((i, a.name) for i, a in named if a.alias_info is not None and a.alias_info.is_write)
+    return _TargetWrites(tuple(written) if target._schema.is_mutable else ())
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
+    """Everything that some nodes have a part in, through memory that is written too."""
+    writes = find_writes(graph)
+    found: set[fx.Node] = set()
+    todo = list(seeds)
+    while todo:
+        node = todo.pop()
+        if node in found or node.op == "output":
+            continue
+        found.add(node)
+        todo += node.users
+        todo += writes.group(node)
+    return found
+
+
+def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
+    """Erase all that neither an output nor a buffer depends on.
+
+    Args:
+        graph: changed in place.
+        kept: nodes that stay, whoever reads them.
+    """
+    writes = find_writes(graph)
+    todo: list[fx.Node] = list(graph.find_nodes(op="output"))
+    for memory, writers in writes.writers.items():
+        if any(m.op == "placeholder" for m in writes.members[memory]):
+            todo += writers
+    live: set[fx.Node] = set()
+    todo += kept
+    while todo:
+        node = todo.pop()
+        if node not in live:
+            live.add(node)
+            todo += node.all_input_nodes
+            todo += writes.group(node)
+    for node in reversed(list(graph.nodes)):
+        if node not in live:
+            graph.erase_node(node)
+
+
+def settle_writes(graph: fx.Graph) -> None:
+    """Let no operator write into the batch, and nobody read a buffer long after a write into it.
+
+    A column that is written is copied first: a recomputation must find it as it was. What is read
+    of a buffer after the last write into it is read from a copy made right then: later segments
+    may be on other ranks, and the next microbatch writes again.
+    """
+    writes = find_writes(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for memory, writers in writes.writers.items():
+        sources = [m for m in writes.members[memory] if m.op == "placeholder"]
+        for source in sources:
+            if source.meta["kind"] is Kind.COLUMN:
+                _copy_column(graph, source, memory)
+        if any(source.meta["kind"] is Kind.BUFFER for source in sources):
+            _move_up(writes, memory, order)
+            _copy_after(graph, writes.members[memory], writers[-1], order)
+
+
+def _copy_column(graph: fx.Graph, column: fx.Node, memory: int) -> None:
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        copy = graph.call_function(aten.clone.default, (column,))
+    column.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    copy.meta = {k: column.meta[k] for k in ("tensor", "source", "module")} | {"memory": memory}
+    column.meta["memory"] = None
+
+
+def _move_up(writes: Writes, memory: int, order: dict[fx.Node, int]) -> None:
+    """Write a buffer's new value as soon as nobody reads the old one.
+
+    What the model assigns to a buffer is written at the end of the trace, far from its readers.
+    """
+    last = writes.writers[memory][-1]
+    if last.target is not aten.copy_.default or last.users or not isinstance(last.args[1], fx.Node):
+        return
+    moved = [last]
+    if last.args[1].target is aten.detach.default and len(last.args[1].users) == 1:
+        moved.insert(0, last.args[1])
+    members = writes.members[memory]
+    readers = {n for m in members for n in (m, *m.users)} - {last}
+    after = max((*readers, *moved[0].all_input_nodes), key=lambda node: order.get(node, -1))
+    source = moved[0].all_input_nodes[-1].meta.get("memory")
+    if source in writes.writers or after.op == "output":
+        return
+    for node in reversed(moved):
+        after.append(node)
+        order[node] = order[after]
+
+
+def _copy_after(
+    graph: fx.Graph, members: Iterable[fx.Node], last: fx.Node, order: Mapping[fx.Node, int]
+) -> None:
+    for member in members:
+        if order[member] > order[last]:
+            continue
+        late = {user for user in member.users if order[user] > order[last]}
+        if not late:
+            continue
+        with graph.inserting_after(last):
+            copy = graph.call_function(aten.clone.default, (member,))
+        copy.meta = {**member.meta, "memory": None}
+        copy.meta = {k: copy.meta[k] for k in ("tensor", "source", "module", "memory")}
+        for user in late:
+            user.replace_input_with(member, copy)

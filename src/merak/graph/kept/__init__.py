@@ -1,1 +1,0 @@
-"""Modules whose inside cannot be traced: kept whole in the graph, as one operator."""

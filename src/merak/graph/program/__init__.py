@@ -1,0 +1,1 @@
+"""Programs: segments compiled to functions of this rank."""

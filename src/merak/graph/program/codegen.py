@@ -1,0 +1,95 @@
+"""A segment's graph as a Python function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.segment.cut import copy_graph
+from merak.graph.trace.branches.flags import is_choice, is_taken
+from merak.graph.trace.opaque.dynamic_region import calling_picks, is_picks
+from merak.graph.trace.opaque.operator import is_kept
+from merak.graph.trace.opaque.run import calling
+from merak.ops.collectives import gather_copied
+from merak.ops.sharded_saved import keeping_shares
+
+Answers = tuple[bool, ...]
+"""To the choices of a graph, in the order of its placeholders."""
+
+Function = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def runnable(graph: fx.Graph) -> Function:
+    """Generate the function that runs a graph's operators one after another.
+
+    Args:
+        graph: as traced, or rewritten for a rank's share of it.
+
+    Returns:
+        A function of the graph's placeholders, in order; what it gathers from shares of the
+        sequence is kept for the backward as shares. Where a choice leaves a layer out, nothing of
+        the layer runs.
+    """
+    places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_choice(n)]
+    whole = _function(graph)
+    if not places:
+        return whole
+
+    @cache
+    def chosen(answers: Answers) -> Function:
+        return _function(with_answers(graph, answers))
+
+    def run(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        answers = answered([args[i] for i in places])
+        return (whole if answers is None else chosen(answers))(*args)
+
+    return run
+
+
+def answered(truths: Sequence[torch.Tensor]) -> Answers | None:
+    """How choices are answered; None for tensors without numbers, with which everything runs."""
+    if any(isinstance(truth, FakeTensor) or truth.is_meta for truth in truths):
+        return None
+    with _disable_current_modes():  # such as one that makes all tensors fake
+        return tuple(map(bool, truths))
+
+
+def with_answers(graph: fx.Graph, answers: Answers) -> fx.Graph:
+    """A graph in which choices are made: without what they leave out.
+
+    Args:
+        graph: left as it is.
+        answers: to its choices, in the order of its placeholders, all of which it still has.
+    """
+    env: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    made.output(made.graph_copy(graph, env))
+    placeholders = list(made.find_nodes(op="placeholder"))
+    truths = dict(zip(filter(is_choice, placeholders), answers, strict=True))
+    for node in list(made.nodes):
+        if is_taken(node):
+            condition, if_true, if_false = node.args
+            node.replace_all_uses_with(if_true if truths[condition] else if_false)
+            made.erase_node(node)
+    eliminate_dead_code(made, placeholders)
+    return made
+
+
+def _function(graph: fx.Graph) -> Function:
+    if any(is_kept(node) or is_picks(node) for node in graph.nodes):
+        graph, _ = copy_graph(graph)
+        for node in graph.nodes:
+            if is_kept(node):
+                node.target = calling(node.meta["kept"])
+            elif is_picks(node):
+                node.target = calling_picks(node.meta["picks"])
+    forward = fx.GraphModule(torch.nn.Module(), graph).forward
+    if any(node.target is gather_copied for node in graph.nodes):
+        return keeping_shares(forward)
+    return forward

@@ -1,0 +1,389 @@
+"""What a rank runs for one microbatch shape: its stages' segments as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from merak.core.shards import ParameterShard
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, Settled, TensorMeta
+from merak.graph.ir.mutation import depending_on
+from merak.graph.program.codegen import Answers, answered, runnable
+from merak.graph.program.index_ranges import IndexRange
+from merak.graph.program.selective import Kept, keep_operators
+from merak.graph.segment.buffer_kinds import written_buffers
+from merak.graph.segment.cut import slice_outputs
+from merak.graph.sub_pipelining.pieces import Crossing
+from merak.graph.sub_pipelining.sub_microbatch import Share
+from merak.graph.trace.branches.rng_stream import is_drawn
+from merak.graph.trace.normalize import is_random
+
+Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
+"""Changes how a segment is run: its new form, and how it splits its parameters over tp."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProgram:
+    """A segment as a function of (parameters, buffers, columns, inputs, derived).
+
+    Args:
+        segment: what it computes, this rank's share of it.
+        function: returns the tuple of the segment's outputs.
+        gradient_inputs: per input, whether a gradient goes back through it.
+        trains: whether it has a backward: a gradient goes back through one of its outputs.
+        draws: whether it draws random numbers.
+        written: names of the buffers it writes into.
+        repeated: names of the parameters that several of its operators read.
+        kept: whether its activations are kept where its stage recomputes others.
+        selective: its operators whose results are kept where it recomputes; None for none.
+        offload: where its activations wait in host memory, the values that it reads or makes and
+            that stay on the device for other segments; else None.
+    """
+
+    segment: Segment
+    function: Callable[..., tuple[torch.Tensor, ...]]
+    gradient_inputs: tuple[bool, ...]
+    trains: bool
+    draws: bool
+    written: tuple[str, ...]
+    repeated: tuple[str, ...] = ()
+    kept: bool = False
+    selective: Kept | None = None
+    offload: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What segments do with their activations in training, by their numbers.
+
+    Args:
+        kept: those that keep them where their stage recomputes others.
+        partly: by segment that recomputes, the operators whose results it keeps.
+        offloaded: of those that keep them, those that do so in host memory.
+    """
+
+    kept: Container[int] = ()
+    partly: Mapping[int, Container[str]] = field(default_factory=dict)
+    offloaded: Container[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PieceProgram:
+    """A piece as a function of (parameters, buffers, columns, inputs, derived).
+
+    Args:
+        segment: its names.
+        function: returns the tuple of its outputs.
+        crossings: what is summed after it, before any piece that reads the results.
+    """
+
+    segment: Segment
+    function: Callable[..., tuple[torch.Tensor, ...]]
+    crossings: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HalfProgram:
+    """One half of a segment.
+
+    Args:
+        pieces: in the order they run.
+        returned: per output of the segment, its name and what the pieces call it.
+        choices: derived values that leave layers in or out.
+        chosen: gives the half without what answers to them leave out.
+    """
+
+    pieces: tuple[PieceProgram, ...]
+    returned: tuple[tuple[str, str], ...]
+    choices: tuple[str, ...] = ()
+    chosen: Callable[[Answers], HalfProgram] | None = None
+
+    def given(self, derived: Mapping[str, torch.Tensor]) -> HalfProgram:
+        """What runs of it, where derived values choose."""
+        if self.chosen is None:
+            return self
+        answers = answered([derived[name] for name in self.choices])
+        return self if answers is None else self.chosen(answers)
+
+
+@dataclass(frozen=True, slots=True)
+class HalvedSegment:
+    """A segment that runs in halves.
+
+    Args:
+        whole: the segment for all of a microbatch.
+        halves: the first half's samples, and the second's.
+        shares: which samples they are.
+        dims: the dim along which a half has its samples, by the name of an input, column, derived
+            value or output; what is not named is the same for both.
+    """
+
+    whole: SegmentProgram
+    halves: tuple[HalfProgram, HalfProgram]
+    shares: tuple[Share, Share]
+    dims: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HalvedRun:
+    """Consecutive segments that run in halves.
+
+    Args:
+        segments: in execution order.
+        inputs: what they read of others, and along which dim a half has its samples of it.
+        outputs: what others read of them, likewise; None where both halves make the same.
+    """
+
+    segments: tuple[HalvedSegment, ...]
+    inputs: Mapping[str, int | None]
+    outputs: Mapping[str, int | None]
+
+    @property
+    def shares(self) -> tuple[Share, Share]:
+        """Which samples each half has."""
+        return self.segments[0].shares
+
+
+Run = SegmentProgram | HalvedRun
+"""One thing after another on a stage: a segment, or several in halves."""
+
+Arrange = Callable[
+    [Sequence[Segment], Sequence[SegmentProgram], Sequence[Rewrite], frozenset[str]],
+    tuple[Run, ...],
+]
+"""Gives the order of work of a stage; see `graph.program.sub_pipelined.arrange_in_halves`."""
+
+
+def arrange_whole(
+    segments: Sequence[Segment],
+    programs: Sequence[SegmentProgram],
+    rewrites: Sequence[Rewrite],
+    leaving: frozenset[str],
+) -> tuple[Run, ...]:
+    """One segment after the other, each for the whole microbatch."""
+    return tuple(programs)
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """Consecutive segments, and the values that enter and leave them.
+
+    Args:
+        segments: in execution order.
+        runs: the same in the order and the way they are run.
+        received: values that come from the stage before, in the order they are sent.
+        sent: values that go to the stage after.
+        results: outputs of the model made here → value names.
+    """
+
+    segments: tuple[SegmentProgram, ...]
+    runs: tuple[Run, ...]
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    results: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A parameter that one rank of a pipeline lends to another.
+
+    Args:
+        name: of the parameter.
+        owner: pipeline position of a rank that holds it.
+        reader: pipeline position of one that does not, and reads it.
+        meta: what the whole parameter is.
+    """
+
+    name: str
+    owner: int
+    reader: int
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything one rank runs for microbatches of one shape.
+
+    Args:
+        stages: this rank's stages, by stage number.
+        fixed: computes derived values that depend on no column, once for all microbatches.
+        derived: computes this rank's other derived values from the columns of a microbatch.
+        columns: the columns this rank reads.
+        values: what each value is.
+        outputs: names of the model's outputs, in its order, on whatever rank they are made.
+        loss: the name of the loss value; None in evaluation without labels.
+        shards: how the parameters of this rank's stages are split over tp.
+        constants: tensors of the trace's own, by name; another shape's may have the same names.
+        fixed_values: what `fixed` has computed, once it has.
+        settled: what is written into parameters before the stages run.
+        fixed_versions: those that the buffers it read had then, which count what is written.
+        moved: of evaluation, buffers that training writes elsewhere; see `merak.engine.moved`.
+        loans: of evaluation, parameters that other ranks hold; see `merak.engine.loans`.
+        ranges: what its columns hold indices of.
+    """
+
+    stages: dict[int, StageProgram]
+    fixed: SegmentProgram
+    derived: SegmentProgram
+    columns: tuple[str, ...]
+    values: dict[str, TensorMeta]
+    outputs: tuple[str, ...]
+    loss: str | None
+    shards: dict[str, ParameterShard]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
+    settled: tuple[Settled, ...] = ()
+    fixed_versions: list[int] = field(default_factory=list)
+    moved: dict[str, int] = field(default_factory=dict)
+    loans: tuple[Loan, ...] = ()
+    ranges: tuple[IndexRange, ...] = ()
+
+    @property
+    def chooses(self) -> bool:
+        """Whether chance decides what runs of this rank's segments."""
+        return any(is_drawn(node) for node in self.derived.segment.graph.nodes)
+
+    def gradients_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of some values that carry a gradient."""
+        return tuple(name for name in names if self.values[name].requires_grad)
+
+
+NOTHING_CHOSEN = Choices()
+
+
+def compile_program(
+    graph: ModelGraph,
+    bounds: Sequence[int],
+    rewrites: Mapping[int, Sequence[Rewrite]],
+    choices: Choices = NOTHING_CHOSEN,
+    arrange: Arrange = arrange_whole,
+) -> Program:
+    """Turn a rank's segments into functions.
+
+    Args:
+        graph: the whole model, cut into segments.
+        bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
+        rewrites: the stages this rank holds, and what is done in turn to the segments of each.
+        choices: what segments do with their activations.
+        arrange: gives the order of work of a stage.
+    """
+    crossing = ((), *graph.boundaries(), ())
+    shards: dict[str, ParameterShard] = {}
+    stages: dict[int, StageProgram] = {}
+    derived: set[str] = set()
+    for stage, own_rewrites in rewrites.items():
+        first, stop = bounds[stage], bounds[stage + 1]
+        programs = []
+        for segment in graph.segments[first:stop]:
+            draws = has_draws(
+                segment
+            )  # which its rewritten form, of operators of our own, may hide
+            local = segment
+            for rewrite in own_rewrites:
+                local, split = rewrite(local)
+                shards |= split
+            derived.update(local.derived)
+            selective, is_kept = None, segment.index in choices.kept
+            if segment.index in choices.partly and not is_kept:
+                local, selective = keep_operators(local, choices.partly[segment.index])
+            program = compile_segment(local, graph.values, draws)
+            programs.append(replace(program, kept=is_kept, selective=selective))
+        programs = offloading(programs, choices.offloaded)
+        made = {name for p in programs for name in p.segment.outputs}
+        results = {name: value for name, value in graph.outputs.items() if value in made}
+        leaving = frozenset((*crossing[stop], *results.values()))
+        runs = arrange(graph.segments[first:stop], programs, own_rewrites, leaving)
+        stages[stage] = StageProgram(
+            tuple(programs), runs, crossing[first], crossing[stop], results
+        )
+    fixed, varying = _prologues(graph.prologue, derived, graph.values)
+    return Program(
+        stages=stages,
+        fixed=fixed,
+        derived=varying,
+        columns=_columns(stages, varying, graph),
+        values=graph.values,
+        outputs=tuple(graph.outputs),
+        loss=graph.loss,
+        shards=shards,
+        settled=graph.settled,
+    )
+
+
+def compile_segment(
+    segment: Segment, values: Mapping[str, TensorMeta], draws: bool = False
+) -> SegmentProgram:
+    """Generate the Python function that runs a segment's operators one after another."""
+    return SegmentProgram(
+        segment=segment,
+        function=runnable(segment.graph),
+        gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
+        trains=any(values[name].requires_grad for name in segment.outputs),
+        draws=draws,
+        written=written_buffers(segment.graph),
+        repeated=tuple(
+            node.meta["name"]
+            for node in segment.graph.find_nodes(op="placeholder")
+            if node.meta["kind"] is Kind.PARAMETER and len(node.users) > 1
+        ),
+    )
+
+
+def offloading(
+    programs: Sequence[SegmentProgram], offloaded: Container[int]
+) -> list[SegmentProgram]:
+    """Let some segments of a stage keep their activations in host memory.
+
+    Args:
+        programs: of the stage, in order, with what keeps its activations.
+        offloaded: numbers of segments.
+    """
+    away = [p.trains and p.kept and p.segment.index in offloaded for p in programs]
+    held: set[str] = set()
+    for program, goes in zip(programs, away, strict=True):
+        if program.trains and not goes:
+            # What recomputes holds its inputs alone.
+            held.update(program.segment.inputs, program.segment.outputs if program.kept else ())
+    return [
+        replace(p, offload=frozenset(held & {*p.segment.inputs, *p.segment.outputs})) if goes else p
+        for p, goes in zip(programs, away, strict=True)
+    ]
+
+
+def has_draws(segment: Segment) -> bool:
+    """Whether a segment as traced draws random numbers."""
+    return any(is_random(n) for n in segment.graph.nodes if n.op == "call_function")
+
+
+def _prologues(
+    prologue: Segment, names: set[str], values: Mapping[str, TensorMeta]
+) -> tuple[SegmentProgram, SegmentProgram]:
+    """The derived values a rank reads: first those that no column and no draw changes."""
+    varying = _depends_on_columns(prologue.graph)
+    wanted = [name for name in prologue.outputs if name in names]
+    fixed = slice_outputs(prologue, [n for n in wanted if n not in varying])
+    rest = slice_outputs(prologue, [n for n in wanted if n in varying])
+    return compile_segment(fixed, values), compile_segment(rest, values)
+
+
+def _depends_on_columns(graph: fx.Graph) -> set[str]:
+    columns = [n for n in graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.COLUMN]
+    draws = [node for node in graph.nodes if is_drawn(node)]
+    return {node.name for node in depending_on(graph, [*columns, *draws])}
+
+
+def _columns(
+    stages: Mapping[int, StageProgram], derived: SegmentProgram, graph: ModelGraph
+) -> tuple[str, ...]:
+    read = set(derived.segment.columns)
+    parameters: set[str] = set()
+    for stage in stages.values():
+        for program in stage.segments:
+            read.update(program.segment.columns)
+            parameters.update(program.segment.parameters)
+    for one in graph.settled:
+        read.update(one.columns if one.parameter in parameters else ())
+    return tuple(name for name in graph.columns if name in read)

@@ -1,0 +1,186 @@
+"""Operators of a recomputed segment whose results are kept: they are not computed again.
+
+While the forward runs, what these operators compute is recorded. When the segment runs again for
+its backward, they give what they gave before: autograd records them as always, and only the kernels
+are left out. An operator that draws random numbers leaves the generator where it left it before, so
+that all others draw what they drew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from merak.core.random import random_state, restore_random_state
+from merak.graph.ir.ir import Segment
+from merak.graph.ir.mutation import is_mutating
+from merak.graph.segment.cut import copy_graph
+from merak.graph.trace.branches.flags import is_taken
+
+
+@dataclass(slots=True)
+class _Result:
+    """What one kernel gave, and where the generator stood afterwards if it drew from it."""
+
+    value: Any
+    state: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Recording:
+    """What the kept operators of a segment gave for one microbatch.
+
+    Args:
+        results: by an operator's name, of its kernels in order.
+    """
+
+    results: dict[str, deque[_Result]] = field(default_factory=dict)
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of the storages that an operator's results lie in."""
+        tensors = [leaf for r in self.results.get(name, ()) for leaf in tree_leaves(r.value)]
+        storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
+        return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+class Kept:
+    """The kept operators of one segment, at work for one microbatch after another."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+        self._recording: Recording | None = None
+        self._replays = False
+
+    @contextmanager
+    def recording(self, device: torch.device) -> Iterator[Recording]:
+        """Inside, what the operators compute on a device is recorded."""
+        self._device, self._recording, self._replays = device, Recording(), False
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    @contextmanager
+    def replaying(self, recording: Recording, device: torch.device) -> Iterator[None]:
+        """Inside, the operators give what they gave when they were recorded; once."""
+        self._device, self._recording, self._replays = device, recording, True
+        try:
+            yield
+        finally:
+            self._recording = None
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the operators give what they gave before."""
+        return self._replays and self._recording is not None
+
+    def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call an operator, or let it give what it gave."""
+        if self._recording is None:
+            return function(*args, **kwargs)
+        if not self._replays:
+            recorder = _Recorder(self._device)
+            with recorder:
+                made = function(*args, **kwargs)
+            if not recorder.writes:
+                self._recording.results[name] = recorder.results
+            return made
+        if name not in self._recording.results:
+            return function(*args, **kwargs)
+        with _Player(self._recording.results.pop(name), self._device):
+            return function(*args, **kwargs)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records what kernels give; one that writes into a tensor cannot be taken back."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results: deque[_Result] = deque()
+        self.writes = False
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a kernel."""
+        made = func(*args, **(kwargs or {}))
+        self.writes |= func._schema.is_mutable
+        if _is_pure(func):
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            state = random_state(self._device) if draws else None
+            self.results.append(_Result(_apart(made), state))
+        return made
+
+
+class _Player(TorchDispatchMode):
+    """Gives what kernels gave when they were recorded."""
+
+    def __init__(self, results: deque[_Result], device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = results
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Give what the kernel gave; views are taken anew."""
+        if not _is_pure(func):
+            return func(*args, **(kwargs or {}))
+        result = self._results.popleft()
+        if result.state is not None:
+            restore_random_state(self._device, result.state)
+        return _apart(result.value)
+
+
+def _is_pure(func: Any) -> bool:
+    """Whether a kernel gives new tensors and nothing else."""
+    schema = func._schema
+    return not schema.is_mutable and not any(r.alias_info for r in schema.returns)
+
+
+def _apart(value: Any) -> Any:
+    """The same memory in tensors of their own, which autograd may mark."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), value)
+
+
+def keep_operators(segment: Segment, names: Container[str]) -> tuple[Segment, Kept]:
+    """Let some operators of a segment be kept.
+
+    Args:
+        segment: the segment; left as it is.
+        names: of the operators' nodes in its graph.
+
+    Returns:
+        The same computation, and what records and replays those operators.
+    """
+    graph, _ = copy_graph(segment.graph)
+    kept = Kept()
+    for node in graph.nodes:
+        # What writes could not be left out, and what takes one of two ways computes nothing.
+        fits = not (is_mutating(node) or is_taken(node))
+        if node.op == "call_function" and node.name in names and fits:
+            node.target = _through(kept, node.name, node.target)
+    return replace(segment, graph=graph), kept
+
+
+def _through(kept: Kept, name: str, function: Any) -> Callable[..., Any]:
+    def kept_operator(*args: Any, **kwargs: Any) -> Any:
+        return kept.call(name, function, *args, **kwargs)
+
+    return kept_operator

@@ -1,0 +1,154 @@
+"""Weight gradients for later: the backward of a GEMM in two parts that may run apart.
+
+Zero-bubble schedules run the gradient of a stage's input (I) as soon as they can, since another
+stage waits for it, and the gradients of its weights (W) where there would be a bubble. So the
+segments of such a job call GEMMs whose backward gives the input's gradient and leaves the weight's
+in a list. All other parameters' gradients are cheap, and come with the input's.
+
+Source: arXiv:2401.10241, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from merak.engine.gradients import add_gradient
+from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.segment.cut import copy_graph
+
+Share = Callable[[], None]
+"""Adds one weight's share of one microbatch to its gradient."""
+
+
+class WeightGradients:
+    """The weight gradients of one stage that wait for their time."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Share]] = {}
+        self._microbatch = 0
+
+    def start(self, microbatch: int) -> None:
+        """The backward of a microbatch begins; what it leaves belongs to it."""
+        self._microbatch = microbatch
+
+    def add(self, share: Share) -> None:
+        """Leave a share for later; called from a backward."""
+        self._waiting.setdefault(self._microbatch, []).append(share)
+
+    def run(self, microbatch: int) -> None:
+        """Compute all that a microbatch has left so far."""
+        with torch.no_grad():
+            for share in self._waiting.pop(microbatch, ()):
+                share()
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._waiting.clear()
+
+
+def defer_weights(segment: Segment, kept: frozenset[str], waiting: WeightGradients) -> Segment:
+    """Let a segment's GEMMs leave the gradients of their weights.
+
+    Args:
+        segment: the segment; left as it is.
+        kept: names of parameters whose gradient is not to be deferred.
+        waiting: where to leave the shares.
+
+    Returns:
+        The same computation; its backward gives the gradients of inputs and of other parameters.
+    """
+    graph, _ = copy_graph(segment.graph)
+    functions = {
+        "aten.linear.default": (_linear(waiting), 1),
+        "aten.addmm.default": (_addmm(waiting), 2),
+    }
+    for node in list(graph.nodes):
+        function, position = functions.get(str(node.target), (None, 0))
+        if function is None or node.kwargs:
+            continue
+        weight = _unconverted(node.args[position])
+        if _is_weight(weight, kept):
+            node.target = function
+            node.update_arg(position, weight)
+    eliminate_dead_code(graph)
+    return replace(segment, graph=graph)
+
+
+def _unconverted(argument: Any) -> Any:
+    """What autocast has converted; the GEMM's function converts it again."""
+    if isinstance(argument, fx.Node) and str(argument.target) == "aten.to.dtype":
+        return argument.args[0]
+    return argument
+
+
+def _is_weight(argument: Any, kept: frozenset[str]) -> bool:
+    if not isinstance(argument, fx.Node) or argument.op != "placeholder":
+        return False
+    return argument.meta["kind"] is Kind.PARAMETER and argument.meta["name"] not in kept
+
+
+def _linear(waiting: WeightGradients) -> Callable[..., torch.Tensor]:
+    def deferred_linear(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _Linear.apply(x, weight, bias, waiting)  # type: ignore[no-any-return, no-untyped-call]
+
+    return deferred_linear
+
+
+def _addmm(waiting: WeightGradients) -> Callable[..., torch.Tensor]:
+    def deferred_addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _Addmm.apply(bias, x, weight, waiting)  # type: ignore[no-any-return, no-untyped-call]
+
+    return deferred_addmm
+
+
+class _Linear(torch.autograd.Function):
+    """x @ weightᵀ + bias: x (…, in), weight (out, in), bias (out,) or None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, waiting: WeightGradients) -> Any:
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.weight = weight  # the leaf itself, whatever hooks there are on saved tensors
+        ctx.waiting = waiting
+        return F.linear(x, weight.to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """The gradient of x now, of the weight when its turn comes."""
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if weight.requires_grad:
+            inputs = x.reshape(-1, x.shape[-1])
+            ctx.waiting.add(lambda: add_gradient(weight, rows.t().mm(inputs)))
+        shape = (*gradient.shape[:-1], weight.shape[1])
+        of_x = rows.mm(weight.to(rows.dtype)).view(shape) if ctx.needs_input_grad[0] else None
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return of_x, None, of_bias, None
+
+
+class _Addmm(torch.autograd.Function):
+    """bias + x @ weight: x (rows, in), weight (in, out), bias (out,)."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Any, x: Any, weight: Any, waiting: WeightGradients) -> Any:
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.weight, ctx.bias_shape = weight, bias.shape
+        ctx.waiting = waiting
+        return torch.addmm(bias, x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        if weight.requires_grad:
+            ctx.waiting.add(lambda: add_gradient(weight, x.t().mm(gradient)))
+        of_bias = gradient.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[0] else None
+        of_x = gradient.mm(weight.to(gradient.dtype).t()) if ctx.needs_input_grad[1] else None
+        return of_bias, of_x, None, None

@@ -1,0 +1,201 @@
+"""What a stage runs in halves of a microbatch: segments, halved and cut at their all-reduces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import groupby, islice
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import Segment
+from merak.graph.program.codegen import Answers, with_answers
+from merak.graph.program.program import (
+    HalfProgram,
+    HalvedRun,
+    HalvedSegment,
+    PieceProgram,
+    Rewrite,
+    Run,
+    SegmentProgram,
+    compile_segment,
+    has_draws,
+)
+from merak.graph.sub_pipelining.leading_part import cuts
+from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names
+from merak.graph.sub_pipelining.sub_microbatch import Samples, halve, shares
+from merak.graph.trace.branches.flags import is_choice
+from merak.ops import collectives
+
+logger = logging.getLogger(__name__)
+
+Part = SegmentProgram | HalvedSegment
+"""One thing to run, whole or in halves."""
+
+_MOST_CUTS = 4
+"""Places to cut a segment that are tried."""
+
+
+def arrange_in_halves(
+    samples: Samples,
+    segments: Sequence[Segment],
+    programs: Sequence[SegmentProgram],
+    rewrites: Sequence[Rewrite],
+    leaving: frozenset[str],
+) -> tuple[Run, ...]:
+    """The order of work of a stage: what can be halved runs in halves, the rest whole.
+
+    Args:
+        samples: of a microbatch.
+        segments: of the stage, as traced.
+        programs: the same as they run for a whole microbatch.
+        rewrites: what is done in turn to the segments of the stage.
+        leaving: values that leave the stage.
+    """
+    try:
+        shares(samples.batch_size)
+    except ShardError as error:
+        if not (dist.is_initialized() and dist.get_rank()):
+            logger.warning("%s", error)
+        return tuple(programs)
+    parts: list[Part] = []
+    for segment, program in zip(segments, programs, strict=True):
+        try:
+            parts.append(halve_segment(segment, program, samples, rewrites))
+        except ShardError as error:
+            cut = _cut(segment, program, samples, rewrites)
+            parts.extend(cut or (program,))
+            what = "only its first part is" if cut else "it is not"
+            logger.info("segment %d (%s): %s halved: %s", segment.index, segment.name, what, error)
+    return group_runs(parts, leaving)
+
+
+def _cut(
+    segment: Segment, whole: SegmentProgram, samples: Samples, rewrites: Sequence[Rewrite]
+) -> tuple[HalvedSegment, SegmentProgram] | None:
+    """The part of a segment that can be halved, and the rest; None where that does not pay.
+
+    It pays where the first part has sums to hide and the cut adds none.
+    """
+    for parts in islice(cuts(segment, samples), _MOST_CUTS):
+        try:
+            first, rest = (_compile_whole(part, whole, rewrites) for part in parts)
+            if 0 < _num_collectives(first) <= _num_collectives(whole) - _num_collectives(rest):
+                return halve_segment(parts[0], first, samples, rewrites), rest
+        except ShardError:
+            continue
+    return None
+
+
+def _compile_whole(
+    part: Segment, whole: SegmentProgram, rewrites: Sequence[Rewrite]
+) -> SegmentProgram:
+    (output,) = part.graph.find_nodes(op="output")
+    returned = zip(part.outputs, output.all_input_nodes, strict=True)
+    entering = ((n.meta["name"], n) for n in part.graph.find_nodes(op="placeholder"))
+    values = {name: node.meta["tensor"] for name, node in (*entering, *returned)}
+    local = part
+    for rewrite in rewrites:
+        local, _ = rewrite(local)
+    return replace(compile_segment(local, values, has_draws(part)), kept=whole.kept)
+
+
+def _num_collectives(program: SegmentProgram) -> int:
+    module = collectives.__name__
+    return sum(getattr(n.target, "__module__", "") == module for n in program.segment.graph.nodes)
+
+
+def halve_segment(
+    segment: Segment, whole: SegmentProgram, samples: Samples, rewrites: Sequence[Rewrite]
+) -> HalvedSegment:
+    """Compile a segment in halves.
+
+    Args:
+        segment: as traced.
+        whole: the same as it runs for a whole microbatch.
+        samples: of a microbatch.
+        rewrites: what is done in turn to the segments of its stage.
+
+    Raises:
+        ShardError: a single sample, or an operator that does not treat them one by one.
+    """
+    halves = halve(segment, samples)
+    first, second = (_compile(half, rewrites) for half in halves.segments)
+    return HalvedSegment(whole, (first, second), halves.shares, halves.dims)
+
+
+def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> HalfProgram:
+    for rewrite in rewrites:
+        segment, _ = rewrite(segment)
+    program = _in_pieces(segment)
+    placeholders = segment.graph.find_nodes(op="placeholder")
+    choices = tuple(n.meta["name"] for n in placeholders if is_choice(n))
+    if not choices:
+        return program
+
+    @cache
+    def chosen(answers: Answers) -> HalfProgram:
+        return _in_pieces(replace(segment, graph=with_answers(segment.graph, answers)))
+
+    return replace(program, choices=choices, chosen=chosen)
+
+
+def _in_pieces(segment: Segment) -> HalfProgram:
+    pieces = tuple(
+        PieceProgram(piece.segment, _function(piece.segment.graph), piece.crossings)
+        for piece in cut_at_sums(segment)
+    )
+    return HalfProgram(pieces, tuple(zip(segment.outputs, returned_names(segment), strict=True)))
+
+
+def _function(graph: fx.Graph) -> Callable[..., tuple[torch.Tensor, ...]]:
+    return fx.GraphModule(torch.nn.Module(), graph).forward
+
+
+def group_runs(parts: Sequence[Part], leaving: frozenset[str]) -> tuple[Run, ...]:
+    """The order of work of a stage: what runs whole, and runs of what is in halves.
+
+    Args:
+        parts: of the stage, in order.
+        leaving: values that leave the stage.
+    """
+    runs: list[Run] = []
+    for is_halved, group in groupby(parts, key=lambda part: isinstance(part, HalvedSegment)):
+        own = tuple(group)
+        if is_halved:
+            runs.append(_run(own, parts, leaving))
+        else:
+            runs.extend(part for part in own if isinstance(part, SegmentProgram))
+    return tuple(runs)
+
+
+def _run(own: Sequence[Part], parts: Sequence[Part], leaving: frozenset[str]) -> HalvedRun:
+    inside = {id(part) for part in own}
+    others = [_whole(part) for part in parts if id(part) not in inside]
+    read = leaving | {name for whole in others for name in whole.segment.inputs}
+    segments = tuple(part for part in own if isinstance(part, HalvedSegment))
+    made = {name for part in segments for name in part.whole.segment.outputs}
+    return HalvedRun(
+        segments=segments,
+        inputs={
+            name: segment.dims.get(name)
+            for segment in segments
+            for name in segment.whole.segment.inputs
+            if name not in made
+        },
+        outputs={
+            name: segment.dims.get(name)
+            for segment in segments
+            for name in segment.whole.segment.outputs
+            if name in read
+        },
+    )
+
+
+def _whole(part: Part) -> SegmentProgram:
+    return part.whole if isinstance(part, HalvedSegment) else part

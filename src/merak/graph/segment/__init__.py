@@ -1,0 +1,1 @@
+"""Segments: the traced graph, cut where few values are alive."""

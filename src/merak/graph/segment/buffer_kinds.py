@@ -1,0 +1,130 @@
+"""Buffers that a training step writes, by what replicas that see different samples make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+from torch import fx
+
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.ir.mutation import depending_on, find_writes, written_by
+from merak.graph.trace.branches.rng_stream import is_drawn
+from merak.graph.trace.normalize import is_random
+from merak.graph.trace.opaque.operator import is_kept
+
+RUNNING_STATISTICS = (3, 4)
+"""The arguments of the norms of a batch that are their running mean and variance."""
+
+
+class WrittenBuffer(Enum):
+    """What a buffer's new value depends on.
+
+    Attributes:
+        SAME: on parameters and buffers alone (averaged weights, a spectral norm's vectors, counts
+            of steps): replicas that have run equally many microbatches have the same.
+        MEAN: the running statistics of norms of a batch, which training writes and does not read:
+            a mean over microbatches, whose mean over replicas is that of the whole batch.
+        READ_MEAN: such statistics that training does read.
+        SAMPLES: on samples or random numbers in any other way (a queue, codes that follow what
+            chooses them): each replica makes its own.
+    """
+
+    SAME = "same"
+    MEAN = "mean"
+    READ_MEAN = "read mean"
+    SAMPLES = "samples"
+
+
+def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
+    """The buffers of the model that a training graph writes, in its order, and what each is."""
+    only_statistics: dict[str, bool] = {}
+    read = set(graph.prologue.buffers)
+    for segment in graph.segments:
+        writes = find_writes(segment.graph)
+        for node in _buffers(segment.graph):
+            name, memory = node.meta["name"], node.meta.get("memory")
+            writers = writes.writers.get(memory, []) if memory is not None else []
+            if writers and name not in graph.constants:
+                known = only_statistics.get(name, True)
+                only_statistics[name] = known and all(_is_statistic(w, node) for w in writers)
+            if not all(_is_statistic(user, node) for user in node.users):
+                read.add(name)
+    varying = _varying(graph) if only_statistics else frozenset()
+    kinds = {}
+    for name, is_statistic in only_statistics.items():
+        if name not in varying:
+            kinds[name] = WrittenBuffer.SAME
+        elif not is_statistic:
+            kinds[name] = WrittenBuffer.SAMPLES
+        else:
+            kinds[name] = WrittenBuffer.READ_MEAN if name in read else WrittenBuffer.MEAN
+    return kinds
+
+
+def written_buffers(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the buffers that a segment writes into."""
+    members = find_writes(graph).members.values()
+    nodes = (node for members_of in members for node in members_of if node.op == "placeholder")
+    return tuple(node.meta["name"] for node in nodes if node.meta["kind"] is Kind.BUFFER)
+
+
+def _varying(graph: ModelGraph) -> frozenset[str]:
+    """Names of the buffers that samples or random numbers have a part in."""
+    values, buffers = frozenset[str](), frozenset[str]()
+    while True:
+        known = (values, buffers)
+        values |= _outputs_with(graph.prologue, values, buffers)
+        for segment in graph.segments:
+            values |= _outputs_with(segment, values, buffers)
+            buffers |= _reached_buffers(segment, values, buffers)
+        if known == (values, buffers):
+            return buffers
+
+
+def _reached(segment: Segment, values: frozenset[str], buffers: frozenset[str]) -> set[fx.Node]:
+    """The nodes of a segment that columns, some values and buffers, and draws have a part in."""
+
+    def varies(node: fx.Node) -> bool:
+        if node.op == "call_function":
+            return is_random(node) or is_drawn(node) or is_kept(node)
+        if node.op != "placeholder":
+            return False
+        kind, name = node.meta["kind"], node.meta["name"]
+        return kind is Kind.COLUMN or name in (buffers if kind is Kind.BUFFER else values)
+
+    return depending_on(segment.graph, [node for node in segment.graph.nodes if varies(node)])
+
+
+def _outputs_with(
+    segment: Segment, values: frozenset[str], buffers: frozenset[str]
+) -> frozenset[str]:
+    reached = _reached(segment, values, buffers)
+    (output,) = segment.graph.find_nodes(op="output")
+    made = zip(segment.outputs, output.args[0], strict=True)
+    return frozenset(name for name, node in made if node in reached)
+
+
+def _reached_buffers(
+    segment: Segment, values: frozenset[str], buffers: frozenset[str]
+) -> frozenset[str]:
+    """The buffers that are written with what is reached."""
+    reached = _reached(segment, values, buffers)
+    names = set(written_buffers(segment.graph))
+    return frozenset(
+        node.meta["name"]
+        for node in _buffers(segment.graph)
+        if node in reached and node.meta["name"] in names
+    )
+
+
+def _is_statistic(user: fx.Node, buffer: fx.Node) -> bool:
+    """Whether an operator only keeps its batch's statistics in a buffer."""
+    if "norm" not in str(user.target) or buffer not in written_by(user):
+        return False
+    places = [i for i, argument in enumerate(user.args) if argument is buffer]
+    return bool(places) and all(place in RUNNING_STATISTICS for place in places)
+
+
+def _buffers(graph: fx.Graph) -> Iterable[fx.Node]:
+    return [n for n in graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.BUFFER]

@@ -1,0 +1,216 @@
+"""From a model and a batch's shapes to its segments, in one call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from merak.core.errors import TraceError
+from merak.core.health.status import phase
+from merak.graph.cache.cache import Made, cached
+from merak.graph.cache.called_functions import refuse_foreign_functions
+from merak.graph.cache.fingerprint import fingerprint, loaded_sources
+from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.segment.cut import shard
+from merak.graph.trace.call import LossFunction
+from merak.graph.trace.opaque.operator import connect
+from merak.graph.trace.opaque.selection import Keeping
+from merak.graph.trace.trace import parameter_names, trace
+from merak.graph.trace.traced import Trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphSource:
+    """Everything but shapes that determines a model's graph.
+
+    Args:
+        model: the user's model; its parameters may be on meta.
+        loss_fn: `loss_fn(outputs, batch) -> loss`, where the model computes no loss itself.
+        loss_columns: columns that go to the loss function alone, not to the model.
+        fixed: keyword arguments of the model that are no tensors.
+        device: device type the model will run on.
+        cache_dir: where traces are kept; None keeps none.
+        autocast: the type of mixed precision, as of `merak.graph.trace.trace.trace`.
+
+    It remembers which modules a trace has to keep whole, and the whole parameters' shapes from when
+    it is made: once the model is laid out over the ranks, it holds one rank's share of them.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction | None = None
+    loss_columns: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    device: torch.device = torch.device("cpu")
+    cache_dir: Path | None = None
+    autocast: torch.dtype | None = None
+    parameters: Mapping[str, TensorMeta] = field(init=False)
+    keeping: Keeping = field(init=False, default_factory=Keeping)
+
+    def __post_init__(self) -> None:
+        """Remember what every parameter is, by all of its names.
+
+        Raises:
+            TraceError: a part of the model is TorchScript, whose inside nothing can follow.
+        """
+        for path, module in self.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TraceError(
+                    f"{path or 'the model'} is a {type(module).__name__} made by torch.jit; use "
+                    "the module it was made from."
+                )
+        names, tied = parameter_names(self.model)
+        whole = names | {other: names[first] for other, first in tied.items()}
+        object.__setattr__(self, "parameters", whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model graph and how it came about.
+
+    Args:
+        graph: the segments.
+        cached: whether it was read from disk.
+        trace_s: seconds that tracing took, or reading.
+        shard_s: seconds that cutting took.
+    """
+
+    graph: ModelGraph
+    cached: bool
+    trace_s: float
+    shard_s: float
+
+
+def build_graph(
+    source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
+) -> ModelGraph:
+    """Trace a model at some shapes and cut it into segments; see `build_timed`."""
+    return build_timed(source, columns, training=training).graph
+
+
+def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool) -> Built:
+    """Trace a model at some shapes and cut it into segments.
+
+    Args:
+        source: the model, and what is called with it.
+        columns: the batch at microbatch shape.
+        training: train mode with the loss alone, or eval mode with all outputs.
+
+    Returns:
+        The segments, and the time they took.
+
+    Raises:
+        TraceError: the model cannot be traced, or gives no loss in training.
+    """
+    start = time.perf_counter()
+    seconds = [0.0]
+
+    def make() -> Made:
+        traced = _trace(source, columns)
+        traced_at = time.perf_counter()
+        graph = shard(traced, outputs=("loss",) if training else None)
+        if training:
+            _check_loss(source.model, graph)
+        seconds[0] = time.perf_counter() - traced_at
+        return graph, traced.sources | loaded_sources(source.model)
+
+    with as_traced(source, training), phase("tracing the model"):
+        if source.cache_dir is None:
+            graph, known = make()[0], False
+        else:
+            adopt = partial(_adopt, source.model)
+            graph, known = cached(source.cache_dir, _key(source, columns), make, adopt)
+    total = time.perf_counter() - start
+    return Built(graph, known, total - seconds[0], seconds[0])
+
+
+def _adopt(model: nn.Module, graph: ModelGraph) -> None:
+    """Let a graph that was read from disk call the model's code, and no other."""
+    refuse_foreign_functions(graph, model)
+    connect(graph, model)
+
+
+def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
+    traced = trace(
+        source.model,
+        columns,
+        loss_fn=source.loss_fn,
+        loss_columns=source.loss_columns,
+        fixed=source.fixed,
+        device=source.device,
+        autocast=source.autocast,
+        keeping=source.keeping,
+    )
+    if not traced.outputs:
+        raise TraceError(
+            f"{type(source.model).__name__} returns no tensor for the columns "
+            f"{', '.join(columns)}; return a loss, or a dict, tuple or dataclass of tensors."
+        )
+    return traced
+
+
+def _check_loss(model: nn.Module, graph: ModelGraph) -> None:
+    loss = graph.values[str(graph.loss)]
+    if loss.shape != ():
+        raise TraceError(
+            f"the loss of {type(model).__name__} has the shape {loss.shape}; return a single "
+            "number, such as its mean."
+        )
+    if not loss.requires_grad:
+        raise TraceError(
+            f"the loss of {type(model).__name__} depends on no parameter that is trained; leave "
+            "requires_grad on for some of them, and do not detach the loss."
+        )
+
+
+def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
+    what = (source.loss_fn, source.loss_columns, source.fixed, source.device.type, source.autocast)
+    return fingerprint(source.model, dict(columns), *what)
+
+
+@contextmanager
+def as_traced(source: GraphSource, training: bool) -> Iterator[None]:
+    """Put a model into a mode, with whole parameters without weights; what was comes back after."""
+    with _whole_parameters(source), _mode(source.model, training):
+        yield
+
+
+@contextmanager
+def _whole_parameters(source: GraphSource) -> Iterator[None]:
+    """Put whole parameters without weights in the place of a rank's share of them."""
+    kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    try:
+        for path, module in source.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                kept.append((module, name, parameter))
+                meta = source.parameters[f"{path}.{name}".lstrip(".")]
+                if parameter not in whole:
+                    empty = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+                    whole[parameter] = nn.Parameter(empty, requires_grad=meta.requires_grad)
+                module._parameters[name] = whole[parameter]
+        yield
+    finally:
+        for module, name, parameter in kept:
+            module._parameters[name] = parameter
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into train or eval mode; every module's own mode comes back after."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

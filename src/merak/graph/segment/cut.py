@@ -1,0 +1,254 @@
+"""Cut a traced model into segments that run one after another with little between them.
+
+Merak's Algorithms 1 and 2 walk the graph in order and end a subgraph where a node depends on
+nothing older than the last node but on common nodes. Put differently: a cut may fall where only one
+value lives on, common ones aside. This file says it that way, with one sweep over the lifetimes of
+all values, so the time is linear in the graph.
+
+Source: Merak (IEEE TPDS), section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import nlargest
+from itertools import accumulate
+
+from torch import fx
+
+from merak.core.errors import TraceError
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.segment.functionalize import carry_buffers, release_accumulators
+from merak.graph.segment.liveness import (
+    Flow,
+    Span,
+    analyse,
+    is_embedding,
+    is_weight_gemm,
+    reads_parameter,
+)
+from merak.graph.trace.branches.rng_stream import refuse_late_draws
+from merak.graph.trace.traced import Trace
+
+_MAX_GEMMS_PER_BLOCK = 8
+"""A block with more weight GEMMs is searched for values that only pass through it."""
+
+_MAX_CARRIED = 6
+"""How many values may be set aside at once to find cuts inside one block, and how often."""
+
+
+def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
+    """Cut a trace into segments: embedding, attention block, feed-forward block, …, head.
+
+    Args:
+        trace: the whole model; its graph is consumed.
+        outputs: names of the model outputs to keep; ("loss",) for training. All by default.
+
+    Returns:
+        The segments, and the prologue that computes what depends on the batch alone.
+
+    Raises:
+        TraceError: an output that the model does not give, or a draw that comes too late.
+    """
+    kept = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
+    release_accumulators(trace.graph)
+    flow = analyse(trace.graph)
+    refuse_late_draws(flow.main)
+    starts = _segment_starts(flow)
+    bounds = zip(starts, (*starts[1:], len(flow.main)), strict=True)
+    nodes = carry_buffers(trace.graph, [list(flow.main[a:b]) for a, b in bounds])
+    segment_of = {node: i for i, own in enumerate(nodes) for node in own}
+    builder = _Builder(flow, segment_of, kept, len(starts) - 1)
+    segments = tuple(builder.segment(i, own) for i, own in enumerate(nodes))
+    return ModelGraph(
+        segments=segments,
+        prologue=builder.prologue(segments),
+        values=builder.values,
+        parameters=trace.parameters,
+        tied=trace.tied,
+        constants=trace.constants,
+        columns=trace.columns,
+        outputs={name: node.name for name, node in kept.items()},
+        loss=kept["loss"].name if "loss" in kept else None,
+        settled=trace.settled,
+    )
+
+
+def _keep_outputs(trace: Trace, names: tuple[str, ...]) -> dict[str, fx.Node]:
+    missing = [name for name in names if name not in trace.outputs]
+    if missing:
+        given = ", ".join(trace.outputs) or "nothing"
+        what = "no loss" if "loss" in missing else f"no {missing[0]}"
+        raise TraceError(
+            f"the model returns {what} for the columns {', '.join(trace.columns)}; it returns "
+            f"{given}. Give it labels (a `labels` column) or pass a loss function."
+        )
+    (output,) = trace.graph.find_nodes(op="output")
+    by_name = dict(zip(trace.outputs, output.args[0], strict=True))
+    output.args = (tuple(by_name[name] for name in names),)
+    eliminate_dead_code(trace.graph)
+    return {name: by_name[name] for name in names}
+
+
+def _segment_starts(flow: Flow) -> list[int]:
+    """Positions in `flow.main` where segments begin.
+
+    A segment begins with a block that does GEMMs, or with embeddings after such a block (a
+    decoder's); lighter blocks (norms, dropout) go with what they follow.
+    """
+    embeddings = {i for i, node in enumerate(flow.main) if is_embedding(node)}
+    gemms = (0, *accumulate(is_weight_gemm(node) for node in flow.main))
+    starts = [0]
+    gemms_so_far = 0
+    for block in _blocks(flow, gemms):
+        num_gemms = gemms[block.stop] - gemms[block.start]
+        has_embedding = any(i in embeddings for i in range(block.start, block.stop))
+        begins = num_gemms > 0 or (has_embedding and gemms_so_far > 0)
+        if begins and block.start > 0:
+            starts.append(block.start)
+            gemms_so_far = 0
+        gemms_so_far += num_gemms
+    return starts
+
+
+def _blocks(flow: Flow, gemms: Sequence[int]) -> list[Span]:
+    """Blocks between cuts; values that pass through large blocks are set aside to cut them too.
+
+    Args:
+        flow: the graph's values.
+        gemms: how many weight GEMMs come before each position.
+    """
+    blocks = []
+    todo = [(Span(0, len(flow.main), ()), frozenset[int](), _MAX_CARRIED + 1)]
+    while todo:
+        span, carried, tries = todo.pop()
+        parts = flow.cut(span, carried)
+        if len(parts) == 1 and tries <= _MAX_CARRIED:
+            blocks.append(span)
+            continue
+        for part in reversed(parts):
+            is_large = gemms[part.stop] - gemms[part.start] > _MAX_GEMMS_PER_BLOCK
+            aside = _set_aside(flow, part, carried, gemms) if is_large and tries else None
+            todo.append((part, carried, 0) if aside is None else (part, aside, tries - 1))
+    return blocks
+
+
+def _set_aside(
+    flow: Flow, block: Span, carried: frozenset[int], gemms: Sequence[int]
+) -> frozenset[int] | None:
+    """The longest-lived values of a block whose setting aside splits it, added to `carried`."""
+    inside = (i for i in (*block.incoming, *range(block.start, block.stop)) if i not in carried)
+    trial = carried
+    for value in nlargest(
+        _MAX_CARRIED, inside, key=lambda i: min(flow.last_use[i], block.stop) - max(i, block.start)
+    ):
+        trial = trial | {value}
+        parts = flow.cut(block, trial)
+        if sum(gemms[part.stop] > gemms[part.start] for part in parts) > 1:
+            return trial
+    return None
+
+
+class _Builder:
+    """Copies nodes of the whole graph into graphs of their own, one per segment."""
+
+    def __init__(
+        self, flow: Flow, segment_of: dict[fx.Node, int], kept: dict[str, fx.Node], last: int
+    ) -> None:
+        self.flow = flow
+        self.segment_of = segment_of
+        self.kept = dict.fromkeys(kept.values())
+        self.last = last
+        self.values: dict[str, TensorMeta] = {}
+
+    def segment(self, index: int, nodes: Sequence[fx.Node]) -> Segment:
+        outputs = [n for n in nodes if self._leaves(n, index)]
+        if index == self.last:
+            # Outputs that no segment makes, such as a column itself, leave with the last one.
+            outputs += [n for n in self.kept if n not in self.segment_of]
+        return self._copy(index, _name(nodes), nodes, outputs)
+
+    def prologue(self, segments: Sequence[Segment]) -> Segment:
+        """Derived nodes that some segment reads."""
+        read = {name for segment in segments for name in segment.derived}
+        derived = self.flow.derived
+        outputs = [n for n in derived if n.name in read]
+        return self._copy(-1, "prologue", derived, outputs)
+
+    def _leaves(self, node: fx.Node, index: int) -> bool:
+        later = any(self.segment_of.get(user, index) != index for user in node.users)
+        return later or node in self.kept
+
+    def _copy(
+        self, index: int, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> Segment:
+        inside = set(nodes)
+        read = (*(a for n in nodes for a in n.all_input_nodes), *outputs)
+        external = [node for node in dict.fromkeys(read) if node not in inside]
+        by_kind: dict[Kind, list[fx.Node]] = {kind: [] for kind in Kind}
+        for node in external:
+            by_kind[self._kind(node)].append(node)
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for kind in Kind:
+            for node in by_kind[kind]:
+                env[node] = _placeholder(graph, node, kind)
+        for node in nodes:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[n] for n in outputs))
+        for node in (*outputs, *by_kind[Kind.VALUE], *by_kind[Kind.DERIVED]):
+            if isinstance(node.meta["tensor"], TensorMeta):  # else a number, never sent
+                self.values[node.name] = node.meta["tensor"]
+        return Segment.of(index, name, graph, (n.name for n in outputs))
+
+    def _kind(self, node: fx.Node) -> Kind:
+        if node.op == "placeholder":
+            kind: Kind = node.meta["kind"]
+            return kind
+        return Kind.VALUE if node in self.segment_of else Kind.DERIVED
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, kind: Kind) -> fx.Node:
+    new = graph.placeholder(node.name)
+    new.meta = {**node.meta, "kind": kind, "name": _label(node)}
+    return new
+
+
+def _label(node: fx.Node) -> str:
+    return str(node.meta["name"]) if node.op == "placeholder" else node.name
+
+
+def _name(nodes: Sequence[fx.Node]) -> str:
+    """The module that holds all of a segment's GEMMs, or else all its parameters."""
+    tests: tuple[Callable[[fx.Node], bool], ...] = (is_weight_gemm, reads_parameter)
+    for test in tests:
+        paths = [n.meta["module"].split(".") for n in nodes if test(n)]
+        if paths:
+            shared = [p[0] for p in zip(*paths, strict=False) if len(set(p)) == 1]
+            return ".".join(shared)
+    return ""
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, tuple[fx.Node, ...]]:
+    """A copy of a segment's graph with its meta, and the nodes it returns."""
+    copy = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = copy.graph_copy(graph, env)
+    assert isinstance(result, tuple)
+    for old, new in env.items():
+        new.meta = dict(old.meta)
+    copy.output(result)
+    return copy, result
+
+
+def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
+    """The part of a segment that computes some of its outputs (a rank's own prologue)."""
+    wanted = set(names)
+    graph, result = copy_graph(segment.graph)
+    (output,) = graph.find_nodes(op="output")
+    graph.erase_node(output)
+    kept = [(n, v) for n, v in zip(segment.outputs, result, strict=True) if n in wanted]
+    graph.output(tuple(value for _, value in kept))
+    eliminate_dead_code(graph)
+    return Segment.of(segment.index, segment.name, graph, (name for name, _ in kept))

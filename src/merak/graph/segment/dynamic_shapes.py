@@ -1,0 +1,147 @@
+"""The graphs of one model at changing shapes: traced one by one at first, then all from one trace.
+
+A trace takes seconds for a large model, and with batches of many lengths there would be hundreds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import fx
+
+from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.segment.build import GraphSource, as_traced, build_graph
+from merak.graph.segment.cut import shard
+from merak.graph.trace.call import Call
+from merak.graph.trace.exported import Exported
+from merak.graph.trace.specialize import NotResizable, at_sizes
+from merak.graph.trace.trace import export_model
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 2
+"""So many shapes are traced as they are: a ragged last batch alone is no reason for more."""
+
+
+class Graphs:
+    """A model's graphs in one mode.
+
+    What comes from the trace with symbols is used once it has been found equal to a shape's own
+    trace, and for those shapes alone for which its guards hold.
+
+    Args:
+        source: the model.
+        training: train mode with the loss alone, or eval mode with all outputs.
+        first: a graph that is known already.
+    """
+
+    def __init__(
+        self, source: GraphSource, *, training: bool, first: ModelGraph | None = None
+    ) -> None:
+        self._source = source
+        self._training = training
+        self._first = first
+        self._num_traced = 0 if first is None else 1
+        self._symbolic: Exported | None = None
+        self._is_hopeless = False
+
+    def __call__(self, columns: Mapping[str, TensorMeta]) -> ModelGraph:
+        """The graph for a batch of some shape.
+
+        Raises:
+            TraceError: the model cannot be traced at this shape.
+        """
+        if self._num_traced >= PATIENCE and not self._is_hopeless:
+            graph = self._resized(columns)
+            if graph is not None:
+                return graph
+        graph = build_graph(self._source, columns, training=self._training)
+        self._first = graph if self._first is None else self._first
+        self._num_traced += 1
+        return graph
+
+    def _resized(self, columns: Mapping[str, TensorMeta]) -> ModelGraph | None:
+        try:
+            if self._symbolic is None:
+                self._symbolic = self._trace()
+            return self._at(columns, self._symbolic)
+        except NotResizable as error:
+            logger.debug("no trace with symbols for %s: %s", dict(columns), error)
+            return None
+
+    def _trace(self) -> Exported:
+        """The model with symbols for sizes, proved by the first shape's own trace.
+
+        Raises:
+            NotResizable: there is none, or it says something else.
+        """
+        source, first = self._source, self._first
+        assert first is not None
+        self._is_hopeless = True
+        autocast = source.autocast
+        casts = None if autocast is None else partial(torch.autocast, source.device.type, autocast)
+        call = Call(
+            tuple(first.columns), dict(source.fixed), source.loss_fn, source.loss_columns, casts
+        )
+        device = torch.device(source.device.type)
+        try:
+            with as_traced(source, self._training):
+                exported = export_model(
+                    source.model,
+                    first.columns,
+                    call,
+                    device,
+                    symbolic=True,
+                    keeping=source.keeping,
+                )
+        except Exception as error:  # the model's code, or torch, cannot do with symbols
+            raise NotResizable(str(error)) from error
+        if exported.num_choices:
+            raise NotResizable("it makes choices by chance")
+        if not _same(self._at(first.columns, exported), first):
+            raise NotResizable("with symbols the model runs other operators")
+        self._is_hopeless = False
+        return exported
+
+    def _at(self, columns: Mapping[str, TensorMeta], exported: Exported) -> ModelGraph:
+        traced = at_sizes(exported, columns)
+        return shard(traced, outputs=("loss",) if self._training else None)
+
+
+def _same(one: ModelGraph, other: ModelGraph) -> bool:
+    """Whether two graphs compute the same, whatever their values are called."""
+    pairs = zip((one.prologue, *one.segments), (other.prologue, *other.segments), strict=False)
+    return (
+        len(one.segments) == len(other.segments)
+        and list(one.outputs) == list(other.outputs)
+        and one.parameters == other.parameters
+        and one.constants.keys() == other.constants.keys()
+        and all(torch.equal(one.constants[n], other.constants[n]) for n in one.constants)
+        and all(_same_segment(a, b) for a, b in pairs)
+    )
+
+
+def _same_segment(one: Segment, other: Segment) -> bool:
+    fixed = (one.parameters, one.buffers, one.columns)
+    if fixed != (other.parameters, other.buffers, other.columns):
+        return False
+    return _written_out(one.graph) == _written_out(other.graph)
+
+
+def _written_out(graph: fx.Graph) -> list[tuple[object, ...]]:
+    """Operators and what they yield, with values by their place."""
+    places = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+
+    def line(node: fx.Node) -> tuple[object, ...]:
+        target = node.target if node.op == "call_function" else node.op
+        args = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Place(places[n])))
+        return target, args, node.meta.get("tensor"), node.meta.get("source")
+
+    return [line(node) for node in graph.nodes]
+
+
+class _Place(str):
+    """The place of a value, in the writing of an operator's arguments."""

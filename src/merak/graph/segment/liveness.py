@@ -1,0 +1,199 @@
+"""How values flow through a graph: what depends on the batch alone, what lives until when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from merak.graph.ir.ir import Kind, TensorMeta
+from merak.graph.ir.mutation import Writes, find_writes
+from merak.graph.trace.normalize import is_random
+
+_GEMMS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "linear",
+        "addmm",
+        "mm",
+        "bmm",
+        "baddbmm",
+        "matmul",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "bilinear",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "_grouped_mm",
+    )
+) | {"transformers.grouped_mm_fallback"}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Main nodes start … stop − 1, and the older values that they or later ones read."""
+
+    start: int
+    stop: int
+    incoming: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The nodes of a graph in two groups, and how long values of the main group live.
+
+    Args:
+        main: nodes that depend on a parameter, draw random numbers, or write into a tensor.
+        derived: the other operators: they depend on the batch and on buffers alone.
+        last_use: per main node, the position in `main` of its last reader (its own if none).
+        dying: per position, the earlier values read there for the last time.
+        uncuttable: positions p where no cut may fall between p and p + 1.
+    """
+
+    main: tuple[fx.Node, ...]
+    derived: tuple[fx.Node, ...]
+    last_use: tuple[int, ...]
+    dying: tuple[tuple[int, ...], ...]
+    uncuttable: frozenset[int]
+
+    def cut(self, span: Span, carried: frozenset[int]) -> list[Span]:
+        """Cut a span wherever at most one value, carried ones aside, lives on to the next node."""
+        alive = dict.fromkeys(span.incoming)
+        num_counted = sum(value not in carried for value in alive)
+        parts = []
+        start, incoming = span.start, span.incoming
+        for position in range(span.start, span.stop):
+            for value in self.dying[position]:
+                if value in alive:
+                    del alive[value]
+                    num_counted -= value not in carried
+            if self.last_use[position] > position:
+                alive[position] = None
+                num_counted += position not in carried
+            is_last = position == span.stop - 1
+            if not is_last and num_counted <= 1 and position not in self.uncuttable:
+                parts.append(Span(start, position + 1, incoming))
+                start, incoming = position + 1, tuple(alive)
+        return [*parts, Span(start, span.stop, incoming)]
+
+
+def analyse(graph: fx.Graph) -> Flow:
+    """Split a graph's operators into main and derived ones, and find every value's lifetime."""
+    writes = find_writes(graph)
+    operators = [n for n in graph.nodes if n.op == "call_function"]
+    main_set = _main(graph, operators, writes)
+    main = tuple(n for n in operators if n in main_set)
+    position = {node: i for i, node in enumerate(main)}
+    last_use = list(range(len(main)))
+    for i, node in enumerate(main):
+        for source in node.all_input_nodes:
+            if source in position:
+                last_use[position[source]] = i
+    joined = [0] * (len(main) + 1)
+    for first, last in (*_unsendable(main, last_use), *_written(writes, position)):
+        joined[first] += 1
+        joined[last] -= 1
+    uncuttable = frozenset(i for i, depth in enumerate(accumulate(joined)) if depth > 0)
+    derived = tuple(n for n in operators if n not in main_set)
+    return Flow(main, derived, tuple(last_use), _dying(last_use), uncuttable)
+
+
+def _dying(last_use: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in last_use]
+    for made, last in enumerate(last_use):
+        if last > made:
+            found[last].append(made)
+    return tuple(map(tuple, found))
+
+
+def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Writes) -> set[fx.Node]:
+    """Operators that depend on a parameter, on chance, or on a buffer that is written.
+
+    What is written in place is computed from the batch alone only if all that is written there is,
+    and if nobody in the main part looks at it before the last write.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    todo = [n for n in graph.find_nodes(op="placeholder") if _is_seed(n, writes)]
+    todo += [n for n in operators if is_random(n)]
+    found: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in found or node.op == "output":
+            continue
+        found.add(node)
+        todo += node.users
+        todo += writes.group(node)
+        for source in node.all_input_nodes:
+            writers = writes.writers.get(source.meta.get("memory"), ())
+            if writers and order[node] < order[writers[-1]]:
+                todo += writes.group(source)
+    return {n for n in found if n.op == "call_function"}
+
+
+def _is_seed(placeholder: fx.Node, writes: Writes) -> bool:
+    kind = placeholder.meta["kind"]
+    return kind is Kind.PARAMETER or placeholder.meta.get("memory") in writes.writers
+
+
+def _unsendable(main: Sequence[fx.Node], last_use: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where tuples and plain numbers live: they never leave their segment."""
+    for i, node in enumerate(main):
+        if not isinstance(node.meta["tensor"], TensorMeta):
+            yield i, last_use[i]
+
+
+def _written(writes: Writes, position: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """From the first sight of what is written in place to the last write into it."""
+    for memory, writers in writes.writers.items():
+        members = writes.members[memory]
+        seen = [position[n] for m in members for n in (m, *m.users) if n in position]
+        if seen and writers[-1] in position:
+            yield min(seen), position[writers[-1]]
+
+
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in "t numpy_T transpose permute swapaxes view reshape to unsqueeze contiguous".split()
+)
+
+
+def is_weight_gemm(node: fx.Node) -> bool:
+    """Whether the operator multiplies by a parameter (seen through views of it)."""
+    if _family(node) not in _GEMMS:
+        return False
+    return any(_is_parameter(source) for source in node.all_input_nodes)
+
+
+def reads_parameter(node: fx.Node) -> bool:
+    """Whether the operator reads a parameter directly."""
+    return any(
+        s.op == "placeholder" and s.meta["kind"] is Kind.PARAMETER for s in node.all_input_nodes
+    )
+
+
+def is_embedding(node: fx.Node) -> bool:
+    """Whether the operator looks rows of a parameter up."""
+    return _family(node) in ("aten.embedding", "aten.embedding_bag") and reads_parameter(node)
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    while node.op == "call_function" and _family(node) in _VIEWS:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER
+
+
+def _family(node: fx.Node) -> str:
+    """The operator's name without its overload: aten.add for aten.add.Tensor."""
+    return str(node.target).rpartition(".")[0]

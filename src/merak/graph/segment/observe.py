@@ -1,0 +1,69 @@
+"""Look into a segment while it runs: what every operator yields, and the gradient of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from merak.core.shards import ParameterShard
+from merak.graph.ir.ir import Segment, TensorMeta
+from merak.graph.segment.cut import copy_graph
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Observed:
+    """What operators yielded, by the name of the traced operator, then of the one that was run.
+
+    Where a traced operator is run as several (a share of it, and the sum over ranks), each counts.
+
+    Args:
+        values: what they yielded when first run.
+        gradients: what their first backward gave for it.
+    """
+
+    values: dict[str, Tensors] = field(default_factory=dict)
+    gradients: dict[str, Tensors] = field(default_factory=dict)
+
+
+class Observer:
+    """Rewrites segments so that they compute the same, and their operators' results are noted."""
+
+    def __init__(self) -> None:
+        self.observed = Observed()
+
+    def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
+        """The segment, with a note behind every operator that yields floating point numbers."""
+        graph, _ = copy_graph(segment.graph)
+        elsewhere = {node.name for node in graph.find_nodes(op="placeholder")}
+        for node in list(graph.nodes):
+            origin = node.meta.get("origin", node.name)
+            # What is made of an input here, such as a rank's share, others make of it as well.
+            if _yields_numbers(node) and origin not in elsewhere:
+                with graph.inserting_after(node):
+                    note = graph.call_function(self.note, (node, origin, node.name))
+                note.meta = {"tensor": None, "source": "", "module": ""}
+        return replace(segment, graph=graph), {}
+
+    def note(self, value: torch.Tensor, origin: str, name: str) -> None:
+        """Keep a copy of a result, and of its gradient once there is one."""
+        _keep(self.observed.values, origin, name, value)
+        if value.requires_grad:
+            gradients = self.observed.gradients
+            value.register_hook(lambda gradient: _keep(gradients, origin, name, gradient))
+
+
+def _keep(kept: dict[str, Tensors], origin: str, name: str, tensor: torch.Tensor) -> None:
+    own = kept.setdefault(origin, {})
+    if name not in own:
+        own[name] = tensor.detach().to("cpu", copy=True)
+
+
+def _yields_numbers(node: fx.Node) -> bool:
+    meta = node.meta.get("tensor")
+    if node.op != "call_function" or not isinstance(meta, TensorMeta):
+        return False
+    return meta.dtype.is_floating_point or meta.dtype.is_complex

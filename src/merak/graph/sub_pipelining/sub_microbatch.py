@@ -1,0 +1,375 @@
+"""Segments for half a microbatch: what sub-pipelining runs twice, one half beside the other.
+
+A segment may run in halves if every operator in it treats the samples of a microbatch one by one.
+The rules of tensor parallelism tell: with the batch split as if over two ranks, no operator may ask
+for a collective. Of an odd number of samples the first half has one more: the rules then reckon
+with the fraction that a half has. A half's dropout takes its rows of the pattern that the whole
+would draw, so that two halves give what the whole gives.
+
+Source: Merak (IEEE TPDS), section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import Kind, Segment, TensorMeta
+from merak.graph.ir.mutation import written_by
+from merak.graph.tensor_parallel.placement import (
+    COPIED,
+    REPLICATED,
+    Decision,
+    Operator,
+    Partial,
+    Placed,
+    Placement,
+    Sharded,
+    is_opaque,
+    local_meta,
+    shape_of,
+)
+from merak.graph.tensor_parallel.rules.rules import decide, elementwise
+from merak.graph.tensor_parallel.search.cost import has_gradient
+from merak.ops.sharded_dropout import attend_sharded, dropout_sharded
+
+aten = torch.ops.aten
+_DROPPING: Mapping[Any, str] = {dropout_sharded: "layout", attend_sharded: "layout"}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which samples of a microbatch a half has.
+
+    Args:
+        start: the first.
+        stop: the one after the last.
+        whole: samples of the microbatch.
+    """
+
+    start: int
+    stop: int
+    whole: int
+
+    @property
+    def degree(self) -> Fraction:
+        """How many times the half fits in the whole."""
+        return Fraction(self.whole, self.stop - self.start)
+
+    def rows(self, size: int) -> tuple[int, int]:
+        """Where the half's part of a dim begins that runs over the samples, and its length."""
+        first, last = (size * n // self.whole for n in (self.start, self.stop))
+        return first, last - first
+
+
+def shares(batch_size: int) -> tuple[Share, Share]:
+    """The samples of both halves; of an odd number the first has one more.
+
+    Raises:
+        ShardError: less than two samples.
+    """
+    if batch_size < 2:
+        raise ShardError(
+            f"a microbatch of {batch_size} sample has no halves; give a microbatch two samples or "
+            "more."
+        )
+    middle = (batch_size + 1) // 2
+    return Share(0, middle, batch_size), Share(middle, batch_size, batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """How the samples of a microbatch lie in the values between segments.
+
+    Args:
+        batch_size: samples of the microbatch that the segments were traced for.
+        dims: the dim along which each value has them, by name; None where it has no samples. Of
+            a value that is not named, as of a column, it is the first if that is as long.
+    """
+
+    batch_size: int
+    dims: Mapping[str, int | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A segment in two halves.
+
+    Args:
+        segments: what each half runs, with the names of the whole's inputs and outputs.
+        shares: which samples they have.
+        dims: the dim along which a half has its part, by the name of an input, column, derived
+            value or output; what is not named is the same for both.
+    """
+
+    segments: tuple[Segment, Segment]
+    shares: tuple[Share, Share]
+    dims: Mapping[str, int]
+
+
+def samples_of(segments: Iterable[Segment], batch_size: int) -> Samples:
+    """Follow the samples of a microbatch through consecutive segments, from the first on."""
+    dims: dict[str, int | None] = {}
+    if batch_size < 2:
+        return Samples(batch_size)
+    share, _ = shares(batch_size)
+    for segment in segments:
+        placements = follow_samples(segment, share, Samples(batch_size, dims)).placements
+        for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
+            placed = placements.get(node)
+            if placed == REPLICATED:
+                dims[name] = None
+            elif placed is not None and (dim := sample_dim(placed)) is not None:
+                dims[name] = dim
+    return Samples(batch_size, dims)
+
+
+def halve(segment: Segment, samples: Samples) -> Halves:
+    """Split a segment over the samples of a microbatch.
+
+    Args:
+        segment: the segment as traced; left as it is.
+        samples: of the microbatch it was traced for.
+
+    Raises:
+        ShardError: a single sample, or an operator that does not treat them one by one.
+    """
+    both = shares(samples.batch_size)
+    first, second = (_lay_out(segment, share, samples) for share in both)
+    dims = {
+        node.meta["name"]: placed.dim
+        for node, placed in first.placements.items()
+        if node.op == "placeholder" and isinstance(placed, Sharded)
+    }
+    for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
+        placed = first.placements[node]
+        if placed == second.placements[node] == REPLICATED:
+            continue  # both halves make it, each for itself
+        dim = sample_dim(placed)
+        if dim is None or dim != sample_dim(second.placements[node]):
+            raise ShardError(f"its result {name} does not belong to single samples.")
+        dims[name] = dim
+    if not dims.keys() & set(segment.outputs):
+        raise ShardError("no result of it belongs to single samples.")
+    written = (
+        replace(segment, graph=_Writer(first).run(segment.graph)),
+        replace(segment, graph=_Writer(second).run(segment.graph)),
+    )
+    return Halves(written, both, dims)
+
+
+def sample_dim(placed: Placed) -> int | None:
+    """The one dim of a value along which the samples lie in their order; None if there is none."""
+    return placed.dim if isinstance(placed, Sharded) and len(placed.parts) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the values of a segment lie in one half of it.
+
+    Args:
+        share: which samples the half has.
+        placements: by node, as if the samples were split over ranks.
+        decisions: by operator; fewer than the segment has, where one needs all samples.
+        refusal: why there are fewer.
+    """
+
+    share: Share
+    placements: Mapping[fx.Node, Placed]
+    decisions: Mapping[fx.Node, Decision]
+    refusal: ShardError | None = None
+
+
+def follow_samples(segment: Segment, share: Share, samples: Samples) -> Layout:
+    """Follow the samples of a microbatch through a segment, up to what needs all of them."""
+    placements: dict[fx.Node, Placed] = {}
+    decisions: dict[fx.Node, Decision] = {}
+    for node in segment.graph.nodes:
+        if node.op == "placeholder":
+            placements[node] = _entering(node, samples)
+    for node in _operators(segment):
+        try:
+            decisions[node] = _decide(Operator(node, placements, share.degree))
+        except ShardError as error:
+            return Layout(share, placements, decisions, error)
+        placements[node] = decisions[node].output
+    return Layout(share, placements, decisions)
+
+
+def _operators(segment: Segment) -> list[fx.Node]:
+    return [node for node in segment.graph.nodes if node.op == "call_function"]
+
+
+def _lay_out(segment: Segment, share: Share, samples: Samples) -> Layout:
+    layout = follow_samples(segment, share, samples)
+    if layout.refusal is not None:
+        raise layout.refusal
+    return layout
+
+
+def _output_nodes(segment: Segment) -> tuple[fx.Node, ...]:
+    (output,) = segment.graph.find_nodes(op="output")
+    nodes = output.args[0]
+    assert isinstance(nodes, tuple)
+    return nodes
+
+
+def _entering(node: fx.Node, samples: Samples) -> Placement:
+    """What enters a half: its samples, of what has any; else all of it."""
+    meta, kind = node.meta["tensor"], node.meta["kind"]
+    if kind in (Kind.PARAMETER, Kind.BUFFER) or not isinstance(meta, TensorMeta):
+        return REPLICATED
+    dim = 0 if meta.shape[:1] == (samples.batch_size,) else None
+    if kind is Kind.VALUE:
+        dim = samples.dims.get(node.meta["name"], dim)
+    return REPLICATED if dim is None else Sharded(dim, (meta.shape[dim],))
+
+
+def _decide(op: Operator) -> Decision:
+    """The rule of tensor parallelism, where it needs nothing of the other half."""
+    operands = op.node.all_input_nodes
+    if getattr(getattr(op.node.target, "_schema", None), "is_mutable", False):
+        _refuse_writes(op)
+    if is_opaque(op.node.target) and not op.sharded() and any(map(has_gradient, operands)):
+        raise op.error("has a backward of its own, which must see the whole gradient")
+    rule = _MORE_RULES.get(str(op.node.target))
+    decision = rule(op) if rule is not None else decide(op)
+    placed = decision.output if isinstance(decision.output, tuple) else (decision.output,)
+    if decision.then or any(isinstance(p, Partial) for p in placed):
+        raise op.error("sums over the samples of a microbatch")
+    several = [p for p in (*placed, *decision.needs.values()) if _is_parted(p)]
+    if several and (op.node.target in _DROPPING or decision.target in _DROPPING):
+        raise op.error("draws for samples that do not lie in their order")
+    for node, need in decision.needs.items():
+        if _is_parted(need) and not isinstance(op.placement(node), Sharded):
+            raise op.error("takes samples that do not lie in their order")
+        # A copied value is whole, too: what mixes samples would read all of them.
+        if isinstance(op.placement(node), Sharded) and need != op.placement(node):
+            raise op.error("must see all samples of a microbatch")
+    return decision
+
+
+def _is_parted(placed: Placement) -> bool:
+    return isinstance(placed, Sharded) and len(placed.parts) > 1
+
+
+def _refuse_writes(op: Operator) -> None:
+    """A write into a buffer would happen twice."""
+    for written in written_by(op.node):
+        source: fx.Node | None = written
+        while source is not None and source.op == "call_function":
+            source = source.all_input_nodes[0] if source.all_input_nodes else None
+        if source is not None and source.meta["kind"] is Kind.BUFFER:
+            raise op.error("writes a buffer of the model")
+
+
+def _embedding(op: Operator) -> Decision:
+    """embedding: one row of the weight per index."""
+    weight, indices = op.arg("weight"), op.arg("indices")
+    placed = op.placement(indices)
+    if op.arg("scale_grad_by_freq", False):
+        raise op.error("counts how often a row is looked up for all samples of a microbatch")
+    if op.placement(weight) != REPLICATED or not isinstance(placed, Sharded):
+        return decide(op)
+    return Decision(placed, {weight: COPIED})
+
+
+def _split_elementwise(op: Operator) -> Decision:
+    return elementwise(op) if op.sharded() else decide(op)
+
+
+def _roll(op: Operator) -> Decision:
+    """roll: elements move along some dims."""
+    if not op.sharded():
+        return decide(op)
+    ((operand, placed),) = op.sharded().items()
+    num_dims = len(shape_of(operand))
+    moved = [dim % num_dims for dim in op.arg("dims", ())]
+    if not moved or placed.dim in moved:
+        raise op.error("moves samples")
+    return Decision(placed)
+
+
+_MORE_RULES: dict[str, Callable[[Operator], Decision]] = {
+    "aten.roll.default": _roll,
+    "aten.where.Scalar": _split_elementwise,
+    "aten.where.ScalarOther": _split_elementwise,
+    "aten.where.ScalarSelf": _split_elementwise,
+    "aten.embedding.default": _embedding,
+}
+
+
+class _Writer:
+    """Writes the graph of one half."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.placements = layout.placements
+        self.decisions = layout.decisions
+        self.share = layout.share
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.narrowed: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        """The graph of the half."""
+        for node in graph.nodes:
+            if node.op == "output":
+                self.graph.output(fx.map_arg(node.args[0], lambda n: self.env[n]))
+                continue
+            if node.op == "call_function":
+                self.env[node] = self.operator(node, self.decisions[node])
+            else:
+                self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
+            local = local_meta(node.meta["tensor"], self.placements[node], self.share.degree)
+            self.env[node].meta = {**node.meta, "tensor": local}
+        return self.graph
+
+    def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
+        """The operator on the half's rows, by what was decided about it."""
+
+        def operand(n: fx.Node) -> fx.Node:
+            need = decision.needs.get(n)
+            if isinstance(need, Sharded) and not isinstance(self.placements[n], Sharded):
+                return self.rows_of(n, need.dim)
+            return self.env[n]
+
+        target = decision.target or node.target
+        args = node.args if decision.args is None else decision.args
+        kwargs = dict(node.kwargs if decision.kwargs is None else decision.kwargs)
+        if target in _DROPPING:
+            args, kwargs = self.own_rows(target, args, kwargs, node)
+        assert callable(target)
+        return self.graph.call_function(
+            target, fx.map_arg(args, operand), fx.map_arg(kwargs, operand)
+        )
+
+    def rows_of(self, node: fx.Node, dim: int) -> fx.Node:
+        """The half's part of what it reads whole otherwise."""
+        if (node, dim) not in self.narrowed:
+            meta = node.meta["tensor"]
+            new = self.graph.call_function(
+                aten.narrow.default, (self.env[node], dim, *self.share.rows(meta.shape[dim]))
+            )
+            local = local_meta(meta, Sharded(dim, ()), self.share.degree)
+            new.meta = {**node.meta, "tensor": local}
+            self.narrowed[node, dim] = new
+        return self.narrowed[node, dim]
+
+    def own_rows(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Dropout over a split batch: not by rank, but by the half's rows of the pattern."""
+        placed = self.placements[node]
+        assert isinstance(placed, Sharded)
+        whole = node.meta["tensor"].shape[placed.dim]
+        rows = (placed.dim, self.share.rows(whole)[0], whole)
+        if target is dropout_sharded:
+            operand, p, train, _ = args
+            return (operand, p, train, None), {"rows": rows}
+        return args, {**kwargs, "layout": None, "rows": rows}

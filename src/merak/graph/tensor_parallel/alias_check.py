@@ -1,0 +1,115 @@
+"""Writes into split values: a whole copy of a view would change where nobody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.mutation import Writes, find_writes, is_mutating, written_by
+from merak.graph.tensor_parallel.placement import (
+    Copied,
+    Decision,
+    Placed,
+    Replicated,
+    need_of,
+    where,
+)
+
+Placements = Mapping[fx.Node, Placed]
+Decisions = Mapping[fx.Node, Decision]
+
+
+def refuse_lost_writes(graph: fx.Graph, placements: Placements, decisions: Decisions) -> None:
+    """Refuse a split under which an operator's write would not be seen by all that see it now.
+
+    Where a view, or what is written, needs its operand otherwise than it lies, it gets a copy: what
+    is then written into the one is missing in the other.
+
+    Args:
+        graph: the segment's operators.
+        placements: how their results lie.
+        decisions: what becomes of them.
+
+    Raises:
+        ShardError: something is read that a write, made into another copy of it, has not reached.
+    """
+    if not any(is_mutating(node) for node in decisions):
+        return
+    writes = find_writes(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for memory, writers in writes.writers.items():
+        copies = _copies(memory, writes, placements, decisions)
+        for writer in writers:
+            reached = _reached(writer, memory, copies, placements, decisions)
+            for stale in (node for node, copy in copies.items() if copy not in reached):
+                readers = [n for n in stale.users if order[n] > order[writer]]
+                if readers and order[stale] < order[writer]:
+                    raise _error(writer, readers[0])
+
+
+def _copies(
+    memory: int, writes: Writes, placements: Placements, decisions: Decisions
+) -> dict[fx.Node, int]:
+    """Which copy of a memory every node that is (a view of) it then has."""
+    found: dict[fx.Node, int] = {}
+    for node in _with_tuples(writes.members[memory]):
+        decision = decisions.get(node)
+        sources = [n for n in _aliased(node, memory) if n in found]
+        if decision is None or not sources:
+            found[node] = 0 if decision is None else len(found)
+        elif decision.then or any(_moves(n, decision, placements) for n in sources):
+            found[node] = len(found)
+        else:
+            found[node] = found[sources[0]]
+    return found
+
+
+def _with_tuples(members: list[fx.Node]) -> Iterator[fx.Node]:
+    """The members in order, and before its first part each tuple that they are parts of."""
+    seen: set[fx.Node] = set()
+    for node in members:
+        for each in (*(n for n in node.all_input_nodes if _is_tuple(n)), node):
+            if each not in seen:
+                seen.add(each)
+                yield each
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("tensor"), tuple)
+
+
+def _aliased(node: fx.Node, memory: int) -> list[fx.Node]:
+    """The operands that a node may be a view of."""
+    return [n for n in node.all_input_nodes if n.meta.get("memory") == memory or _is_tuple(n)]
+
+
+def _moves(operand: fx.Node, decision: Decision, placements: Placements) -> bool:
+    placed, need = placements[operand], need_of(operand, decision, placements)
+    whole = (Replicated, Copied)  # both are the value itself
+    return need is not None and placed != need and not isinstance(placed, whole)
+
+
+def _reached(
+    writer: fx.Node,
+    memory: int,
+    copies: Mapping[fx.Node, int],
+    placements: Placements,
+    decisions: Decisions,
+) -> set[int]:
+    """The copies of a memory that a write reaches; one that returns nothing may miss all."""
+    if writer in copies:
+        return {copies[writer]}
+    decision = decisions.get(writer)
+    targets = [n for n in written_by(writer) if n in copies and n.meta.get("memory") == memory]
+    stay = [n for n in targets if decision is None or not _moves(n, decision, placements)]
+    return {copies[n] for n in stay}
+
+
+def _error(writer: fx.Node, reader: fx.Node) -> ShardError:
+    return ShardError(
+        f"tensor parallelism cannot go on at {writer.name} ({where(writer)}): it writes into a "
+        f"copy of a split value that {reader.name} ({where(reader)}) reads afterwards; give the "
+        "layers before it Replicate() in the feature dict."
+    )

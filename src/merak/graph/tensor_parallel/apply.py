@@ -1,0 +1,270 @@
+"""Tensor parallelism as a rewriting of the traced graph: every rank runs its share of a segment.
+
+Three steps: how weights are split is derived from the graph (`derive`), or a feature dict says so;
+the splits are carried through the graph operator by operator (`propagate`), and the graph is
+written anew with local sizes and the collectives in between (`rewrite`). What crosses from one
+segment to the next is whole on every rank, or its share of the sequence (`sequence`).
+
+Source: Megatron-LM (arXiv 1909.08053, section 3); Merak (IEEE TPDS), section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from merak.core.errors import ShardError
+from merak.core.shards import ParameterShard
+from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.tensor_parallel.features import (
+    Attribute,
+    Column,
+    Features,
+    Replicate,
+    Row,
+    Vocabulary,
+    resolve_features,
+)
+from merak.graph.tensor_parallel.placement import Mixed, Sharded
+from merak.graph.tensor_parallel.propagate import (
+    capacities,
+    decide_or_gather,
+    place_weights,
+    propagate,
+)
+from merak.graph.tensor_parallel.rewrite import rewrite
+from merak.graph.tensor_parallel.search.auto_shard import (
+    Deriver,
+    SegmentSplit,
+    Split,
+    Task,
+    Weights,
+    check_limits,
+    derive,
+)
+from merak.graph.tensor_parallel.search.vocabularies import vocabularies
+from merak.graph.tensor_parallel.sequence.plan import SequencePlan, plan_sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorParallel:
+    """Makes the segments of one model those of a tensor parallel rank.
+
+    Args:
+        deriver: fits operators to split weights, and remembers how.
+        weights: the split parameters.
+        sequence: whether values lie in shares of the sequence where they can.
+        shares: which do, in the graph that `fit` has seen.
+    """
+
+    deriver: Deriver
+    weights: Weights
+    sequence: bool = False
+    shares: SequencePlan | None = None
+
+    def fit(self, model: ModelGraph) -> tuple[ModelGraph, TensorParallel]:
+        """Plan for a graph of the model, which is traced anew for every shape.
+
+        Args:
+            model: traced at any shapes; its segments are those that are rewritten afterwards.
+
+        Returns:
+            The graph, whose `values` are what a rank holds of them, and what rewrites its segments.
+        """
+        degree = self.deriver.degree
+        if degree == 1 or not self.sequence:
+            return model, self
+        shares = plan_sequence(model, self.split, degree)
+        fitted = replace(model, values=shares.local_values(model, degree))
+        return fitted, replace(self, shares=shares)
+
+    def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
+        """Rewrite one segment.
+
+        Args:
+            segment: of the model, traced at any shapes; left as it is.
+
+        Returns:
+            The segment that every rank runs, with the same parameters, inputs and outputs by name;
+            and the layout of the parameters that are split.
+
+        Raises:
+            ShardError: an operator that cannot be split so.
+        """
+        degree = self.deriver.degree
+        if degree == 1:
+            return segment, {}
+        split = self.split(segment)
+        if self.shares is None:
+            layout = propagate(segment.graph, split.weights, degree, decide_or_gather, split.inside)
+        else:
+            layout = self.shares.segments[segment.index].laid.propagation
+        shards = {name: _shard(p, degree) for name, p in split.weights.items()}
+        return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
+
+    def split(self, segment: Segment) -> SegmentSplit:
+        """How one segment is split, and the collectives it runs."""
+        own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
+        return self.deriver(Task(segment, own, frozenset(segment.parameters)))
+
+
+def tensor_parallel(
+    model: ModelGraph, features: Features | None, degree: int, *, sequence: bool = False
+) -> TensorParallel:
+    """Choose how tensor parallelism splits a model.
+
+    Args:
+        model: the traced model.
+        features: what is given; the rest is derived from the graph.
+        degree: the number of tensor parallel ranks.
+        sequence: whether values lie in shares of the sequence where they can.
+
+    Returns:
+        What rewrites its segments.
+
+    Raises:
+        ShardError: the feature dict does not fit the model or the degree, or the degree is larger
+            than anything that can be split.
+    """
+    if degree == 1:
+        return TensorParallel(Deriver(model.parameters, degree), {})
+    deriver = Deriver(model.parameters, degree)
+    attributes = attributes_for(model, features or {})
+    given = given_weights(model, attributes, degree)
+    kept = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
+    weights = derive(model, deriver, given, kept)
+    if not attributes and not weights.keys() - vocabularies(model):
+        check_limits(model, degree)
+    return TensorParallel(deriver, weights, sequence)
+
+
+def derived(model: ModelGraph, degree: int, *, sequence: bool = False) -> TensorParallel:
+    """The splits derived from a model's graph alone; none where the degree is too large."""
+    deriver = Deriver(model.parameters, degree)
+    weights = derive(model, deriver, {}, frozenset()) if degree > 1 else {}
+    return TensorParallel(deriver, weights, sequence)
+
+
+def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute]:
+    """The attribute of every parameter of a model that a feature dict speaks of.
+
+    Raises:
+        ShardError: a pattern that matches nothing.
+    """
+    return resolve_features(features, model.parameters, model.tied)
+
+
+def given_weights(
+    model: ModelGraph, attributes: Mapping[str, Attribute], degree: int
+) -> dict[str, Sharded]:
+    """The splits that a feature dict asks for, checked against the graph.
+
+    Args:
+        model: the traced model.
+        attributes: from `attributes_for`.
+        degree: the number of tensor parallel ranks.
+
+    Returns:
+        The split parameters.
+
+    Raises:
+        ShardError: sizes that the degree does not divide, or an operator that cannot be split so,
+            which the sentence names.
+    """
+    check_degree(model.segments, model.parameters, attributes, degree)
+    chosen: dict[str, Sharded] = {}
+    for segment in model.segments:
+        own = place_weights(segment, model.parameters, attributes)
+        propagate(segment.graph, own, degree)
+        _check_shared(segment, own, chosen)
+        chosen |= own
+    return chosen
+
+
+def check_features(model: ModelGraph, features: Features) -> None:
+    """Refuse a feature dict that fits a model under no degree, where nothing is split by it.
+
+    Raises:
+        ShardError: a pattern that matches nothing, or an operator that cannot be split so.
+    """
+    given_weights(model, attributes_for(model, features), 1)
+
+
+def shard_model(
+    model: ModelGraph, weights: Weights, degree: int, *, sequence: bool = False
+) -> tuple[ModelGraph, dict[str, ParameterShard]]:
+    """Rewrite all segments of a model for a tensor parallel degree.
+
+    Args:
+        model: the traced model; left as it is. Its `parameters` stay those of the whole.
+        weights: how its parameters are split.
+        degree: the number of tensor parallel ranks.
+        sequence: whether values lie in shares of the sequence where they can.
+
+    Returns:
+        The model that every rank runs, and the layout of the parameters that are split.
+    """
+    parallel = TensorParallel(Deriver(model.parameters, degree), weights, sequence)
+    model, parallel = parallel.fit(model)
+    pairs = [parallel(segment) for segment in model.segments]
+    shards = {name: shard for _, found in pairs for name, shard in found.items()}
+    return replace(model, segments=tuple(segment for segment, _ in pairs)), shards
+
+
+def check_degree(
+    segments: Iterable[Segment],
+    parameters: Mapping[str, TensorMeta],
+    attributes: Mapping[str, Attribute],
+    degree: int,
+) -> None:
+    """Check that a degree divides the heads, kv-heads, feed-forward units … of all split layers.
+
+    Args:
+        segments: the segments to check.
+        parameters: what every parameter is, by name.
+        attributes: from `attributes_for`.
+        degree: the number of tensor parallel ranks.
+
+    Raises:
+        ShardError: it does not; the sentence names the first layer, its size, and the degrees that
+            fit all the segments. Or the layers cannot be split so under any degree.
+    """
+    found: dict[str, int] = {}
+    for segment in segments:
+        weights = place_weights(segment, parameters, attributes)
+        found |= capacities(propagate(segment.graph, weights, 1))
+    found = {n: c for n, c in found.items() if not isinstance(attributes[n], Vocabulary)}
+    for name, capacity in found.items():
+        if capacity % degree:
+            attribute = attributes[name]
+            assert isinstance(attribute, (Column, Row))
+            raise ShardError(
+                f"tp={degree} does not divide the {capacity} {attribute.size} of "
+                f"{name.rpartition('.')[0] or name}; the degrees that fit this model are "
+                f"{_listed(_divisors(math.gcd(*found.values())))}."
+            )
+
+
+def _shard(placed: Split, degree: int) -> ParameterShard:
+    whole = tuple(sorted(placed.whole)) if isinstance(placed, Mixed) else ()
+    return ParameterShard(placed.dim, placed.parts, degree, whole)
+
+
+def _check_shared(segment: Segment, own: Weights, chosen: Weights) -> None:
+    """A parameter that several segments read lies the same in all of them."""
+    for name in segment.parameters:
+        if name in own and chosen.get(name, own[name]) != own[name]:
+            raise ShardError(
+                f"{name} is shared by several layers, which use it in different ways; give it "
+                "Replicate() in the feature dict."
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *head, last = (str(n) for n in numbers)
+    return f"{', '.join(head)} and {last}" if head else last

@@ -1,0 +1,1 @@
+"""Sharding rules: the placements that each operator can take."""

@@ -1,0 +1,192 @@
+"""Fused weights of which some parts are split and others whole: queries with one kv-head.
+
+A rank holds its share of the split parts and all of the others, parts in their order. Such a value
+goes through few operators before the graph takes its parts apart; others are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.tensor_parallel.placement import (
+    COPIED,
+    Decision,
+    Degree,
+    Mixed,
+    Operator,
+    Placement,
+    Sharded,
+    family,
+    positive,
+    shape_of,
+)
+from merak.graph.tensor_parallel.rules import gemm, views
+
+aten = torch.ops.aten
+
+
+def decide_mixed(op: Operator) -> Decision:
+    """What becomes of an operator that reads a value with split and whole parts.
+
+    Raises:
+        ShardError: it needs the value in one piece.
+    """
+    rule = _RULES.get(family(op.node.target))
+    if rule is None:
+        raise op.error("has no rule for a fused value of which only some parts are split")
+    return rule(op)
+
+
+def local_size(placed: Mixed, degree: Degree) -> int:
+    """What a rank holds along the split dim."""
+    sizes = enumerate(placed.parts)
+    return sum(size if i in placed.whole else size // degree for i, size in sizes)
+
+
+def _operand(op: Operator) -> tuple[fx.Node, Mixed]:
+    for node in op.node.all_input_nodes:
+        placed = op.raw(node)
+        if isinstance(placed, Mixed):
+            return node, placed
+    raise AssertionError("the rule is for mixed operands")
+
+
+def _as_split(op: Operator, placed: Mixed) -> Operator:
+    """The operator as if one rank held its value's parts."""
+    node, _ = _operand(op)
+    alone = {**op.placements, node: Sharded(placed.dim, placed.parts, placed.origin)}
+    return replace(op, placements=alone, degree=1)
+
+
+def _same_parts(rule: Callable[[Operator], Decision]) -> Callable[[Operator], Decision]:
+    """A rule that moves the dim and keeps its parts."""
+
+    def moved(op: Operator) -> Decision:
+        _, placed = _operand(op)
+        output = rule(_as_split(op, placed)).output
+        assert isinstance(output, Sharded)
+        return Decision(replace(placed, dim=output.dim))
+
+    return moved
+
+
+def _product(op: Operator) -> Decision:
+    """linear, addmm, matmul, mm: the parts are outputs of the weight."""
+    args: Any = op.node.args
+    _, placed = _operand(op)
+    name = family(op.node.target)
+    bias = op.arg("bias") if name == "linear" else args[0] if name == "addmm" else None
+    alone = op
+    for node in op.node.all_input_nodes:
+        if isinstance(found := op.raw(node), Mixed):
+            if (found.parts, found.whole) != (placed.parts, placed.whole):
+                raise op.error("combines fused parts of different sizes")
+            split = Sharded(found.dim, found.parts, found.origin)
+            alone = replace(alone, placements={**alone.placements, node: split})
+    decision = _PRODUCTS[name](replace(alone, degree=1))
+    output = decision.output
+    if not isinstance(output, Sharded) or output.parts != placed.parts:
+        raise op.error("sums over fused parts of which only some are split")
+    needs: dict[fx.Node, Placement] = dict.fromkeys(op.node.all_input_nodes, COPIED)
+    needs |= {n: p for n in needs if isinstance(p := op.raw(n), Mixed)}
+    if bias is not None and bias not in (n for n in needs if isinstance(op.raw(n), Mixed)):
+        needs[bias] = replace(placed, dim=0)
+    return Decision(replace(placed, dim=output.dim), needs)
+
+
+def _view(op: Operator) -> Decision:
+    node, placed = _operand(op)
+    new = shape_of(op.node)
+    lies = Sharded(placed.dim, placed.parts, placed.origin)
+    after = views.reshaped(shape_of(node), new, lies, 1)
+    if after is None or len(after.parts) % len(placed.parts):
+        raise op.error("reshapes a fused value of which only some parts are split")
+    times, count = len(after.parts) // len(placed.parts), len(placed.parts)
+    whole = frozenset(i + count * k for i in placed.whole for k in range(times))
+    output = Mixed(after.dim, after.parts, whole, placed.origin)
+    _check_divisible(op, output)
+    sizes = list(new)
+    sizes[after.dim] = local_size(output, op.degree)
+    return Decision(output, target=aten.reshape.default, args=(node, sizes), kwargs={})
+
+
+def _check_divisible(op: Operator, placed: Mixed) -> None:
+    split = [size for i, size in enumerate(placed.parts) if i not in placed.whole]
+    for size in split:
+        op.local(size)
+
+
+def _between(op: Operator, placed: Mixed, start: int, stop: int) -> tuple[Placement, int, int]:
+    """How the parts from `start` to `stop` lie, and where a rank has them."""
+    edges = [sum(placed.parts[:i]) for i in range(len(placed.parts) + 1)]
+    if start not in edges or stop not in edges or stop <= start:
+        raise op.error(f"takes {start} … {stop} of fused parts of which only some are split")
+    first, last = edges.index(start), edges.index(stop)
+    own = [replace(placed, parts=placed.parts[:i], whole=placed.whole) for i in (first, last)]
+    begin, end = (local_size(p, op.degree) for p in own)
+    whole = frozenset(i - first for i in placed.whole if first <= i < last)
+    parts = placed.parts[first:last]
+    if not whole:
+        return Sharded(placed.dim, parts, placed.origin), begin, end
+    if len(whole) == len(parts):
+        return COPIED, begin, end
+    return Mixed(placed.dim, parts, whole, placed.origin), begin, end
+
+
+def _slice(op: Operator) -> Decision:
+    node, placed = _operand(op)
+    dim = positive(op.arg("dim", 0), len(shape_of(node)))
+    if dim != placed.dim:
+        return Decision(placed)
+    size = shape_of(node)[dim]
+    start, stop = op.arg("start") or 0, size if op.arg("end") is None else op.arg("end")
+    start, stop = (max(0, min(positive(end, size), size)) for end in (start, stop))
+    if op.arg("step", 1) != 1:
+        raise op.error("takes every few elements of a dim that is split")
+    output, begin, end = _between(op, placed, start, stop)
+    args = (node, dim, begin, end)
+    return Decision(output, target=aten.slice.Tensor, args=args, kwargs={})
+
+
+def _split(op: Operator) -> Decision:
+    node, placed = _operand(op)
+    results = op.node.meta["tensor"]
+    dim = positive(op.arg("dim", 0), len(shape_of(node)))
+    if dim != placed.dim:
+        return Decision((placed,) * len(results))
+    sizes = [result.shape[dim] for result in results]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    found = [_between(op, placed, a, a + n) for a, n in zip(starts, sizes, strict=True)]
+    args = (node, [end - begin for _, begin, end in found], dim)
+    outputs = tuple(output for output, _, _ in found)
+    return Decision(outputs, target=aten.split_with_sizes.default, args=args, kwargs={})
+
+
+def _as_it_lies(op: Operator) -> Decision:
+    return Decision(_operand(op)[1])
+
+
+_PRODUCTS = {
+    "linear": gemm.linear,
+    "addmm": gemm.addmm,
+    "matmul": gemm.matmul,
+    "mm": gemm.matmul,
+}
+
+_FAMILIES: Sequence[tuple[Callable[[Operator], Decision], str]] = (
+    (_product, "linear addmm matmul mm"),
+    (_same_parts(views.transpose), "t transpose swapaxes swapdims"),
+    (_same_parts(views.reverse), "numpy_T"),
+    (_same_parts(views.permute), "permute"),
+    (_view, "view reshape _unsafe_view flatten unflatten"),
+    (_slice, "slice"),
+    (_split, "split split_with_sizes chunk tensor_split"),
+    (_as_it_lies, "contiguous to _to_copy clone alias detach"),
+)
+
+_RULES = {name: rule for rule, names in _FAMILIES for name in names.split()}

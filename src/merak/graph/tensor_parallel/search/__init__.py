@@ -1,0 +1,1 @@
+"""The search for the placements of all weights that cost least."""

@@ -1,0 +1,181 @@
+"""Derive from a traced model alone how tensor parallelism splits its weights.
+
+Every segment is searched by itself (`sharding_search`); segments of the same structure get the same
+answer, so a deep model takes no longer than a shallow one. Embeddings and heads, which several
+segments may share, are settled before (`vocabulary`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.graph.tensor_parallel.placement import Mixed, Sharded
+from merak.graph.tensor_parallel.search.cost import Transfer
+from merak.graph.tensor_parallel.search.search import Search
+from merak.graph.tensor_parallel.search.vocabularies import (
+    embeddings,
+    loss_weights,
+    split_vocabularies,
+)
+
+Split = Sharded | Mixed
+Weights = Mapping[str, Split]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked about one segment.
+
+    Args:
+        segment: the segment.
+        given: weights whose split is given, by name.
+        kept: parameters that stay whole.
+        heads: weights that are split only together with those before them.
+    """
+
+    segment: Segment
+    given: Weights
+    kept: frozenset[str]
+    heads: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSplit:
+    """How one segment is split.
+
+    Args:
+        weights: the split parameters it reads, by name.
+        inside: operators on whole values that every rank runs for its own part of the gradient.
+        transfers: the collectives it then runs.
+    """
+
+    weights: Weights
+    inside: frozenset[fx.Node]
+    transfers: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deriver:
+    """Derives splits for segments of one model, and remembers them by the segments' structure.
+
+    Args:
+        parameters: what every parameter is, by name, in the whole model.
+        degree: the number of tensor parallel ranks.
+    """
+
+    parameters: Mapping[str, TensorMeta]
+    degree: int
+    _known: dict[Any, tuple[Segment, SegmentSplit]] = field(default_factory=dict)
+
+    def __call__(self, task: Task) -> SegmentSplit:
+        """Choose how the weights of a segment are split that are neither given nor kept."""
+        key = tuple(structure_of(task))
+        if key not in self._known:
+            search = Search(task.segment, self.parameters, self.degree, task.kept, task.given)
+            found = search.run(task.heads)
+            weights = {n: p for n, p in found.weights.items() if isinstance(p, Split)}
+            split = SegmentSplit(weights, found.inside, found.transfers)
+            self._known[key] = (task.segment, split)
+        return _carried_over(*self._known[key], task.segment)
+
+
+def derive(
+    model: ModelGraph, deriver: Deriver, given: Weights, kept: frozenset[str]
+) -> dict[str, Split]:
+    """Choose how the weights of a model are split.
+
+    Args:
+        model: the traced model.
+        deriver: for this model's parameters and degree.
+        given: weights whose split is given, by name.
+        kept: parameters that stay whole.
+
+    Returns:
+        The split parameters, by name. A parameter that several segments read is split in one way.
+    """
+    chosen: dict[str, Split] = {**given}
+    chosen |= split_vocabularies(model, deriver.degree, given, kept)
+    whole = kept | (embeddings(model) - chosen.keys())
+    heads = frozenset(loss_weights(model))
+    for segment in model.segments:
+        own = {n: chosen[n] for n in segment.parameters if n in chosen}
+        split = deriver(Task(segment, own, whole.intersection(segment.parameters), heads))
+        chosen |= split.weights
+        whole |= frozenset(segment.parameters) - chosen.keys()
+    return chosen
+
+
+def check_limits(model: ModelGraph, degree: int) -> None:
+    """Check, where a degree splits nothing, that it is not for its size.
+
+    Where the weights could be cut so often, but what runs between them would have to be gathered,
+    every rank trains the whole model.
+
+    Raises:
+        ShardError: a smaller degree fits; the sentence says what limits the degree.
+    """
+    limits = limits_of(model)
+    pieces = {name: limits[name] for name in _largest(model, limits)}
+    counts = pieces.values()
+    fitting = [d for d in range(1, max(counts, default=1) + 1) if any(n % d == 0 for n in counts)]
+    if len(fitting) > 1 and degree not in fitting:
+        listed = ", ".join(f"{name} into {count}" for name, count in pieces.items())
+        raise ShardError(
+            f"tp={degree} can split nothing of this model: the outputs of {listed} pieces at the "
+            f"most; degrees that split something are {', '.join(map(str, fitting))}."
+        )
+
+
+def _largest(model: ModelGraph, names: Iterable[str]) -> list[str]:
+    """Up to four of the parameters that are not much smaller than the largest."""
+    sizes = {name: math.prod(model.parameters[name].shape) for name in names}
+    return [name for name, size in sizes.items() if 4 * size >= max(sizes.values())][:4]
+
+
+def limits_of(model: ModelGraph) -> dict[str, int]:
+    """Into how many pieces each weight can be cut for itself along its outputs, by name."""
+    found: dict[str, int] = {}
+    known: dict[Any, tuple[int | None, ...]] = {}
+    whole = frozenset(embeddings(model) | loss_weights(model))
+    for segment in model.segments:
+        key = tuple(structure_of(Task(segment, {}, whole)))
+        if key not in known:
+            limits = Search(segment, model.parameters, 1, whole, {}).limits()
+            known[key] = tuple(limits.get(name) for name in segment.parameters)
+        pairs = zip(segment.parameters, known[key], strict=True)
+        found |= {name: pieces for name, pieces in pairs if pieces is not None}
+    return found
+
+
+def structure_of(task: Task) -> Iterator[Any]:
+    """What the answer depends on: the operators, their shapes, and what is given."""
+    place = {node: i for i, node in enumerate(task.segment.graph.nodes)}
+    for node in task.segment.graph.nodes:
+        what: tuple[Any, ...] = ()
+        if node.op == "placeholder":
+            kind, name = node.meta["kind"], node.meta["name"]
+            what = (kind,)
+            if kind is Kind.PARAMETER:
+                given = task.given.get(name)
+                split = given and (given, given.dim)
+                what = (kind, split, name in task.kept, name in task.heads)
+        args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{place[n]}")
+        shown = "" if node.op == "placeholder" else f"{node.target} {args}"
+        yield node.op, shown, str(node.meta.get("tensor")), what
+
+
+def _carried_over(like: Segment, split: SegmentSplit, segment: Segment) -> SegmentSplit:
+    """The split of a segment of the same structure."""
+    if like is segment:
+        return split
+    names = dict(zip(like.parameters, segment.parameters, strict=True))
+    nodes = dict(zip(like.graph.nodes, segment.graph.nodes, strict=True))
+    weights = {names[n]: replace(p, origin=names[n]) for n, p in split.weights.items()}
+    return SegmentSplit(weights, frozenset(nodes[n] for n in split.inside), split.transfers)

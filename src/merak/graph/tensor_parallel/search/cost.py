@@ -1,0 +1,182 @@
+"""What a split of a segment's weights costs: the collectives that its rewriting needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import Kind, TensorMeta
+from merak.graph.tensor_parallel.placement import (
+    REPLICATED,
+    Copied,
+    Decision,
+    Mixed,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+    need_of,
+)
+from merak.graph.tensor_parallel.propagate import Propagation
+
+
+class Collective(Enum):
+    """What a conversion of a value costs."""
+
+    REDUCE = "all-reduce in the forward"
+    GATHER = "all-gather in the forward"
+    COPY = "all-reduce in the backward"
+    SLICE = "all-gather in the backward"
+    SCATTER = "reduce-scatter in the forward"
+    SPREAD = "reduce-scatter in the backward"
+    INSIDE = "all-reduce inside an operator, in the forward"
+
+
+FORWARD = frozenset((Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.INSIDE))
+ALL_REDUCES = frozenset((Collective.REDUCE, Collective.COPY, Collective.INSIDE))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective of a rewritten segment.
+
+    Args:
+        kind: which one.
+        numel: numbers in the whole value.
+        of_weights: whether the value depends on parameters alone: their gradients are summed.
+    """
+
+    kind: Collective
+    numel: int
+    of_weights: bool
+
+
+def conversions(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node, Placement]]:
+    """Every (value, placement) that some operator, or the segment's output, needs otherwise."""
+    seen: set[tuple[fx.Node, Placement]] = set()
+    for node, need in _needs(graph, propagation):
+        placed = propagation.placements[node]
+        if need is not None and placed != need and (node, need) not in seen:
+            seen.add((node, need))
+            yield node, need
+
+
+def _needs(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node, Placement | None]]:
+    for node in graph.nodes:
+        if node.op == "output":
+            yield from ((n, propagation.leaving(n)) for n in node.all_input_nodes)
+        elif node.op == "call_function":
+            decision = propagation.decisions[node]
+            for operand in operands_of(node, decision):
+                yield operand, need_of(operand, decision, propagation.placements)
+            further = (n for _, args in decision.then for n in args if isinstance(n, fx.Node))
+            yield from ((n, REPLICATED) for n in further)
+
+
+def operands_of(node: fx.Node, decision: Decision) -> list[fx.Node]:
+    """The operands that the operator in a node's place reads, in the order of its arguments."""
+    args = node.args if decision.args is None else decision.args
+    kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
+    found: dict[fx.Node, None] = {}
+    fx.map_arg((args, kwargs), lambda n: found.setdefault(n))
+    return list(found)
+
+
+def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
+    """The collectives of a segment's rewriting, each as often as it runs.
+
+    Args:
+        graph: the segment's graph, before it is rewritten.
+        propagation: what becomes of its operators.
+
+    Raises:
+        ShardError: a value would have to lie in a way that no collective gives.
+    """
+    weights = weights_only(graph)
+    found: dict[tuple[fx.Node, Collective, bool], Transfer] = {}
+
+    def add(node: fx.Node, kind: Collective, apart: bool = False) -> None:
+        meta = node.meta["tensor"]
+        numel = math.prod(meta.shape) if isinstance(meta, TensorMeta) else 0
+        found[node, kind, apart] = Transfer(kind, numel, node in weights)
+
+    for node, need in conversions(graph, propagation):
+        placed = propagation.placements[node]
+        assert not isinstance(placed, tuple)
+        if isinstance(placed, Mixed) or isinstance(need, Mixed):
+            raise ShardError(f"{node} would have to be joined from split and whole parts.")
+        if isinstance(need, Partial):
+            continue  # every rank takes its share
+        if propagation.scatters and (isinstance(placed, Sharded) or isinstance(need, Sharded)):
+            # What is gathered for split work and what is gathered whole are two values.
+            for kind in _kinds_scattered(placed, need, has_gradient(node)):
+                add(node, kind, isinstance(need, Replicated))
+            continue
+        for kind in _kinds(placed, need, has_gradient(node)):
+            add(node, kind)
+    for node, placed in propagation.placements.items():
+        entered = isinstance(placed, (Copied, Mixed)) and node.op == "placeholder"
+        if entered and has_gradient(node):
+            add(node, Collective.COPY)
+    for node, decision in propagation.decisions.items():
+        if decision.then:
+            add(node, Collective.REDUCE)
+    sums = [size for decision in propagation.decisions.values() for size in decision.sums]
+    return [*found.values(), *(Transfer(Collective.INSIDE, size, False) for size in sums)]
+
+
+def _kinds(placed: Placement, need: Placement, has_gradient: bool) -> Iterator[Collective]:
+    if isinstance(placed, Copied):
+        return  # every rank has it whole, and owes a part of the gradient
+    if isinstance(placed, Partial):
+        yield Collective.REDUCE
+    elif isinstance(placed, Sharded):
+        yield Collective.GATHER
+    if isinstance(need, Copied) and has_gradient:
+        yield Collective.COPY
+    elif isinstance(need, Sharded) and has_gradient:
+        yield Collective.SLICE
+
+
+def _kinds_scattered(
+    placed: Placement, need: Placement, has_gradient: bool
+) -> Iterator[Collective]:
+    """Conversions from and to shares, where sums become shares without being whole between."""
+    if isinstance(placed, Partial):
+        yield Collective.SCATTER
+    if isinstance(placed, Sharded):
+        yield Collective.GATHER
+        if has_gradient and not isinstance(need, Replicated):
+            yield Collective.SPREAD
+    elif has_gradient and not isinstance(placed, Copied):
+        yield Collective.SLICE
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Whether a value is one tensor that a gradient flows through."""
+    meta = node.meta.get("tensor")
+    return isinstance(meta, TensorMeta) and meta.requires_grad
+
+
+def weights_only(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on parameters and buffers alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            inside = node.meta["kind"] in (Kind.PARAMETER, Kind.BUFFER)
+        else:
+            inside = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
+        if inside:
+            found.add(node)
+    return found
+
+
+def parameter_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The placeholders of a segment's parameters, by name."""
+    nodes = graph.find_nodes(op="placeholder")
+    return {n.meta["name"]: n for n in nodes if n.meta["kind"] is Kind.PARAMETER}

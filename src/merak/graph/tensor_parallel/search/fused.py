@@ -1,0 +1,109 @@
+"""Fused layers: along which parts of a weight the graph takes its outputs apart again."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.tensor_parallel.placement import (
+    Decision,
+    Degree,
+    Operator,
+    Sharded,
+    family,
+    positive,
+    shape_of,
+)
+from merak.graph.tensor_parallel.propagate import decide_or_gather, propagate
+from merak.graph.tensor_parallel.rules.rules import decide
+
+_MAX_REFINEMENTS = 8
+"""How often the parts of one weight are refined: a fused layer holds few kinds of things."""
+
+
+def fused_parts(graph: fx.Graph, name: str, dim: int, size: int) -> list[tuple[int, ...]]:
+    """Ways in which a dim of a weight may be made of parts, coarsest first.
+
+    The dim is followed through the graph as if one rank held it all. Where an operator takes it
+    apart (split, slice, unbind, …), the weight must be split part by part.
+
+    Args:
+        graph: the segment.
+        name: the parameter.
+        dim: its dim.
+        size: of that dim.
+
+    Returns:
+        Part sizes; the first is the dim in one piece.
+    """
+    found: list[tuple[int, ...]] = [(size,)]
+    while len(found) <= _MAX_REFINEMENTS:
+        finer = _finer(graph, name, Sharded(dim, found[-1], name))
+        if finer is None or finer in found:
+            break
+        found.append(finer)
+    return found
+
+
+def _finer(graph: fx.Graph, name: str, placed: Sharded) -> tuple[int, ...] | None:
+    refused: list[Operator] = []
+
+    def rule(op: Operator) -> Decision:
+        try:
+            return decide(op)
+        except ShardError:
+            refused.append(op)
+            return decide_or_gather(op)
+
+    try:
+        propagate(graph, {name: placed}, 1, rule)
+    except ShardError:
+        return None
+    for op in refused:
+        operand, lies = next(iter(op.sharded().items()), (None, None))
+        if operand is not None and lies is not None:
+            return _refined(placed, sum(lies.parts), _edges(op, operand, lies))
+    return None
+
+
+def _refined(placed: Sharded, size: int, edges: set[int]) -> tuple[int, ...] | None:
+    """The parts of the weight, cut where the operator cuts a dim of `size` that it became."""
+    total = sum(placed.parts)
+    if not edges or total % size:
+        return None
+    own = {sum(placed.parts[:i]) for i in range(len(placed.parts) + 1)}
+    cuts = sorted(own | {edge * (total // size) for edge in edges})
+    return tuple(b - a for a, b in pairwise(cuts))
+
+
+_CUTTING = frozenset("unbind select narrow slice split split_with_sizes chunk tensor_split".split())
+
+
+def _edges(op: Operator, operand: fx.Node, placed: Sharded) -> set[int]:
+    """Where an operator cuts the split dim of its operand."""
+    name, size = family(op.node.target), shape_of(operand)[placed.dim]
+    if (
+        name not in _CUTTING
+        or positive(op.arg("dim", 0) or 0, len(shape_of(operand))) != placed.dim
+    ):
+        return set()
+    if name == "unbind":
+        return set(range(size + 1))
+    if name == "select":
+        index = positive(op.arg("index"), size)
+        return {index, index + 1}
+    if name == "narrow":
+        return {op.arg("start"), op.arg("start") + op.arg("length")}
+    if name == "slice":
+        ends = (op.arg("start") or 0, size if op.arg("end") is None else op.arg("end"))
+        return {max(0, min(positive(end, size), size)) for end in ends}
+    sizes = [result.shape[placed.dim] for result in op.node.meta["tensor"]]
+    return {sum(sizes[:i]) for i in range(len(sizes) + 1)}
+
+
+def divides(placed: Sharded, degree: Degree) -> bool:
+    """Whether every fused part has a share for each rank."""
+    return math.gcd(*placed.parts) % degree == 0

@@ -1,0 +1,383 @@
+"""Search how to split the weights of one segment: few collectives, many split parameters.
+
+A seed splits the outputs of one GEMM. What the operators then need, and what the weights before and
+after must be for it, is read off the propagation of `sharding_propagate`: the queries' heads ask
+for the keys' and values', these for the inputs of the projection, and so on. Such a closed group of
+weights is taken where it costs less than it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import Kind, Segment, TensorMeta
+from merak.graph.segment.liveness import is_weight_gemm
+from merak.graph.tensor_parallel.placement import Copied, Mixed, Placement, Sharded
+from merak.graph.tensor_parallel.propagate import (
+    Propagation,
+    capacities,
+    decide_or_gather,
+    propagate,
+    weight_dims,
+)
+from merak.graph.tensor_parallel.rewrite import rewrite
+from merak.graph.tensor_parallel.search.cost import (
+    FORWARD,
+    Collective,
+    Transfer,
+    conversions,
+    has_gradient,
+    parameter_nodes,
+    transfers,
+    weights_only,
+)
+from merak.graph.tensor_parallel.search.fused import divides, fused_parts
+
+Assignment = Mapping[str, Placement]
+
+SAVED_PER_BLOCK = 4.0
+"""What it is worth to split all weights of a block, in collectives of a whole activation."""
+
+_OF_WEIGHTS = 0.01
+"""What it costs to sum the gradient of a small whole weight, besides its size."""
+
+_OF_POSITIONS = 0.1
+"""What it costs at the least to sum a few numbers for each position."""
+
+_ROUNDS = 12
+"""How many steps a group of weights may spread: from one weight to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How the weights of a segment are split.
+
+    Args:
+        weights: placements by parameter name; parameters not named are replicated.
+        inside: operators on whole values that count to the work that is split.
+        transfers: the collectives that the segment then runs.
+        value: the cost that was minimised.
+    """
+
+    weights: Assignment
+    inside: frozenset[fx.Node]
+    transfers: tuple[Transfer, ...]
+    value: float
+
+
+class Search:
+    """The search over one segment, with what it has worked out so far.
+
+    Args:
+        segment: the segment.
+        parameters: what every parameter is, by name.
+        degree: the number of ranks.
+        kept: parameters that are not to be split.
+        fixed: parameters whose placement is given.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        parameters: Mapping[str, TensorMeta],
+        degree: int,
+        kept: Collection[str],
+        fixed: Assignment,
+    ) -> None:
+        self.graph = segment.graph
+        self.degree = degree
+        self.nodes = parameter_nodes(self.graph)
+        self.shapes = {name: parameters[name].shape for name in self.nodes}
+        self.free = frozenset(n for n in self.nodes if n not in kept and n not in fixed)
+        self.fixed = dict(fixed)
+        self.scale = _activation_size(segment)
+        self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
+        self.num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
+        self._above = _ancestors(self.graph)
+        self._weights = weights_only(self.graph)
+        self._place = {node: i for i, node in enumerate(self.graph.nodes)}
+        self._values = _sources(self.graph, self._place)
+        self._alone: dict[tuple[str, Placement], Propagation | None] = {}
+        self._splits: dict[str, tuple[Sharded | Mixed, ...]] = {}
+
+    def run(self, followers: Collection[str] = ()) -> Found:
+        """The best assignment found.
+
+        Args:
+            followers: weights that are split only together with others.
+        """
+        best = self.judge(self.fixed)
+        if best is None:
+            propagate(self.graph, self.fixed, self.degree)  # raises, and says where
+        assert best is not None
+        best = self._enter_earlier(best)
+        seeds = sorted(self.free - frozenset(followers))
+        groups = sorted(self._groups(seeds), key=lambda found: found.value)
+        for _ in range(2):
+            for group in groups:
+                found = self._better(best, {**group.weights, **best.weights})
+                if found is not best and self.runs(group.weights):
+                    best = found
+        for name in [n for n in best.weights if n not in self.fixed]:
+            best = self._better(best, {n: p for n, p in best.weights.items() if n != name})
+        return best
+
+    def limits(self) -> dict[str, int]:
+        """Into how many pieces the outputs of each free weight can be cut."""
+        found: dict[str, int] = {}
+        for name in sorted(self.free):
+            for out, _ in self.dims[name]:
+                along = [split for split in self.splits(name) if split.dim == out]
+                # Parts of which only the small ones are read cannot be split with these whole.
+                *_, finest = (split for split in along if isinstance(split, Sharded))
+                for split in dict.fromkeys((along[-1], finest)):
+                    if (pieces := self._pieces(name, split)) is not None:
+                        found[name] = pieces
+                        break
+        return found
+
+    def _pieces(self, name: str, split: Sharded | Mixed) -> int | None:
+        """Into how many pieces a split weight's outputs can be cut; None where none are split."""
+        layout = self.alone(name, split)
+        return None if layout is None else capacities(layout).get(name)
+
+    def _better(self, best: Found, weights: Assignment) -> Found:
+        if weights == best.weights:
+            return best
+        found = self.judge(weights)
+        if found is None or found.value - self._late_price(found) >= best.value:
+            return best
+        return self._keep(best, self._enter_earlier(found))
+
+    def _late_price(self, found: Found) -> float:
+        """The most that `_enter_earlier` can save."""
+        late = (t for t in found.transfers if t.kind not in FORWARD and not t.of_weights)
+        return sum(map(self.price, late))
+
+    def _keep(self, best: Found, found: Found | None) -> Found:
+        is_better = found is not None and found.value < best.value - 1e-9
+        return found if found is not None and is_better else best
+
+    def _groups(self, seeds: Collection[str]) -> Iterator[Found]:
+        seen: list[Assignment] = []
+        for name in seeds:
+            for out, _ in self.dims[name]:
+                for split in self.splits(name):
+                    if split.dim != out:
+                        continue
+                    weights = self.close({**self.fixed, name: split})
+                    found = None if weights in seen else self.judge(weights)
+                    seen.append(weights)
+                    if found is not None:
+                        yield found
+
+    def close(self, weights: Assignment) -> Assignment:
+        """Split further weights as the operators on split values ask for."""
+        chosen = dict(weights)
+        for _ in range(_ROUNDS):
+            layout = self.lay(chosen)
+            if layout is None:
+                break
+            before = len(chosen)
+            for node, need in conversions(self.graph, layout):
+                if isinstance(need, Mixed) or (
+                    isinstance(need, Sharded) and self._fits(need, weights)
+                ):
+                    chosen |= self._sources(node, need, chosen)
+            if len(chosen) == before:
+                break
+        return chosen
+
+    def _fits(self, need: Sharded, weights: Assignment) -> bool:
+        """Whether weights may be split so: evenly, or like a vocabulary that is padded."""
+        if divides(need, self.degree):
+            return True
+        return any(isinstance(p, Sharded) and p.parts == need.parts for p in weights.values())
+
+    def _sources(
+        self, node: fx.Node, need: Sharded | Mixed, chosen: Assignment
+    ) -> dict[str, Placement]:
+        """The weights that make a value lie as it must."""
+        found: dict[str, Placement] = {}
+        for name in sorted(self._above[node] & self.free):
+            if name in chosen:
+                continue
+            sizes = enumerate(self.shapes[name])
+            like = [replace(need, dim=dim) for dim, n in sizes if n == sum(need.parts)]
+            for split in (*self.splits(name), *like):
+                layout = self.alone(name, split)
+                if layout is not None and layout.placements[node] == need:
+                    found[name] = replace(split, origin=name)
+                    break
+        return found
+
+    def _enter_earlier(self, best: Found) -> Found:
+        """Let one value enter the split work in place of several that are made from it."""
+        for _ in range(_ROUNDS):
+            before = best
+            late = self._late(best)
+            for source in self._common(late):
+                inside = best.inside | self._between(source, late)
+                if inside != best.inside:
+                    best = self._keep(best, self.judge(best.weights, inside))
+            if best is before:
+                break
+        return best
+
+    def _late(self, best: Found) -> set[fx.Node]:
+        """The whole activations whose gradients the ranks sum or gather."""
+        layout = self.lay(best.weights, best.inside)
+        assert layout is not None
+        return {
+            node
+            for node, need in conversions(self.graph, layout)
+            if isinstance(need, (Copied, Sharded))
+            and not isinstance(layout.placements[node], (Copied, Sharded))
+            and has_gradient(node)
+            and node not in self._weights
+        }
+
+    def _common(self, late: set[fx.Node]) -> Iterator[fx.Node]:
+        """The latest values from which the same two or more of some others are made."""
+        seen: set[frozenset[fx.Node]] = set()
+        for node in reversed(self.graph.nodes):
+            if node in self._weights or not has_gradient(node):
+                continue
+            reached = frozenset(n for n in late if self._is_made_from(n, node))
+            if len(reached) > 1 and reached not in seen:
+                seen.add(reached)
+                yield node
+
+    def _between(self, source: fx.Node, ends: set[fx.Node]) -> frozenset[fx.Node]:
+        return frozenset(
+            node
+            for node in self.graph.nodes
+            if self._is_made_from(node, source)
+            and (node in ends or any(self._is_made_from(end, node) for end in ends))
+        )
+
+    def _is_made_from(self, node: fx.Node, source: fx.Node) -> bool:
+        return bool(self._values[node] >> self._place[source] & 1)
+
+    def splits(self, name: str) -> tuple[Sharded | Mixed, ...]:
+        """The ways to split a parameter that the degree divides."""
+        if name not in self._splits:
+            found: list[Sharded] = []
+            for dim, size in enumerate(self.shapes[name]):
+                all_parts: list[tuple[int, ...]] = [(size,)]
+                if any(dim == out for out, _ in self.dims[name]):
+                    all_parts = fused_parts(self.graph, name, dim, size)
+                found += [Sharded(dim, parts, name) for parts in all_parts]
+            mixed = (m for s in found if (m := _small_parts_whole(s, self.degree)))
+            self._splits[name] = (*(s for s in found if divides(s, self.degree)), *mixed)
+        return self._splits[name]
+
+    def alone(self, name: str, placed: Placement) -> Propagation | None:
+        """The propagation of one split weight."""
+        if (name, placed) not in self._alone:
+            self._alone[name, placed] = self.lay({name: placed})
+        return self._alone[name, placed]
+
+    def lay(
+        self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()
+    ) -> Propagation | None:
+        """The propagation of an assignment; None if it cannot be."""
+        try:
+            return propagate(self.graph, weights, self.degree, decide_or_gather, inside)
+        except ShardError:
+            return None
+
+    def judge(self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()) -> Found | None:
+        """What an assignment costs, in collectives of a whole activation."""
+        layout = self.lay(weights, inside)
+        try:
+            needed = None if layout is None else transfers(self.graph, layout)
+        except ShardError:
+            needed = None
+        if needed is None:
+            return None
+        whole = sum(self._gemm_share(n) * _whole_share(weights.get(n)) for n in self.nodes)
+        rest = sum(math.prod(self.shapes[n]) * _whole_share(weights.get(n)) for n in self.nodes)
+        total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
+        value = self.num_blocks * SAVED_PER_BLOCK * whole + 1e-3 * rest / total
+        value += sum(map(self.price, needed))
+        return Found(dict(weights), inside, tuple(needed), value)
+
+    def _gemm_share(self, name: str) -> float:
+        gemms = {n: math.prod(self.shapes[n]) for n in self.nodes if self.dims[n]}
+        return gemms.get(name, 0) / (sum(gemms.values()) or 1)
+
+    def price(self, transfer: Transfer) -> float:
+        """What a collective costs, in those of a whole activation."""
+        size = transfer.numel / self.scale
+        if transfer.of_weights:
+            return size * 0.1 + _OF_WEIGHTS
+        return max(_OF_POSITIONS if transfer.kind is Collective.INSIDE else 1.0, size)
+
+    def runs(self, weights: Assignment) -> bool:
+        """Whether the operators take their shares."""
+        layout = self.lay(weights)
+        try:
+            assert layout is not None
+            rewrite(self.graph, layout, self.degree)
+        except ShardError:
+            return False
+        return True
+
+
+def _whole_share(placed: Placement | None) -> float:
+    """How much of a parameter every rank holds."""
+    if isinstance(placed, Mixed):
+        return sum(placed.parts[i] for i in placed.whole) / sum(placed.parts)
+    return 0.0 if isinstance(placed, Sharded) else 1.0
+
+
+def _small_parts_whole(placed: Sharded, degree: int) -> Mixed | None:
+    """The largest fused parts split and the others whole, as one kv-head for many queries."""
+    largest = max(placed.parts)
+    whole = frozenset(i for i, size in enumerate(placed.parts) if size < largest)
+    if not whole or largest % degree:
+        return None
+    return Mixed(placed.dim, placed.parts, whole, placed.origin)
+
+
+def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+    """The parameters that every value depends on."""
+    found: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        own = {node.meta["name"]} if node.meta.get("kind") is Kind.PARAMETER else ()
+        found[node] = frozenset(own).union(*(found[n] for n in node.all_input_nodes))
+    return found
+
+
+def _sources(graph: fx.Graph, place: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """The values that every value is made from, each as a bit at its place."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        found[node] = 0
+        for source in node.all_input_nodes:
+            found[node] |= found[source] | 1 << place[source]
+    return found
+
+
+def _depth(graph: fx.Graph) -> int:
+    """The most weight GEMMs one after another."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        before = max((depth[n] for n in node.all_input_nodes), default=0)
+        depth[node] = before + (node.op == "call_function" and is_weight_gemm(node))
+    return max(depth.values(), default=0)
+
+
+def _activation_size(segment: Segment) -> int:
+    """Numbers in the largest value that enters or leaves the segment."""
+    (output,) = segment.graph.find_nodes(op="output")
+    values = [n for n in segment.graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.VALUE]
+    metas = [n.meta["tensor"] for n in (*values, *output.all_input_nodes)]
+    sizes = [math.prod(meta.shape) for meta in metas if isinstance(meta, TensorMeta)]
+    return max((1, *sizes))

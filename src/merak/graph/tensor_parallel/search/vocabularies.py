@@ -1,0 +1,185 @@
+"""Which vocabularies tensor parallelism splits: tables that rows are looked up in, and heads.
+
+A vocabulary is split where that saves more than it costs. What splitting a block is worth is known
+(`sharding_search`); a vocabulary is worth as much for every number it holds. It costs the
+collectives that all segments which read it then run: a sum of the looked-up rows, the gradient of
+what enters the head, and a few numbers for each position in the loss. So large vocabularies are
+split, tied or not, and those that are small beside the blocks stay whole. So do those whose logits
+something must see all together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.segment.liveness import is_embedding, is_weight_gemm
+from merak.graph.tensor_parallel.placement import Placement, Sharded
+from merak.graph.tensor_parallel.propagate import vocabulary_dim, weight_dims
+from merak.graph.tensor_parallel.search.cost import Collective, parameter_nodes
+from merak.graph.tensor_parallel.search.search import SAVED_PER_BLOCK, Found, Search
+
+
+def split_vocabularies(
+    model: ModelGraph, degree: int, given: Mapping[str, Placement], kept: frozenset[str]
+) -> dict[str, Sharded]:
+    """Choose the vocabularies that are split, each with the biases of its head.
+
+    Args:
+        model: the traced model.
+        degree: the number of ranks.
+        given: weights whose split is given, by name.
+        kept: parameters that stay whole.
+
+    Returns:
+        The split parameters by name, without those that are given.
+    """
+    shapes = {n: model.parameters[n].shape for n in vocabularies(model)}
+    sizes = {n: math.prod(shape) for n, shape in shapes.items() if len(shape) > 1}
+    unit = _block_size(model.segments, sizes) / SAVED_PER_BLOCK
+    chosen: dict[str, Placement] = dict(given)
+    for name in sorted(sizes.keys() - kept, key=lambda n: (-sizes[n], n)):
+        if name in given or sizes[name] >= unit:
+            group = _Group(model, degree, name, chosen, kept)
+            chosen |= group.followers() if name in given else group.priced(sizes[name] / unit)
+    return {n: p for n, p in chosen.items() if n not in given and isinstance(p, Sharded)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A vocabulary and what may be split with it.
+
+    Args:
+        model: the traced model.
+        degree: the number of ranks.
+        name: the parameter.
+        chosen: what is split already.
+        kept: parameters that stay whole.
+    """
+
+    model: ModelGraph
+    degree: int
+    name: str
+    chosen: Mapping[str, Placement]
+    kept: frozenset[str]
+
+    def priced(self, worth: float) -> dict[str, Placement]:
+        """The group where splitting it is worth more than it costs; else nothing."""
+        placed = self.placed()
+        if placed is None:
+            return {}
+        group: dict[str, Placement] = {self.name: placed, **self.followers({self.name: placed})}
+        cost = 0.0
+        for segment in self.readers():
+            search = self.search(segment)
+            before, after = (
+                search.judge({n: p for n, p in weights.items() if n in search.nodes})
+                for weights in (self.chosen, {**self.chosen, **group})
+            )
+            if before is None or after is None or not search.runs(after.weights):
+                return {}
+            if _gathers(after) > _gathers(before):
+                return {}  # all logits would be in one place again
+            cost += sum(map(search.price, after.transfers))
+            cost -= sum(map(search.price, before.transfers))
+        return group if cost < worth else {}
+
+    def placed(self) -> Sharded | None:
+        """How it would be split; None where segments use it in different ways."""
+        nodes = [parameter_nodes(segment.graph)[self.name] for segment in self.readers()]
+        dims = {vocabulary_dim(node) for node in nodes}
+        dim = dims.pop() if len(dims) == 1 else None
+        if dim is None:
+            return None
+        return Sharded(dim, (self.model.parameters[self.name].shape[dim],), self.name)
+
+    def followers(self, group: Mapping[str, Placement] | None = None) -> dict[str, Placement]:
+        """Biases that the head adds to outputs which are split."""
+        split = {**self.chosen, **(group or {})}
+        lead = split[self.name]
+        found: dict[str, Placement] = {}
+        for segment in self.readers():
+            search = self.search(segment)
+            own = {n: p for n, p in split.items() if n in search.nodes}
+            for name, placed in search.close(own).items():
+                is_bias = len(self.model.parameters[name].shape) == 1 and name not in split
+                if is_bias and isinstance(placed, Sharded) and isinstance(lead, Sharded):
+                    found |= {name: placed} if placed.parts == lead.parts else {}
+        return found
+
+    def readers(self) -> list[Segment]:
+        """The segments that read it."""
+        return [s for s in self.model.segments if self.name in s.parameters]
+
+    def search(self, segment: Segment) -> Search:
+        """The search over one segment; only parameters of one dim are free."""
+        parameters = self.model.parameters
+        kept = self.kept | {n for n in segment.parameters if len(parameters[n].shape) > 1}
+        own = {n: p for n, p in self.chosen.items() if n in segment.parameters}
+        return Search(segment, parameters, self.degree, kept, own)
+
+
+def _gathers(found: Found) -> int:
+    return sum(transfer.kind is Collective.GATHER for transfer in found.transfers)
+
+
+def _block_size(segments: Sequence[Segment], vocabularies: Iterable[str]) -> float:
+    """Numbers in the weights of a mean segment, vocabularies aside."""
+    aside = frozenset(vocabularies)
+    sizes = []
+    for segment in segments:
+        nodes = parameter_nodes(segment.graph)
+        gemms = [n for name, n in nodes.items() if name not in aside and weight_dims(n)]
+        sizes.append(sum(math.prod(n.meta["tensor"].shape) for n in gemms))
+    blocks = [size for size in sizes if size]
+    return sum(blocks) / len(blocks) if blocks else 1.0
+
+
+def vocabularies(model: ModelGraph) -> set[str]:
+    """Tables and heads, with the heads' biases."""
+    return embeddings(model) | loss_weights(model)
+
+
+def embeddings(model: ModelGraph) -> set[str]:
+    """The parameters in which rows are looked up."""
+    return {
+        node.args[0].meta["name"]
+        for segment in model.segments
+        for node in segment.graph.nodes
+        if node.op == "call_function" and is_embedding(node)
+    }
+
+
+def loss_weights(model: ModelGraph) -> set[str]:
+    """The weights whose products the loss reads, with no other product in between."""
+    found: set[str] = set()
+    for segment in model.segments:
+        (output,) = segment.graph.find_nodes(op="output")
+        returned = dict(zip(segment.outputs, output.args[0], strict=True))
+        todo = [returned[model.loss]] if model.loss in returned else []
+        seen: set[fx.Node] = set()
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "call_function" and is_weight_gemm(node):
+                found |= _parameters_of(node)
+            else:
+                todo += node.all_input_nodes
+    return found
+
+
+def _parameters_of(node: fx.Node) -> set[str]:
+    """The parameters that a product reads, directly or through views of them."""
+    found: set[str] = set()
+    for source in node.all_input_nodes:
+        while source.op == "call_function" and len(source.all_input_nodes) == 1:
+            (source,) = source.all_input_nodes
+        if source.meta.get("kind") is Kind.PARAMETER:
+            found.add(source.meta["name"])
+    return found

@@ -1,0 +1,1 @@
+"""Sequence parallelism: activations sharded between tensor parallel blocks."""

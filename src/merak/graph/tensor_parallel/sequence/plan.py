@@ -1,0 +1,307 @@
+"""Plan sequence parallelism: which values of a model lie in shares, inside segments and between.
+
+Every segment is planned after those before it, since it reads what they leave. Of the ways in which
+it can run, the one with the least traffic is taken: where its sums become shares, along which dim,
+and whether what enters in shares is gathered at once. Segments of the same structure that read
+alike get the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.graph.tensor_parallel.placement import (
+    Partial,
+    Replicated,
+    Sharded,
+    local_meta,
+    shape_of,
+)
+from merak.graph.tensor_parallel.propagate import Propagation
+from merak.graph.tensor_parallel.rewrite import rewrite
+from merak.graph.tensor_parallel.rules.views import reshaped
+from merak.graph.tensor_parallel.search.auto_shard import SegmentSplit, Task, structure_of
+from merak.graph.tensor_parallel.search.cost import (
+    ALL_REDUCES,
+    Transfer,
+    conversions,
+    transfers,
+    weights_only,
+)
+from merak.graph.tensor_parallel.sequence.propagate import Choice, Laid, lay_shares, output_nodes
+
+Split = Callable[[Segment], SegmentSplit]
+
+_LEAVES_WHOLE = 1.5
+"""What a result that leaves whole costs the segments that read it, in gathers of it."""
+
+_KEPT_WHOLE = 2e-2
+"""What it costs to hold a value whole, in gathers of it."""
+
+_PER_COLLECTIVE = 1e-2
+"""What a collective of activations costs besides its size, in gathers of an activation."""
+
+_ROUNDS = 8
+"""How many values of one segment may become shares, one after another."""
+
+_WORTH_OTHER_DIM = 0.95
+"""Samples are shared out in place of tokens only where it saves more than rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentShares:
+    """How one segment runs on shares.
+
+    Args:
+        laid: how its values lie.
+        transfers: the collectives it runs.
+        cost: what was minimised.
+        choice: what was chosen.
+        leaving: the results that leave in shares, by name.
+    """
+
+    laid: Laid
+    transfers: tuple[Transfer, ...]
+    cost: float
+    choice: Choice
+    leaving: Mapping[str, Sharded] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """How the segments of a model run on shares.
+
+    Args:
+        segments: by index.
+        values: the values between segments that lie in shares.
+    """
+
+    segments: Mapping[int, SegmentShares]
+    values: Mapping[str, Sharded]
+
+    @property
+    def cost(self) -> float:
+        """What all segments cost."""
+        return sum(segment.cost for segment in self.segments.values())
+
+    def local_values(self, model: ModelGraph, degree: int) -> dict[str, TensorMeta]:
+        """What a rank holds of every value between segments."""
+        return {
+            name: local_meta(meta, self.values[name], degree) if name in self.values else meta
+            for name, meta in model.values.items()
+        }
+
+
+def plan_sequence(model: ModelGraph, split: Split, degree: int) -> SequencePlan:
+    """Choose what of a model lies in shares of the sequence.
+
+    Shares are of the longest dim; where an architecture must see whole sequences too often, of the
+    samples.
+
+    Args:
+        model: the traced model.
+        split: how the weights of a segment are split.
+        degree: the number of ranks.
+    """
+    by_tokens = _Planner(model, split, degree, longest_first=True).run()
+    by_samples = _Planner(model, split, degree, longest_first=False).run()
+    return by_samples if by_samples.cost < _WORTH_OTHER_DIM * by_tokens.cost else by_tokens
+
+
+class _Planner:
+    """Plans one model.
+
+    Args:
+        model: the traced model.
+        split: how the weights of a segment are split.
+        degree: the number of ranks.
+        longest_first: whether to prefer the longest dim to share out, or else the first.
+    """
+
+    def __init__(
+        self, model: ModelGraph, split: Split, degree: int, *, longest_first: bool
+    ) -> None:
+        self.model = model
+        self.split = split
+        self.degree = degree
+        self.longest_first = longest_first
+        self.returned = frozenset(model.outputs.values())
+        self.values: dict[str, Sharded] = {}
+        self._known: dict[Any, tuple[Segment, Choice]] = {}
+
+    def run(self) -> SequencePlan:
+        found: dict[int, SegmentShares] = {}
+        for segment in self.model.segments:
+            found[segment.index] = self.segment(segment)
+            self.values |= found[segment.index].leaving
+        return SequencePlan(found, self.values)
+
+    def segment(self, segment: Segment) -> SegmentShares:
+        """How one segment shares the sequence out; as segments like it do."""
+        judge = _Judge(segment, self)
+        key = (judge.likeness(), *structure_of(Task(segment, judge.split.weights, frozenset())))
+        if key in self._known:
+            like, choice = self._known[key]
+            found = judge(_carried_over(choice, like, segment))
+            assert found is not None
+        else:
+            found = judge.best()
+            self._known[key] = (segment, found.choice)
+        return replace(found, leaving=judge.leaving(found.laid.propagation))
+
+
+class _Judge:
+    """Says what choices for one segment cost."""
+
+    def __init__(self, segment: Segment, planner: _Planner) -> None:
+        self.segment = segment
+        self.graph = segment.graph
+        self.planner = planner
+        self.degree = planner.degree
+        self.split = planner.split(segment)
+        self.weights = weights_only(self.graph)
+        self.entering = {
+            node: planner.values[node.meta["name"]]
+            for node in self.graph.find_nodes(op="placeholder")
+            if node.meta["kind"] is Kind.VALUE and node.meta["name"] in planner.values
+        }
+        outputs = zip(segment.outputs, output_nodes(self.graph), strict=True)
+        self.crossing = {node: name for name, node in outputs if name not in planner.returned}
+        for name, node in zip(segment.outputs, output_nodes(self.graph), strict=True):
+            if name in planner.returned:
+                self.crossing.pop(node, None)
+        self.scale = max((math.prod(shape_of(n)) for n in self.entering), default=0)
+
+    def likeness(self) -> tuple[Any, ...]:
+        """What the answer depends on besides the segment's structure."""
+        entering = tuple(self.entering.get(n) for n in self.graph.find_nodes(op="placeholder"))
+        return entering, tuple(node in self.crossing for node in output_nodes(self.graph))
+
+    def leaving(self, laid: Propagation) -> dict[str, Sharded]:
+        """The results that lie in shares."""
+        placed = {name: laid.leaving(node) for node, name in self.crossing.items()}
+        return {name: p for name, p in placed.items() if isinstance(p, Sharded)}
+
+    def best(self) -> SegmentShares:
+        """The choice with the least traffic that can be written down."""
+        inside, entering = self.split.inside, frozenset(self.entering)
+        starts = [Choice(inside), Choice(), Choice(inside, {}, entering)]
+        found = [best for start in starts if (best := self.improved(start)) is not None]
+        for candidate in sorted(found, key=lambda found: found.cost):
+            if self.runs(candidate):
+                return candidate
+        last = self(Choice(inside, {}, entering))
+        assert last is not None, "what runs without shares runs where they are gathered at once"
+        return last
+
+    def __call__(self, choice: Choice) -> SegmentShares | None:
+        """What a choice costs; None where it cannot be."""
+        try:
+            laid = lay_shares(
+                self.graph, self.split, self.entering, choice, self.degree, self.crossing
+            )
+            needed = tuple(transfers(self.graph, laid.propagation))
+        except ShardError:
+            return None
+        cost = sum(map(self.price, needed)) + sum(self.weight_of_whole(laid))
+        return SegmentShares(laid, needed, cost, choice)
+
+    def runs(self, found: SegmentShares) -> bool:
+        """Whether the operators take their shares."""
+        try:
+            rewrite(self.graph, found.laid.propagation, self.degree)
+        except ShardError:
+            return False
+        return True
+
+    def price(self, transfer: Transfer) -> float:
+        size = transfer.numel * (2.0 if transfer.kind in ALL_REDUCES else 1.0)
+        return size if transfer.of_weights else size + _PER_COLLECTIVE * self.scale
+
+    def weight_of_whole(self, laid: Laid) -> Iterator[float]:
+        """What it costs to hold values whole, and to hand them on."""
+        for node, placed in laid.propagation.placements.items():
+            if self.is_activation(node) and not isinstance(placed, Sharded):
+                yield _KEPT_WHOLE * math.prod(shape_of(node))
+        for node in self.crossing:
+            if self.may_leave_shared(node) and node not in laid.propagation.outputs:
+                yield _LEAVES_WHOLE * math.prod(shape_of(node))
+
+    def may_leave_shared(self, node: fx.Node) -> bool:
+        """Whether a result is like what enters in shares, as a residual stream is."""
+        num_dims = {len(shape_of(source)) for source in self.entering}
+        is_like = not num_dims or len(shape_of(node)) in num_dims
+        return node in self.crossing and is_like and self.is_activation(node)
+
+    def is_activation(self, node: fx.Node) -> bool:
+        meta = node.meta.get("tensor")
+        if node in self.weights or not isinstance(meta, TensorMeta):
+            return False
+        return node.op == "call_function" and meta.dtype.is_floating_point
+
+    def improved(self, start: Choice) -> SegmentShares | None:
+        """The best that is reached by letting one value after another become shares."""
+        best = self(start)
+        for _ in range(_ROUNDS):
+            if best is None:
+                break
+            trials = [t for c in self.neighbours(best) if (t := self(c)) is not None]
+            nearest = min(trials, key=lambda found: found.cost, default=best)
+            if nearest.cost >= best.cost - 1e-9:
+                break
+            best = nearest
+        return best
+
+    def neighbours(self, found: SegmentShares) -> Iterator[Choice]:
+        """The choices in which one more value becomes shares."""
+        landing = found.choice.landing
+        for node in self.sites(found.laid.propagation):
+            if node not in landing:
+                for placed in self.ways(node):
+                    yield replace(found.choice, landing={**landing, node: placed})
+
+    def sites(self, laid: Propagation) -> Iterator[fx.Node]:
+        """Sums that are otherwise made whole, and whole values that may be shared out."""
+        for node, need in conversions(self.graph, laid):
+            if isinstance(laid.placements[node], Partial) and not isinstance(need, Sharded):
+                yield node
+        sizes = {math.prod(shape_of(node)) for node in self.crossing}
+        for node in self.graph.nodes:
+            if not self.is_activation(node) or not isinstance(laid.placements[node], Replicated):
+                continue
+            if self.may_leave_shared(node) or (
+                not self.entering and math.prod(shape_of(node)) in sizes
+            ):
+                yield node
+
+    def ways(self, node: fx.Node) -> Iterator[Sharded]:
+        """How a value may be shared out: like what enters, then along dims by preference."""
+        shape = shape_of(node)
+        for source, placed in self.entering.items():
+            if math.prod(shape_of(source)) == math.prod(shape):
+                like = reshaped(shape_of(source), shape, placed, self.degree)
+                if like is not None:
+                    yield like
+        dims = list(range(len(shape) - 1))
+        if self.planner.longest_first:
+            dims.sort(key=lambda dim: (-shape[dim], -dim))
+        for dim in dims:
+            if shape[dim] % self.degree == 0:
+                yield Sharded(dim, (shape[dim],))
+
+
+def _carried_over(choice: Choice, like: Segment, segment: Segment) -> Choice:
+    """The choice for a segment of the same structure."""
+    nodes = dict(zip(like.graph.nodes, segment.graph.nodes, strict=True))
+    return Choice(
+        frozenset(nodes[n] for n in choice.inside),
+        {nodes[n]: placed for n, placed in choice.landing.items()},
+        frozenset(nodes[n] for n in choice.whole),
+    )

@@ -1,0 +1,193 @@
+"""Sequence parallelism: between the products that are split, values lie in shares of the sequence.
+
+A rule that stands before those of tensor parallelism. A value in shares (`Sharded` along a dim of
+tokens) stays so through every operator that treats the tokens one by one, which the same rules
+tell; it is gathered where an operator works on split weights or must see all tokens. Sums over the
+ranks and whole values become shares where `landing` says, for those of their readers that can work
+on shares.
+
+Source: Korthikanti et al. (arXiv 2205.05198, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.mutation import is_mutating, written_by
+from merak.graph.tensor_parallel.placement import (
+    COPIED,
+    PARTIAL,
+    REPLICATED,
+    Copied,
+    Decision,
+    Mixed,
+    Operator,
+    Placed,
+    Placement,
+    Replicated,
+    Sharded,
+    family,
+    shape_of,
+)
+from merak.graph.tensor_parallel.propagate import Propagation, decide_or_gather, propagate
+from merak.graph.tensor_parallel.rules.rules import decide
+from merak.graph.tensor_parallel.search.auto_shard import SegmentSplit
+from merak.graph.tensor_parallel.search.cost import has_gradient, weights_only
+
+Landing = Mapping[fx.Node, Sharded]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one segment runs on shares.
+
+    Args:
+        inside: operators on whole values to count to the work that is split.
+        landing: sums and whole values that become shares, and which.
+        whole: inputs that come in shares, and are gathered for everything that reads them.
+    """
+
+    inside: frozenset[fx.Node] = frozenset()
+    landing: Landing = field(default_factory=dict)
+    whole: frozenset[fx.Node] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A segment's values under a choice.
+
+    Args:
+        propagation: how they lie.
+        shares: those that lie in shares of the sequence, landed ones aside.
+    """
+
+    propagation: Propagation
+    shares: frozenset[fx.Node]
+
+
+def lay_shares(
+    graph: fx.Graph,
+    split: SegmentSplit,
+    entering: Mapping[fx.Node, Sharded],
+    choice: Choice,
+    degree: int,
+    leaving: Collection[fx.Node],
+) -> Laid:
+    """Carry the split of the weights and the shares of the sequence through a segment.
+
+    Args:
+        graph: the segment's operators.
+        split: how its weights are split.
+        entering: the values of other segments that come in shares.
+        choice: where values become shares, and what is gathered where it enters.
+        degree: the number of ranks.
+        leaving: results that may leave in shares.
+
+    Raises:
+        ShardError: an operator that cannot work so.
+    """
+    rule = _ShareRule(weights_only(graph), entering.keys() - choice.whole, choice)
+    weights: Mapping[str, Placement] = split.weights
+    laid = propagate(graph, weights, degree, rule, choice.inside, entering)
+    outputs: dict[fx.Node, Placement] = {}
+    for node in leaving:
+        placed = choice.landing.get(node)
+        if node in rule.shares or node in choice.whole:
+            placed = _one(laid.placements[node])
+        if placed is not None:
+            outputs[node] = placed
+    return Laid(replace(laid, outputs=outputs, scatters=True), frozenset(rule.shares))
+
+
+def _one(placed: Placed) -> Sharded:
+    assert isinstance(placed, Sharded)
+    return placed
+
+
+class _ShareRule:
+    """Decides about operators, some of whose operands lie in shares.
+
+    Args:
+        weights: values that depend on parameters alone.
+        entering: inputs that lie in shares.
+        choice: what becomes shares, and what is gathered.
+    """
+
+    def __init__(
+        self, weights: Collection[fx.Node], entering: Collection[fx.Node], choice: Choice
+    ) -> None:
+        self.weights = weights
+        self.landing = choice.landing
+        self.gathered = choice.whole
+        self.shares = set(entering)
+
+    def __call__(self, op: Operator) -> Decision:
+        if family(op.node.target) == "getitem":
+            if op.node.args[0] in self.shares:
+                self.shares.add(op.node)
+            return decide(op)
+        operands = op.node.all_input_nodes
+        own = {n: op.placements[n] for n in operands if n in self.shares or n in self.gathered}
+        landed: dict[fx.Node, Placed] = {}
+        if not is_mutating(op.node):
+            landed = {n: self.landing[n] for n in operands if n in self.landing}
+        if not own and (not landed or decide_or_gather(op).output == PARTIAL):
+            return decide_or_gather(op)
+        if not op.copied and not self.gathered.intersection(own):
+            decision = self._on_shares(op, {**own, **landed}, landed)
+            if decision is not None:
+                return decision
+        return self._on_whole(op, own)
+
+    def _on_shares(
+        self, op: Operator, split: Mapping[fx.Node, Placed], landed: Mapping[fx.Node, Placed]
+    ) -> Decision | None:
+        """Every rank for its own tokens; None where the operator must see them all."""
+        operands = [n for n in op.node.all_input_nodes if n not in split]
+        if any(isinstance(op.raw(n), (Sharded, Mixed)) for n in operands):
+            return None  # work on split weights
+        trial = replace(op, placements=ChainMap(dict(landed), dict(op.placements)))
+        try:
+            decision = decide(trial)
+        except ShardError:
+            return None
+        needs = {n: p for n, p in landed.items() if isinstance(p, Sharded)} | dict(decision.needs)
+        if isinstance(decision.output, Replicated) or self._is_dear(op, split, needs):
+            return None
+        if decision.output != PARTIAL:
+            self.shares.add(op.node)
+        return replace(decision, needs=needs)
+
+    def _is_dear(
+        self, op: Operator, split: Collection[fx.Node], needs: Mapping[fx.Node, Placement]
+    ) -> bool:
+        """Whether gradients of weights, summed over the ranks, outweigh gathering the shares."""
+        whole = [n for n in op.node.all_input_nodes if n not in split and n in self.weights]
+        summed = [n for n in whole if isinstance(op.raw(n), Replicated) and has_gradient(n)]
+        summed = [n for n in summed if isinstance(needs.get(n, COPIED), Copied)]
+        gathered = max((math.prod(shape_of(n)) for n in split), default=0)
+        return 2 * sum(math.prod(shape_of(n)) for n in summed) > gathered
+
+    def _on_whole(self, op: Operator, own: Mapping[fx.Node, Placed]) -> Decision:
+        """The operator as if its shares were whole, which they then must be."""
+        if any(written in own for written in written_by(op.node)):
+            raise op.error("writes into a value that lies in shares of the sequence")
+        whole: dict[fx.Node, Placed] = dict.fromkeys(own, REPLICATED)
+        decision = decide_or_gather(replace(op, placements=ChainMap(whole, dict(op.placements))))
+        need = REPLICATED if isinstance(decision.output, Replicated) else COPIED
+        needs: dict[fx.Node, Placement] = dict.fromkeys(own, need)
+        return replace(decision, needs={**needs, **decision.needs})
+
+
+def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """What a segment returns, in the order of its outputs."""
+    (output,) = graph.find_nodes(op="output")
+    nodes: Any = output.args[0]
+    return tuple(nodes)

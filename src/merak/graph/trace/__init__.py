@@ -1,0 +1,1 @@
+"""The trace: from a model and a batch's shapes to one graph of ATen operators."""

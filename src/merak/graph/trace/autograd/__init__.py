@@ -1,0 +1,1 @@
+"""Gradients that a model takes inside its forward, written out as operators."""

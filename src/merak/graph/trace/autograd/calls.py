@@ -1,0 +1,336 @@
+"""Gradients that a model takes inside its own forward, recorded as operators of the trace.
+
+Autograd works beneath the recording of a trace: what `torch.autograd.grad` returns would be in the
+graph as if it fell from the sky. While a model is traced, the call is therefore one operator,
+`merak::autograd_grad`, which `merak.graph.trace.autograd.expand` then writes out as the operators
+of the backward. So is `requires_grad_()` on what is no parameter: from there on, gradients go back.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_map_only
+
+from merak.core.errors import TraceError
+from merak.graph.trace.explain import UntraceableError
+
+_LIBRARY = torch.library.Library("merak", "FRAGMENT")
+_LIBRARY.define(
+    "autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, str what) -> Tensor[]"
+)
+_LIBRARY.define("track_gradient_(Tensor(a!) tensor, bool on) -> Tensor(a!)")
+
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_SWITCHES = (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD)
+_FLAGS = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
+_LIBRARIES = ("/torch/", "/merak/graph/")
+
+
+def _grad(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], given: list[torch.Tensor], what: str
+) -> list[torch.Tensor]:
+    return [g.view_as(g) for g in differentiate(outputs, inputs, given, what) if g is not None]
+
+
+def _track(tensor: torch.Tensor, on: bool) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        return tensor.requires_grad_(on)
+
+
+_LIBRARY.impl("autograd_grad", _grad, "CompositeImplicitAutograd")
+_LIBRARY.impl("track_gradient_", _track, "CompositeImplicitAutograd")
+
+
+def differentiate(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    what: str,
+) -> tuple[torch.Tensor | None, ...]:
+    """Call autograd as a recorded operator says.
+
+    Args:
+        outputs: what is differentiated.
+        inputs: with respect to what.
+        given: the gradients of those outputs that have one.
+        what: the rest of the operator's arguments.
+
+    Returns:
+        The gradient of every input; None for one that the outputs do not depend on.
+    """
+    said = json.loads(what)
+    left = iter(given)
+    gradients = [next(left) if is_given else None for is_given in said["given"]]
+    with torch._C.DisableTorchFunction():
+        found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+            outputs,
+            inputs,
+            gradients,
+            retain_graph=True,
+            create_graph=said["create_graph"],
+            allow_unused=said["allow_unused"],
+        )
+    return found
+
+
+def is_autograd_call(node: fx.Node) -> bool:
+    """Whether a node stands for a call of `torch.autograd.grad`."""
+    return node.target is torch.ops.merak.autograd_grad.default
+
+
+def is_function(node: fx.Node) -> bool:
+    """Whether a node applies an autograd function of the model."""
+    return str(node.target) == "merak.custom_function.default"
+
+
+def is_gradient_switch(node: fx.Node) -> bool:
+    """Whether a node stands for `requires_grad_()` on a tensor."""
+    return node.target is torch.ops.merak.track_gradient_.default
+
+
+def is_recording() -> bool:
+    """Whether this thread records what a model takes of autograd."""
+    return any(isinstance(mode, AutogradCalls) for mode in _get_current_function_mode_stack())
+
+
+class AutogradCalls(TorchFunctionMode):
+    """While active, gradients that a model takes itself are recorded as operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A tensor's gradient is read again by whoever holds the tensor.
+        self._gradients: list[torch.Tensor] = []
+        self._retaining: dict[int, torch.Tensor] = {}
+        self._retained: dict[int, torch.Tensor] = {}
+        self._frozen: dict[int, nn.Parameter] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Record calls of autograd; anything else goes its way.
+
+        Raises:
+            UntraceableError: a call that no operator can stand for.
+        """
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            return self._grad(*args, **kwargs)
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
+        if func is torch.Tensor.backward:
+            return self._backward_of(*args, **kwargs)
+        if func in _SWITCHES and isinstance(args[0], FakeTensor):
+            self._switch(args[0], kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
+            return args[0]
+        if func is torch.Tensor.retain_grad:
+            self._retaining[id(args[0])] = args[0]
+            return None
+        if func == _GET_GRAD and id(args[0]) in self._retaining:
+            return self._retained.get(id(args[0]))
+        if func == _GET_GRAD and isinstance(args[0], nn.Parameter):
+            _refuse_parameter_gradient()
+        if self._frozen and func not in _FLAGS:
+            args, kwargs = tree_map_only(nn.Parameter, self._as_it_stands, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _switch(self, tensor: torch.Tensor, on: bool) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            torch.ops.merak.track_gradient_(tensor, bool(on))
+            return
+        if on and not tensor.requires_grad and id(tensor) not in self._frozen:
+            refuse_call(
+                "lets a frozen parameter be trained", "set requires_grad before the model is built"
+            )
+        with torch._C.DisableTorchFunction():
+            if on:
+                self._frozen.pop(id(tensor), None)
+            elif tensor.requires_grad:
+                self._frozen[id(tensor)] = tensor
+            tensor.requires_grad_(on)
+
+    def _as_it_stands(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A parameter as an operand: a constant, while forward has switched its gradient off."""
+        return parameter.detach() if id(parameter) in self._frozen else parameter
+
+    def refuse_left_frozen(self) -> None:
+        """Check that forward has switched on all gradients again.
+
+        Raises:
+            TraceError: a parameter is left without, which would hold for the steps to come.
+        """
+        if self._frozen:
+            shape = tuple(next(iter(self._frozen.values())).shape)
+            raise TraceError(
+                f"the model sets requires_grad of a parameter of the shape {shape} to False while "
+                "it runs, and leaves it so for the steps to come; freeze it before training."
+            )
+
+    def _grad(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        outputs, inputs = _listed(outputs), _listed(inputs)
+        given = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
+        tensors = (*outputs, *inputs, *(g for g in given if g is not None))
+        if is_grads_batched or not all(isinstance(t, torch.Tensor) for t in tensors):
+            refuse_call("takes gradients in batches (is_grads_batched) or by edges of the graph")
+        if len(given) != len(outputs):
+            raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
+        if allow_unused is None:
+            allow_unused = materialize_grads
+        what = {
+            "given": [gradient is not None for gradient in given],
+            "create_graph": create_graph,
+            "allow_unused": allow_unused,
+            "leaves": [tensor.is_leaf for tensor in inputs],
+        }
+        text = json.dumps(what)
+        gradients = [gradient for gradient in given if gradient is not None]
+        used = self._used(outputs, inputs, gradients, text)
+        made = iter(torch.ops.merak.autograd_grad(outputs, inputs, gradients, text))
+        found = [next(made) if is_used else None for is_used in used]
+        if materialize_grads:
+            pairs = zip(found, inputs, strict=True)
+            found = [torch.zeros_like(i) if g is None else g for g, i in pairs]
+        return tuple(found)
+
+    @staticmethod
+    def _used(
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        what: str,
+    ) -> list[bool]:
+        """Which inputs the outputs depend on, as autograd itself says."""
+        said = json.loads(what) | {"allow_unused": True, "create_graph": False}
+        with disable_proxy_modes_tracing():
+            found = differentiate(outputs, inputs, gradients, json.dumps(said))
+        return [gradient is not None for gradient in found]
+
+    def _backward_of(
+        self,
+        tensor: torch.Tensor,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        self._backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        tensors = _listed(tensors)
+        leaves = list(_leaves(tensors)) if inputs is None else _listed(inputs)
+        if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+            refuse_call(
+                "calls backward(), which adds to the gradients of the model's own parameters",
+                "take the gradient of what you need with torch.autograd.grad(loss, inputs)",
+            )
+        known = {id(leaf) for leaf in leaves}
+        leaves += [t for key, t in self._retaining.items() if key not in known]
+        given = grad_variables if grad_tensors is None else grad_tensors
+        found = self._grad(tensors, leaves, given, create_graph=create_graph, allow_unused=True)
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is None:
+                continue
+            is_retaining = id(leaf) in self._retaining
+            before = self._retained.get(id(leaf)) if is_retaining else leaf.grad
+            total = gradient if before is None else before + gradient
+            self._gradients.append(total)
+            if is_retaining:
+                self._retained[id(leaf)] = total
+            else:
+                leaf.grad = total
+
+
+def _listed(tensors: Any) -> list[Any]:
+    if isinstance(tensors, dict):
+        return list(tensors.values())
+    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+
+
+def _leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves that tensors depend on, each once."""
+    yield from (t for t in tensors if t.requires_grad and t.is_leaf)
+    todo: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        function = todo.pop()
+        if (leaf := getattr(function, "variable", None)) is not None:
+            yield leaf
+        found = [parent for parent, _ in function.next_functions if parent is not None]
+        todo += [parent for parent in found if parent not in seen]
+        seen.update(found)
+
+
+def users_place() -> str:
+    """File, line and text of the model's code that runs now."""
+    frame = sys._getframe(1)
+    while frame.f_back and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+        frame = frame.f_back
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}: `{text}`" if text else f"{file}:{line}"
+
+
+def refuse_call(what: str, instead: str = "") -> None:
+    """Raise for a call of autograd that no operator can stand for.
+
+    Args:
+        what: the model does there.
+        instead: what it should do.
+
+    Raises:
+        UntraceableError: always.
+    """
+    place = users_place()
+    fix = instead or "take them one by one"
+    raise UntraceableError(
+        f"the model cannot be traced at {place}: it {what} while it runs; {fix}, or do it in the "
+        "forward of a module of its own, which is then kept whole.",
+        f"{place}: it {what}",
+    )
+
+
+def _is_on_the_way(code: CodeType) -> bool:
+    """Whether code is Merak's, or one of the modes that a call goes through."""
+    return code.co_name == "__torch_function__" or "/merak/graph/" in code.co_filename
+
+
+def _refuse_parameter_gradient() -> None:
+    """A parameter's gradient is a state of the training: a trace would freeze that it has none."""
+    frame = sys._getframe(1)
+    while frame.f_back and _is_on_the_way(frame.f_code):
+        frame = frame.f_back
+    if "/torch/" not in frame.f_code.co_filename:  # torch asks everything when it copies a tensor
+        refuse_call(
+            "reads the .grad of a parameter",
+            "take the gradient that you need with torch.autograd.grad",
+        )

@@ -1,0 +1,271 @@
+"""Gradients that a model takes in its forward, written out as operators of its graph.
+
+`torch.autograd.grad` becomes the operators that its backward runs. They read what the forward has
+made; where they need what lies inside one of its operators (the noise of a dropout, the mean of a
+norm), that operator is written out as well. A second derivative is then simply the derivative of
+these operators, and the graph can be cut and split as any other.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from merak.core.errors import TraceError
+from merak.graph.ir.ir import Kind
+from merak.graph.trace.autograd.calls import is_autograd_call, is_function, is_gradient_switch
+from merak.graph.trace.autograd.steps import Step, Steps, run_steps
+from merak.graph.trace.explain import UntraceableError
+from merak.graph.trace.source_lines import line_of, modules_of
+
+aten = torch.ops.aten
+
+CONSTANT = "constant"
+"""In the meta of a node that is written out: whether autograd has found it to have no gradient."""
+
+_TOLD = ("stack_trace", "nn_module_stack")
+
+
+def expand_autograd(graph: fx.Graph) -> None:
+    """Write out the gradients that a model takes itself.
+
+    Args:
+        graph: as exported, without nested graphs; changed in place.
+
+    Raises:
+        UntraceableError: one cannot be written as operators.
+    """
+    calls = [node for node in graph.nodes if is_autograd_call(node)]
+    if calls:
+        for call in calls:
+            _refuse_opaque(graph, call)
+        try:
+            steps = run_steps(graph)
+            _Expansion(graph, steps).run()
+        except TraceError:
+            raise
+        except Exception as error:
+            told = str(error).strip().partition("\n")[0].rstrip(".")
+            reason = f"{type(error).__name__}: {told}"
+            raise _untraceable(calls[-1], reason) from error
+    for node in list(graph.nodes):
+        if is_gradient_switch(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _untraceable(call: fx.Node, reason: str) -> UntraceableError:
+    place = line_of(call) or "an unknown line"
+    return UntraceableError(
+        f"the gradient that the model takes at {place} cannot be written as operators "
+        f"({reason}); take it in the forward of a module of its own, which is then kept whole.",
+        f"{place}: a gradient is taken there that cannot be written as operators ({reason})",
+        modules_of(call),
+    )
+
+
+def _refuse_opaque(graph: fx.Graph, call: fx.Node) -> None:
+    """What has a backward of its own hides it from the trace."""
+    outputs, inputs = (_nodes(a) for a in call.args[:2])
+    after: set[fx.Node] = set(inputs)
+    for node in graph.nodes:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    todo, before = list(outputs), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in after and node not in before:
+            before.add(node)
+            todo += node.all_input_nodes
+    for node in before:
+        target = node.target
+        is_known = node.op != "call_function" or target is operator.getitem
+        if is_known or is_autograd_call(node) or is_gradient_switch(node):
+            continue
+        is_open = isinstance(target, torch._ops.OpOverload) and target.namespace in _OPEN
+        if not is_open and not is_function(node):
+            kept = node.meta.get("kept")
+            what = f"{kept.place.path}, which is kept whole" if kept is not None else target
+            raise _untraceable(call, f"it goes through {what}")
+
+
+_OPEN = ("aten", "prim", "prims")
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    return [node for node in argument if isinstance(node, fx.Node)]
+
+
+class _Expansion:
+    """Puts steps of a run in the place of nodes."""
+
+    def __init__(self, graph: fx.Graph, steps: Steps) -> None:
+        self._graph = graph
+        self._steps = steps
+        # The nodes and steps whose tensors are to be had, by the tensors' identity.
+        self._nodes: dict[int, fx.Node] = {}
+        self._outputs: dict[int, tuple[fx.Node, int]] = {}
+        self._opened: set[fx.Node] = set()
+        self._live: set[Step] = set()
+
+    def run(self) -> None:
+        self._find_outputs()
+        self._find_live()
+        for node in list(self._graph.nodes):
+            if node.op != "output":
+                self._visit(node)
+
+    def _find_outputs(self) -> None:
+        """Tensors that nodes yield, by themselves or in a tuple."""
+        for node, value in self._steps.values.items():
+            if isinstance(value, torch.Tensor):
+                self._outputs[id(value)] = (node, -1)
+            elif not is_autograd_call(node):
+                for i, tensor in enumerate(value if isinstance(value, (tuple, list)) else ()):
+                    if isinstance(tensor, torch.Tensor):
+                        self._outputs.setdefault(id(tensor), (node, i))
+
+    def _find_live(self) -> None:
+        """Steps of backwards that something needs, and nodes that they look into."""
+        todo: list[torch.Tensor] = []
+        for node, value in self._steps.values.items():
+            if not is_autograd_call(node):
+                continue
+            todo += value
+            for step in self._steps.of[node]:
+                if step.func._schema.is_mutable:
+                    self._live.add(step)
+                    todo += step.tensors()
+        while todo:
+            tensor = todo.pop()
+            known = self._outputs.get(id(tensor))
+            maker = self._steps.makers.get(id(tensor))
+            if known is not None and (maker is None or not is_autograd_call(maker.node)):
+                continue
+            if maker is None:
+                raise RuntimeError("it reads a tensor that the model has not made")
+            self._note(maker, todo)
+
+    def _note(self, step: Step, todo: list[torch.Tensor]) -> None:
+        """A step is needed, or what it ran for is written out."""
+        if is_function(step.node) and (step.func._schema.is_mutable or _is_random(step)):
+            raise RuntimeError(f"an autograd function computes {step.func} for its backward")
+        copied = step.is_view or step.is_saved or is_function(step.node)
+        if not copied and not is_autograd_call(step.node):
+            self._opened.add(step.node)
+        elif step not in self._live:
+            self._live.add(step)
+            todo += step.tensors()
+
+    def _visit(self, node: fx.Node) -> None:
+        value = self._steps.values[node]
+        parent = node.args[0] if node.target is operator.getitem else None
+        if is_autograd_call(node):
+            self._expand(node, value)
+            if not node.users:
+                self._graph.erase_node(node)
+        elif is_gradient_switch(node):
+            pass
+        elif node in self._opened:
+            for step in self._steps.of[node]:
+                self._emit(step, node)
+            self._replace(node, value)
+        elif isinstance(parent, fx.Node) and (parent in self._opened or is_autograd_call(parent)):
+            self._replace(node, value)
+        else:
+            _set_value(node, value)
+            if isinstance(value, torch.Tensor):
+                self._nodes[id(value)] = node
+
+    def _replace(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            node.replace_all_uses_with(self._nodes[id(value)])
+        parent = node.args[0] if node.target is operator.getitem else None
+        if not node.users:
+            self._graph.erase_node(node)
+        if isinstance(parent, fx.Node) and not parent.users:
+            self._graph.erase_node(parent)  # each of its results has been replaced
+
+    def _expand(self, call: fx.Node, gradients: list[torch.Tensor]) -> None:
+        for step in self._steps.of[call]:
+            if step in self._live:
+                self._emit(step, call)
+        if '"create_graph": true' not in str(call.args[3]):
+            for gradient in gradients:
+                source = self._node(gradient, call)
+                with self._graph.inserting_before(call):
+                    node = self._graph.call_function(aten.detach.default, (source,))
+                _describe(node, call, gradient)
+                self._nodes[id(gradient)] = node
+        else:
+            for gradient in gradients:
+                self._nodes[id(gradient)] = self._node(gradient, call)
+
+    def _emit(self, step: Step, at: fx.Node) -> None:
+        """Write a step down as a node in front of one."""
+        if step.is_saved:
+            source = self._node(step.args[0], at)
+            if step.result.requires_grad:  # autograd hands out another tensor than a view made
+                source.meta.pop(CONSTANT, None)
+            self._nodes[id(step.result)] = source
+            return
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda t: self._node(t, at), (step.args, step.kwargs)
+        )
+        with self._graph.inserting_before(at):
+            node = self._graph.call_function(step.func, args, kwargs)
+            _describe(node, at, step.result)
+            if isinstance(step.result, torch.Tensor):
+                self._found(step, step.result, node)
+                return
+            for i, tensor in enumerate(step.result):
+                if isinstance(tensor, torch.Tensor):
+                    one = self._graph.call_function(operator.getitem, (node, i))
+                    _describe(one, at, tensor)
+                    self._found(step, tensor, one)
+
+    def _found(self, step: Step, tensor: torch.Tensor, node: fx.Node) -> None:
+        """A step's result has been written down."""
+        if is_function(step.node):
+            # To its backward, what an autograd function computes on the way is a constant.
+            one = self._graph.call_function(aten.detach.default, (node,))
+            _describe(one, node, tensor)
+            node = one
+        elif step.is_constant(tensor):
+            node.meta[CONSTANT] = True
+        self._nodes[id(tensor)] = node
+
+    def _node(self, tensor: torch.Tensor, at: fx.Node) -> fx.Node:
+        """The node that yields a tensor."""
+        if id(tensor) in self._nodes:
+            return self._nodes[id(tensor)]
+        if id(tensor) in self._outputs:
+            node, place = self._outputs[id(tensor)]
+            with self._graph.inserting_after(node):
+                one = self._graph.call_function(operator.getitem, (node, place))
+            _describe(one, node, tensor)
+            self._nodes[id(tensor)] = one
+            return one
+        self._emit(self._steps.makers[id(tensor)], at)
+        return self._nodes[id(tensor)]
+
+
+def _is_random(step: Step) -> bool:
+    return torch.Tag.nondeterministic_seeded in step.func.tags
+
+
+def _describe(node: fx.Node, source: fx.Node, value: Any) -> None:
+    node.meta = {k: source.meta[k] for k in _TOLD if k in source.meta}
+    _set_value(node, value)
+
+
+def _set_value(node: fx.Node, value: Any) -> None:
+    """Note what a node yields: all in one run, so that views are of one memory."""
+    if node.meta.get("kind") is Kind.PARAMETER:
+        node.meta["val"] = value  # which says whether it is trained
+    else:
+        node.meta["val"] = tree_map_only(torch.Tensor, torch.Tensor.detach, value)

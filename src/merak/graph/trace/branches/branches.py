@@ -1,0 +1,101 @@
+"""Layers that a model drops by chance: both ways of every choice in one graph.
+
+The model is traced with several answers to its choices. Where one leaves something out, the trace
+must be the one with everything in, with what was left out replaced by a value from before it;
+`graph.alignment` checks that operator by operator. In the graph there is then a `where` that takes
+the one or the other, and a draw of the microbatch's own that decides (`graph.drawn`).
+
+The answers are a covering array: of every two choices all four combinations are traced, so that a
+layer that depends on whether another one ran is found out.
+
+Source: arXiv:1909.11556 (LayerDrop); arXiv:2010.13369 (progressive layer dropping), section 3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations, islice
+from math import comb
+
+from torch import fx
+
+from merak.core.errors import TraceError
+from merak.graph.trace.branches.graph_diff import align, choices_of, regions_of
+from merak.graph.trace.branches.merge import put_together
+from merak.graph.trace.traced import Trace
+
+Retrace = Callable[[tuple[bool, ...]], Trace]
+"""The model's trace with these answers to its choices."""
+
+
+def with_choices(first: Trace, retrace: Retrace) -> Trace:
+    """One trace that makes a model's choices by chance while it runs.
+
+    Args:
+        first: the trace with every answer False; its graph is consumed.
+        retrace: traces with other answers.
+
+    Raises:
+        TraceError: a choice does more than to leave operators out.
+    """
+    num = first.num_choices
+    known = {(False,) * num: first}
+
+    def traced(answers: tuple[bool, ...]) -> Trace:
+        if answers not in known:
+            known[answers] = _same_choices(retrace(answers), first)
+        return known[answers]
+
+    leaving = _leaving_out(first, traced((True,) * num))
+    run = traced(tuple(not answer for answer in leaving))
+    others = [
+        (traced(tuple(a == (i in dropped) for i, a in enumerate(leaving))), dropped)
+        for dropped in covering(num)
+    ]
+    put_together(run, align(run, others), leaving)
+    sources = frozenset[str]().union(*(trace.sources for trace in known.values()))
+    return replace(run, sources=sources, num_choices=0)
+
+
+def covering(num: int) -> Iterator[frozenset[int]]:
+    """Sets of things to drop so that of every two things each alone, and both, are dropped once.
+
+    Source: Kleitman and Spencer, Families of k-independent sets (1973).
+    """
+    rows = 1  # beside the one in which nothing is dropped
+    while comb(rows, rows // 2 + 1) < num:
+        rows += 1
+    # Sets of one size, more than half of the rows: every two of them differ and overlap.
+    columns = list(islice(combinations(range(rows), rows // 2 + 1), num))
+    for row in range(rows):
+        dropped = frozenset(i for i, column in enumerate(columns) if row in column)
+        if dropped:
+            yield dropped
+
+
+def _same_choices(trace: Trace, first: Trace) -> Trace:
+    if trace.num_choices != first.num_choices:
+        where = choices_of(first)[0].meta["source"] if first.num_choices else ""
+        raise TraceError(
+            f"the choices that the model makes by random draws at {where} change how many more it "
+            "makes, so that they cannot be traced one by one; draw once for each layer, whether "
+            "it runs or not, or switch the feature off in the model's config."
+        )
+    return trace
+
+
+def _leaving_out(no: Trace, yes: Trace) -> tuple[bool, ...]:
+    """Per choice, with which answer less runs; choices of one line in the code have one answer."""
+    sizes: list[Counter[str]] = []
+    for trace in (no, yes):
+        regions = regions_of(trace)
+        sources = [choice.meta["source"] for choice in choices_of(trace)]
+        operators = [n for n in trace.graph.nodes if n.op == "call_function"]
+        sizes.append(Counter(sources[regions[n] - 1] for n in operators if regions[n]))
+    return tuple(sizes[1][s] < sizes[0][s] for s in map(_line, choices_of(no)))
+
+
+def _line(choice: fx.Node) -> str:
+    return str(choice.meta["source"])

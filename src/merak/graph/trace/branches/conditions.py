@@ -1,0 +1,267 @@
+"""Choices that a model makes by chance while it runs: `if torch.rand(()) < p: continue`.
+
+A choice that hangs on the batch alone, `if not padding.any(): padding = None`, is of the same kind.
+
+A trace runs the model once and can take one way alone. Here the ways are given from outside, one
+answer for each choice, and each choice is written down where it is made; `graph.choices` then
+puts the ways together.
+
+Numbers of Python's and NumPy's generators become draws of torch, which the trace records; for what
+else these generators draw see `graph.host_draws`. What a generator draws that the model itself has
+seeded in the same run is the same in every run, and may stand in a trace.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from merak.core.errors import TraceError
+from merak.graph.trace.branches.host_random import is_kept_whole, refuse_draw
+
+Interval = tuple[float, float]
+"""Between which numbers a draw lies."""
+
+MOST_DECISIONS = 1024
+"""A model that makes more choices by chance is taken for one that goes on for ever."""
+
+_DRAWS = frozenset(
+    "rand randn randint rand_like randn_like randint_like randperm bernoulli multinomial normal "
+    "uniform_ bernoulli_ normal_ random_ exponential_".split()
+)
+_BOUNDS = {"a": "low", "b": "high", "low": "low", "high": "high"}
+_TRUTHS = (torch.Tensor.__bool__, torch.Tensor.item)
+_LIBRARIES = ("/torch/", "/numpy/", "/merak/")
+_NUMBERS = (
+    (random, "random"), (random, "uniform"), (np.random, "random"), (np.random, "rand"),
+    (np.random, "random_sample"), (np.random, "uniform"),
+)  # fmt: skip
+"""What gives a single number that is as good from torch."""
+
+_QUIET = frozenset("getstate setstate get_state set_state".split())
+_UNIT = frozenset(("rand", "rand_like"))
+_BELOW = frozenset("lt le less less_equal __lt__ __le__".split())
+_ABOVE = frozenset("gt ge greater greater_equal __gt__ __ge__".split())
+
+
+class Draws(TorchFunctionMode):
+    """While active, what is drawn at random is followed, and its truth is answered from outside.
+
+    Args:
+        answers: of the choices, in the order in which they are made; later ones are False.
+        by_batch: whether choices that hang on the batch alone are answered too.
+    """
+
+    def __init__(self, answers: Sequence[bool] = (), by_batch: bool = False) -> None:
+        super().__init__()
+        self._answers = tuple(answers)
+        self._by_batch = by_batch
+        self._drawn = WeakIdKeyDictionary()
+        self._batch = WeakIdKeyDictionary()
+        self.made: list[torch.Tensor] = []
+        self.asks_batch = False
+        """Whether the model has made a choice that hangs on the batch alone."""
+        self.seeded: set[Any] = set()
+        """The modules, `random` or `numpy.random`, whose generator the model has seeded itself."""
+        self._states: dict[Any, Any] = {}
+
+    def restart(self, batch: Sequence[torch.Tensor] = ()) -> None:
+        """The model begins to run with a batch."""
+        self.made.clear()
+        self.seeded.clear()
+        for column in batch:
+            self._batch[column] = True
+
+    def seed(self, owner: Any, seed: Any) -> None:
+        """The model seeds a generator: by a number or text it draws the same in every run."""
+        self._states.setdefault(owner, _state_of(owner)())
+        if isinstance(seed, (int, np.integer, str, bytes)):
+            self.seeded.add(owner)
+        else:
+            self.seeded.discard(owner)
+
+    def __exit__(self, *error: Any) -> None:
+        """End following what is drawn."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.restore_generators()
+
+    def restore_generators(self) -> None:
+        """Let generators that the model has seeded go on as if it had not run."""
+        for owner, state in self._states.items():
+            _set_state_of(owner)(state)
+        self._states.clear()
+        self.seeded.clear()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer for a draw's truth; anything else goes its way."""
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__bool__ and args[0] in self._drawn:
+            return self._decide(args[0])
+        if func is torch.Tensor.item and args[0] in self._drawn and args[0].numel() == 1:
+            return self._follow(args[0].reshape(()), self._drawn[args[0]])
+        if func in _TRUTHS and args[0] in self._batch and args[0].numel() == 1:
+            if func is torch.Tensor.item and args[0].dtype is not torch.bool:
+                return func(*args, **kwargs)
+            self.asks_batch = True
+            if self._by_batch:
+                return self._of_batch(func, args[0])
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _DRAWS and _is_fake(result):
+            return self._follow(result, (0.0, 1.0) if name in _UNIT else None)
+        operands = [a for a in tree_leaves((args, kwargs)) if _is_fake(a)]
+        if not any(a in self._drawn for a in operands):
+            if any(a in self._batch for a in operands) and not any(map(_has_gradient, operands)):
+                self._batch.update((each, True) for each in filter(_is_fake, tree_leaves(result)))
+            return result
+        if name == "__iter__":
+            return iter([self._follow(each, None) for each in result])
+        for each in filter(_is_fake, tree_leaves(result)):
+            self._follow(each, _interval(name, self._known(args)))
+        return result
+
+    def _of_batch(self, func: Callable[..., Any], truth: torch.Tensor) -> Any:
+        if func is torch.Tensor.__bool__:
+            return self._decide(truth)
+        flat = truth.reshape(())
+        self._batch[flat] = True
+        return flat
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> Any:
+        """A number between two, as a tensor."""
+        unit = torch.rand((), dtype=torch.float64)
+        return self._follow(unit * (high - low) + low, (low, high))
+
+    def _follow(self, tensor: torch.Tensor, interval: Interval | None) -> torch.Tensor:
+        self._drawn[tensor] = interval
+        return tensor
+
+    def _known(self, args: Sequence[Any]) -> list[Interval | None]:
+        """Between what the operands lie."""
+        return [
+            self._drawn.get(a) if isinstance(a, torch.Tensor) else (a, a)
+            for a in args
+            if isinstance(a, (torch.Tensor, int, float))
+        ]
+
+    def _decide(self, drawn: torch.Tensor) -> bool:
+        interval = self._drawn.get(drawn)
+        if interval is not None and interval[0] == interval[1]:
+            return bool(interval[0])
+        number = len(self.made)
+        if number == MOST_DECISIONS:
+            raise TraceError(
+                f"the model makes more than {MOST_DECISIONS} choices by random draws in one run; "
+                "let it make one for each layer, or switch the feature off in its config."
+            )
+        flat = drawn.reshape(())
+        self.made.append(flat.clone() if flat.dtype is torch.bool else flat != 0)
+        return self._answers[number] if number < len(self._answers) else False
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _interval(name: str, operands: Sequence[Interval | None]) -> Interval | None:
+    """What is certain of a comparison: (0, 0) false, (1, 1) true, but for a draw of the edge."""
+    if len(operands) != 2 or operands[0] is None or operands[1] is None:
+        return None
+    (low, high), (other_low, other_high) = operands[0], operands[1]
+    below = high <= other_low
+    above = low >= other_high
+    if not (below or above) or name not in _BELOW | _ABOVE:
+        return None
+    truth = float(below == (name in _BELOW))
+    return truth, truth
+
+
+@contextmanager
+def draws_in_torch(model: nn.Module, draws: Draws) -> Iterator[None]:
+    """Let single numbers from Python's and NumPy's generators be draws of torch.
+
+    Args:
+        model: functions that its modules' files have taken out of `random` are replaced there too.
+        draws: follows the numbers.
+    """
+    replaced = {
+        id(function): _of_model(owner, name, function, draws)
+        for owner, name, function in _generators()
+    }
+    names = {type(module).__module__ for module in model.modules()}
+    files = [sys.modules[n] for n in names if n in sys.modules and not n.startswith("torch.")]
+    with ExitStack() as stack:
+        for owner, name, function in list(_generators()):
+            stack.enter_context(mock.patch.object(owner, name, replaced[id(function)]))
+        for file in files:
+            for name, value in list(vars(file).items()):
+                if id(value) in replaced:
+                    stack.enter_context(mock.patch.object(file, name, replaced[id(value)]))
+        yield
+    draws.restore_generators()
+
+
+def _generators() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """The functions of Python's and NumPy's own generators that draw, or seed them."""
+    for owner in (random, np.random):
+        for name, function in vars(owner).items():
+            bound = getattr(function, "__self__", None)
+            is_own = isinstance(bound, (random.Random, np.random.RandomState))
+            if name == "seed" or (is_own and name not in _QUIET):
+                yield owner, name, function
+
+
+def _state_of(owner: Any) -> Callable[[], Any]:
+    found: Callable[[], Any] = owner.getstate if owner is random else owner.get_state
+    return found
+
+
+def _set_state_of(owner: Any) -> Callable[[Any], None]:
+    found: Callable[[Any], None] = owner.setstate if owner is random else owner.set_state
+    return found
+
+
+def _of_model(
+    owner: Any, name: str, original: Callable[..., Any], draws: Draws
+) -> Callable[..., Any]:
+    """A generator's function that gives our draws to the model, and what it gave to all others."""
+    ours = draws.uniform if (owner, name) in _NUMBERS else None
+    most = 2 if name == "uniform" else 0
+    tracing = threading.get_ident()  # a module that is kept whole is tried in a thread of its own
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if threading.get_ident() != tracing:
+            return original(*args, **kwargs)
+        if any(part in frame.f_code.co_filename for part in _LIBRARIES) or is_kept_whole(frame):
+            return original(*args, **kwargs)
+        if name == "seed":
+            draws.seed(owner, next(iter((*args, *kwargs.values())), None))
+        if name == "seed" or owner in draws.seeded:
+            return original(*args, **kwargs)
+        bounds = (*args, *kwargs.values())
+        if ours and len(bounds) <= most and all(isinstance(b, (int, float)) for b in bounds):
+            return ours(*args, **{_BOUNDS[key]: bound for key, bound in kwargs.items()})
+        refuse_draw(frame, _LIBRARIES)
+        return original(*args, **kwargs)
+
+    return draw

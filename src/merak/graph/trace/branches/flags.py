@@ -1,0 +1,49 @@
+"""Values that decide what runs of a segment: truths, of which each leaves a layer in or out."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from merak.graph.ir.ir import Kind, Segment
+from merak.graph.trace.opaque.operator import is_kept, operands
+
+
+def mark_choice(node: fx.Node) -> None:
+    """From now on a node is such a truth, wherever it is read."""
+    node.meta["is_choice"] = True
+
+
+def is_choice(node: fx.Node) -> bool:
+    """Whether a node is such a truth."""
+    return bool(node.meta.get("is_choice"))
+
+
+def optional_parameters(segment: Segment) -> tuple[str, ...]:
+    """Parameters of a segment that a step may leave without a gradient.
+
+    Some answer to its choices leaves them out, or a module that is kept whole may not use them.
+    """
+    graph = segment.graph
+    if not any(is_choice(node) or is_kept(node) for node in graph.nodes):
+        return ()
+    always: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
+            always[node] = frozenset((node.meta["name"],))
+        elif is_taken(node):
+            always[node] = always[node.args[1]] & always[node.args[2]]
+        elif is_kept(node):
+            every = enumerate(operands(node))
+            reached = [always[n] for i, n in every if i in node.meta["kept"].always]
+            always[node] = frozenset().union(*reached)
+        else:
+            always[node] = frozenset().union(*(always[n] for n in node.all_input_nodes))
+    (output,) = graph.find_nodes(op="output")
+    return tuple(name for name in segment.parameters if name not in always[output])
+
+
+def is_taken(node: fx.Node) -> bool:
+    """Whether a node is one of two values, as a choice says."""
+    condition = node.args[0] if node.target is torch.ops.aten.where.self else None
+    return isinstance(condition, fx.Node) and is_choice(condition)

@@ -1,0 +1,269 @@
+"""Traces of one model with other answers to its choices, laid over each other.
+
+Two traces are compared from what they return backwards. Operators at the same place in the model's
+code are the same if their operands are; where the place differs, what the one trace reads was left
+out of the other, which reads something from before it instead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from merak.core.errors import TraceError
+from merak.graph.ir.mutation import is_mutating
+from merak.graph.trace.normalize import is_random
+from merak.graph.trace.traced import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What a choice leaves out.
+
+    Args:
+        choice: its number.
+        made: a result of what is left out that others read.
+        instead: what they read when it is left out.
+    """
+
+    choice: int
+    made: fx.Node
+    instead: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How choices change a trace.
+
+    Args:
+        dropped: in execution order.
+        inside: operators that run only if a choice does not leave them out → that choice.
+    """
+
+    dropped: tuple[Dropped, ...]
+    inside: dict[fx.Node, int]
+
+
+def choices_of(trace: Trace) -> tuple[fx.Node, ...]:
+    """What the choices of a trace depend on, in the order in which they are made."""
+    (output,) = trace.graph.find_nodes(op="output")
+    returned: Any = output.args[0]
+    return tuple(returned[len(returned) - trace.num_choices :])
+
+
+def regions_of(trace: Trace) -> dict[fx.Node, int]:
+    """After how many choices each node runs; the mark of a choice is itself before it."""
+    choices = set(choices_of(trace))
+    regions: dict[fx.Node, int] = {}
+    so_far = 0
+    for node in trace.graph.nodes:
+        regions[node] = so_far
+        so_far += node in choices
+    return regions
+
+
+def align(run: Trace, others: Sequence[tuple[Trace, frozenset[int]]]) -> Found:
+    """Lay traces over the one in which everything runs.
+
+    Args:
+        run: the trace with everything.
+        others: traces, and what is left out of each.
+
+    Raises:
+        TraceError: they differ in more than operators left out.
+    """
+    aligner = _Aligner(run, [_Other.of(trace, dropped) for trace, dropped in others])
+    return aligner.run()
+
+
+Key = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class _Other:
+    """A trace, and which of its nodes stands for each of the one with everything.
+
+    Args:
+        trace: the trace.
+        dropped: the choices that leave something out of it.
+        keys: where each of its nodes is in the code.
+        same: node of the whole trace → node here that does the same.
+        instead: node of the whole trace that is left out → what is read here.
+    """
+
+    trace: Trace
+    dropped: frozenset[int]
+    keys: dict[fx.Node, Key]
+    same: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trace: Trace, dropped: frozenset[int]) -> _Other:
+        return cls(trace, dropped, _keys(trace))
+
+
+def _keys(trace: Trace) -> dict[fx.Node, Key]:
+    regions = regions_of(trace)
+    return {node: _key(node, regions[node]) for node in trace.graph.nodes}
+
+
+def _key(node: fx.Node, region: int) -> Key:
+    meta = node.meta
+    if node.op == "placeholder":
+        return ("placeholder", meta["kind"], meta["name"])
+    constants = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Operand()))
+    where = (meta.get("source"), meta.get("module"))
+    return (str(node.target), region, *where, str(meta.get("tensor")), constants)
+
+
+class _Operand(str):
+    """In the place of a value, in the writing of an operator's arguments."""
+
+    def __repr__(self) -> str:
+        return "%"  # which no string in quotes is
+
+
+class _Aligner:
+    def __init__(self, run: Trace, others: list[_Other]) -> None:
+        self.run_trace = run
+        self.others = others
+        self.keys = _keys(run)
+        self.places = {node: i for i, node in enumerate(run.graph.nodes)}
+        self.regions = regions_of(run)
+        self.by_key: defaultdict[Key, list[fx.Node]] = defaultdict(list)
+        for node, key in self.keys.items():
+            self.by_key[key].append(node)
+
+    def run(self) -> Found:
+        """Pair the nodes of all traces, from the last that differs to the first."""
+        for other in self.others:
+            self._pair_returned(other)
+            self._pair_writes(other)
+        dropped: list[Dropped] = []
+        settled: set[fx.Node] = set()
+        while left := {n for other in self.others for n in other.instead} - settled:
+            # What reads a value runs after it: by then all that is to know of it is known.
+            made = max(left, key=self.places.__getitem__)
+            dropped.append(self._settle(made))
+            settled.add(made)
+        for other in self.others:
+            self._check(other)
+        dropped.sort(key=lambda d: self.places[d.made])
+        return Found(tuple(dropped), self._inside())
+
+    def _pair_returned(self, other: _Other) -> None:
+        (mine,) = self.run_trace.graph.find_nodes(op="output")
+        (its,) = other.trace.graph.find_nodes(op="output")
+        for one, two in zip(mine.args[0], its.args[0], strict=True):
+            self._pair(other, one, two)
+
+    def _pair_writes(self, other: _Other) -> None:
+        """What writes in place is read by nobody: it is found by its place in the code."""
+        left = [n for n in self.run_trace.graph.nodes if is_mutating(n)]
+        for node in other.trace.graph.nodes:
+            if not is_mutating(node):
+                continue
+            while left and self.keys[left[0]] != other.keys[node]:
+                left.pop(0)
+            if not left:
+                raise self._refusal(node, "writes into a tensor only if something is left out")
+            self._pair(other, left.pop(0), node)
+
+    def _pair(self, other: _Other, mine: fx.Node, its: fx.Node) -> None:
+        """Two nodes stand for each other, and so do what they read."""
+        todo = [(mine, its)]
+        while todo:
+            one, two = todo.pop()
+            known = other.same.get(one) or other.instead.get(one)
+            if known is not None:
+                if known is not two:
+                    raise self._refusal(one, "is read in two ways where something is left out")
+                continue
+            if self.keys[one] != other.keys[two]:
+                other.instead[one] = two
+                continue
+            other.same[one] = two
+            todo += zip(_operands(one), _operands(two), strict=True)
+
+    def _settle(self, made: fx.Node) -> Dropped:
+        """Which choice leaves a value out, and what is read instead."""
+        without = [other for other in self.others if made in other.instead]
+        choice = self._choice(made, without)
+        found = [(self._twin(other, other.instead[made]), other) for other in without]
+        candidates = [node for node, _ in found if node is not None]
+        if len(candidates) < len(found):
+            raise self._refusal(made, "is replaced by something that is computed in its place")
+        instead = max(candidates, key=self.places.__getitem__)
+        for other in without:
+            self._pair(other, instead, other.instead[made])
+        if instead.meta["tensor"] is None or not _alike(made, instead):
+            raise self._refusal(made, "is replaced by a tensor of another shape or type")
+        return Dropped(choice, made, instead)
+
+    def _choice(self, made: fx.Node, without: list[_Other]) -> int:
+        with_it = [other for other in self.others if made in other.same]
+        region = self.regions[made] - 1
+        fitting = [
+            number
+            for number in sorted(range(self.run_trace.num_choices), key=lambda n: (n != region, n))
+            if all(number in other.dropped for other in without)
+            and not any(number in other.dropped for other in with_it)
+        ]
+        if not fitting:
+            raise self._refusal(made, "depends on several choices at once")
+        return fitting[0]
+
+    def _twin(self, other: _Other, node: fx.Node) -> fx.Node | None:
+        """The node of the whole trace that is at the same place in the code."""
+        paired = [mine for mine, its in other.same.items() if its is node]
+        found = paired or self.by_key[other.keys[node]]
+        return found[-1] if found else None
+
+    def _check(self, other: _Other) -> None:
+        """Every operator with an effect has one and only one counterpart."""
+        twins = list(other.same.values())
+        if len(set(twins)) < len(twins):
+            raise self._refusal(choices_of(other.trace)[0], "merges operators")
+        for node in other.trace.graph.nodes:
+            if (is_mutating(node) or is_random(node)) and node not in set(twins):
+                raise self._refusal(node, "runs only if something is left out")
+
+    def _inside(self) -> dict[fx.Node, int]:
+        """Operators that run only if a choice lets them."""
+        inside: dict[fx.Node, int] = {}
+        for node in self.run_trace.graph.nodes:
+            if node.op != "call_function":
+                continue
+            without = frozenset(i for i, o in enumerate(self.others) if node not in o.same)
+            for number in range(self.run_trace.num_choices):
+                leaving = frozenset(
+                    i for i, other in enumerate(self.others) if number in other.dropped
+                )
+                if without and leaving <= without and self.regions[node] > number:
+                    inside[node] = number
+                    break
+        return inside
+
+    def _refusal(self, node: fx.Node, what: str) -> TraceError:
+        first = choices_of(self.run_trace)[0].meta["source"]
+        return TraceError(
+            f"the model cannot be traced at {first}, where it chooses by a random draw what runs "
+            f"next: what {node.meta.get('source') or node.name} computes {what}; let the choice "
+            "do nothing but leave a layer out, whose input then passes, or switch the feature off "
+            "in the model's config."
+        )
+
+
+def _operands(node: fx.Node) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return iter(found)
+
+
+def _alike(one: fx.Node, two: fx.Node) -> bool:
+    a, b = one.meta["tensor"], two.meta["tensor"]
+    return bool((a.shape, a.dtype) == (b.shape, b.dtype))

@@ -1,0 +1,274 @@
+"""Functions of a model's code that draw with NumPy or Python and give an array: kept whole.
+
+Such as the masks of SpecAugment: plain numbers and a mask of the batch go in, an array of a fixed
+shape comes out, and what is drawn on the way steers the function's own loops and nothing else. Such
+a function becomes one operator, which runs for every microbatch anew, before its segments do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils.weak import WeakIdKeyDictionary
+
+from merak.core.errors import TraceError
+from merak.graph.trace.branches.rng_stream import drawn, is_drawn
+
+_LIBRARY = torch.library.Library("merak", "FRAGMENT")
+_LIBRARY.define(
+    "host_drawn(Tensor[] tensors, str function, str arguments, int[] shape, ScalarType dtype) "
+    "-> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+_OPERATOR = "merak.host_drawn.default"
+
+_TENSOR = ["tensor"]
+"""Stands for a tensor among a function's arguments."""
+
+_TRIALS = 3
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+class HostDraw(TraceError):
+    """A function draws on the host; it can be traced if it is kept whole.
+
+    Args:
+        function: where it is, "module:name"; None where the model's own method draws.
+        message: what to tell the user if it is not.
+    """
+
+    def __init__(self, function: str | None, message: str) -> None:
+        super().__init__(message)
+        self.function = function
+
+
+def refuse_draw(frame: FrameType | None, libraries: Sequence[str]) -> None:
+    """A model's code draws on the host: find the function that might be kept whole for it.
+
+    Args:
+        frame: that of the code.
+        libraries: parts of paths of code that is no part of a model.
+
+    Raises:
+        HostDraw: if a module of the model is behind it.
+    """
+    where, function = "", None
+    while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+        if not any(part in frame.f_code.co_filename for part in libraries):
+            where = where or f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            function = _name_of(frame) or function
+        frame = frame.f_back
+    if frame is None:
+        return
+    where = where or f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    raise HostDraw(
+        function,
+        f"the model draws random numbers with Python's or NumPy's generator at {where}, which a "
+        "trace would repeat for ever; draw with torch, or in a function of its own at the top of a "
+        "module that returns an array, or switch the feature off in the model's config.",
+    )
+
+
+def _name_of(frame: FrameType) -> str | None:
+    """Where a function that runs can be found: at the top of a module."""
+    found = frame.f_globals.get(frame.f_code.co_name)
+    module = frame.f_globals.get("__name__")
+    is_function = inspect.isfunction(found) and inspect.unwrap(found).__code__ is frame.f_code
+    return f"{module}:{frame.f_code.co_name}" if is_function and module != "__main__" else None
+
+
+def _found(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    made: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return made
+
+
+def _run(
+    tensors: Sequence[torch.Tensor],
+    function: str,
+    arguments: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Call a function with draws that torch's seed names."""
+    made = _called(_found(function), [t.cpu() for t in tensors], arguments, torch.initial_seed())
+    if made is None or (tuple(made.shape), made.dtype) != (tuple(shape), dtype):
+        gave = "no array" if made is None else f"{made.dtype} of {tuple(made.shape)}"
+        raise TraceError(
+            f"{function} gave {gave} after {dtype} of {tuple(shape)} when the model was traced; "
+            "let it give arrays of one shape, or switch the feature off in the model's config."
+        )
+    return made
+
+
+def _without_numbers(
+    tensors: Sequence[torch.Tensor],
+    function: str,
+    arguments: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+_LIBRARY.impl("host_drawn", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("merak::host_drawn", _without_numbers, lib=_LIBRARY)
+
+
+def _called(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: str, seed: int
+) -> torch.Tensor | None:
+    """A function's array as a tensor; None if it gives none."""
+    leaves, spec = json.loads(arguments)
+    left = iter(tensors)
+    plain = [next(left) if a == _TENSOR else a for a in leaves]
+    args, kwargs = tree_unflatten(plain, treespec_loads(spec))
+    with _drawing(seed):
+        made = function(*args, **kwargs)
+    if isinstance(made, np.ndarray):
+        made = torch.from_numpy(np.ascontiguousarray(made))
+    return made if isinstance(made, torch.Tensor) else None
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    """Inside, Python's and NumPy's generators begin at a seed; afterwards they go on as before."""
+    before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+class HostDraws(TorchFunctionMode):
+    """While active, functions are recorded as operators, and their arrays are tensors already.
+
+    Args:
+        functions: "module:name" of each.
+    """
+
+    def __init__(self, functions: Sequence[str]) -> None:
+        super().__init__()
+        self._functions = functions
+        self._arrays = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Make a tensor of what is one; anything else goes its way."""
+        kwargs = dict(kwargs or {})
+        if func in _MAKERS and args and self._is_array(args[0]):
+            wanted = {n: kwargs[n] for n in ("dtype", "device") if kwargs.get(n) is not None}
+            return args[0].clone().to(**wanted) if wanted else args[0].clone()
+        return func(*args, **kwargs)
+
+    def _is_array(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value in self._arrays
+
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[None]:
+        """Inside, a model's files call operators in the place of the functions."""
+        names = {type(module).__module__ for module in model.modules()}
+        from_numpy = torch.from_numpy  # which no mode sees
+        with ExitStack() as stack:
+            stack.enter_context(
+                mock.patch.object(
+                    torch,
+                    "from_numpy",
+                    lambda array: array.clone() if self._is_array(array) else from_numpy(array),
+                )
+            )
+            for name in self._functions:
+                function = _found(name)
+                new = self._recording(name, function)
+                for module in {*names, name.partition(":")[0]}:
+                    file = sys.modules.get(module)
+                    same = [n for n, v in vars(file).items() if v is function] if file else []
+                    for each in same:
+                        stack.enter_context(mock.patch.object(file, each, new))
+            yield
+
+    def _recording(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        tracing = threading.get_ident()  # a module kept whole is tried in a thread of its own
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != tracing:
+                return function(*args, **kwargs)
+            sizes = tuple(tuple(a) if isinstance(a, torch.Size) else a for a in args)
+            leaves, spec = tree_flatten((sizes, kwargs))
+            tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
+            plain = [_TENSOR if isinstance(a, torch.Tensor) else a for a in leaves]
+            if not all(a is _TENSOR or _is_plain(a) for a in plain):
+                raise _refusal(name, "takes arguments that are no tensors, numbers or strings")
+            arguments = json.dumps([plain, treespec_dumps(spec)])
+            shape, dtype = _tried(name, function, tensors, arguments)
+            made = torch.ops.merak.host_drawn(tensors, name, arguments, shape, dtype)
+            self._arrays[made] = None
+            return made
+
+        return recorded
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _tried(
+    name: str, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: str
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of a function's array, whatever it draws."""
+    with _disable_current_modes():
+        ones = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in tensors]
+        made = [_called(function, ones, arguments, seed) for seed in range(_TRIALS)]
+    kinds = {None if m is None else (tuple(m.shape), m.dtype) for m in made}
+    kind = kinds.pop()
+    if kind is None:
+        raise _refusal(name, "gives no array")
+    if kinds:
+        raise _refusal(name, "gives arrays of several shapes")
+    return kind
+
+
+def _refusal(name: str, what: str) -> TraceError:
+    return TraceError(
+        f"{name} draws random numbers with Python's or NumPy's generator and {what}, so it cannot "
+        "be traced; let it take and give arrays and numbers alone, or switch the feature off in "
+        "the model's config."
+    )
+
+
+def is_kept_whole(frame: FrameType | None) -> bool:
+    """Whether code runs inside such a function that is called to see what it gives."""
+    while frame is not None and frame.f_code is not _called.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def settle_host_draws(graph: fx.Graph) -> None:
+    """Let the functions draw from streams of their own, apart from those of choices."""
+    number = sum(is_drawn(node) for node in graph.nodes)
+    for node in graph.nodes:
+        if str(node.target) == _OPERATOR:
+            number += 1
+            node.args = (number, _OPERATOR, *node.args)
+            node.target = drawn

@@ -1,0 +1,75 @@
+"""How a model is called with a batch, and what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
+from torch import nn
+
+from merak.graph.trace.outputs import named_outputs
+
+LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How the model is called with a batch.
+
+    Args:
+        columns: the batch's columns.
+        fixed: keyword arguments that are no tensors.
+        loss_fn: the loss function, where the model does not compute a loss itself.
+        loss_columns: columns that go to the loss function alone.
+        autocast: makes the context that the model runs under in mixed precision.
+        kept_whole: "module:name" of the model's functions that draw on the host.
+    """
+
+    columns: tuple[str, ...]
+    fixed: dict[str, Any]
+    loss_fn: LossFunction | None
+    loss_columns: tuple[str, ...]
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None
+    kept_whole: tuple[str, ...] = ()
+
+
+def call_model(
+    model: nn.Module, batch: dict[str, torch.Tensor], call: Call
+) -> dict[str, torch.Tensor]:
+    """The model's tensor outputs by name, the loss function's result as "loss" first.
+
+    In evaluation a loss function is not called with a batch that has nothing for it, such as one of
+    samples without labels, to be predicted.
+    """
+    if call.loss_fn is None or not (model.training or _is_for_loss(call.loss_columns, batch)):
+        return dict(named_outputs(_run(model, batch, call)))
+    result = _run(model, _taken(model, batch, call.loss_columns), call)
+    loss = call.loss_fn(result, batch)
+    return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
+
+
+def _is_for_loss(loss_columns: tuple[str, ...], batch: Iterable[str]) -> bool:
+    return not loss_columns or not set(loss_columns).isdisjoint(batch)
+
+
+def _run(model: nn.Module, batch: dict[str, torch.Tensor], call: Call) -> Any:
+    if call.autocast is None:
+        return model(**batch, **call.fixed)
+    with call.autocast():
+        result = model(**batch, **call.fixed)
+    return convert_to_fp32(result)
+
+
+def _taken(
+    model: nn.Module, batch: dict[str, torch.Tensor], loss_columns: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """The columns that the model's forward takes; the loss function reads the others."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = set(batch) if takes_all else {p.name for p in parameters}
+    return {n: value for n, value in batch.items() if n in names and n not in loss_columns}

@@ -1,0 +1,112 @@
+"""What `torch.export` has written down of a model, and what its placeholders stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+
+from merak.core.errors import TraceError
+from merak.graph.ir.ir import Kind, TensorMeta
+from merak.graph.trace.opaque.dynamic_region import Picking
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What `torch.export` has written down of a model.
+
+    Args:
+        graph: its operators, as exported.
+        signature: what its placeholders and outputs stand for.
+        found: tensors that are neither parameters nor buffers, by their target.
+        outputs: names of the model's outputs, in order.
+        parameters: as of `Trace`.
+        tied: as of `Trace`.
+        replaced: names of attributes that forward has replaced, by the identity of the tensor.
+        columns: names of the batch's columns.
+        num_choices: as of `Trace`.
+        picking: what becomes of sizes that depend on values.
+    """
+
+    graph: fx.Graph
+    signature: torch.export.graph_signature.ExportGraphSignature
+    found: Mapping[str, Any]
+    outputs: tuple[str, ...]
+    parameters: dict[str, TensorMeta]
+    tied: dict[str, str]
+    replaced: Mapping[int, str]
+    columns: tuple[str, ...]
+    num_choices: int = 0
+    picking: Picking = Picking.REFUSED
+
+
+def lift(exported: Exported) -> dict[str, torch.Tensor]:
+    """Name the placeholders after what they stand for; keep only what the user's call returns.
+
+    Returns:
+        The tensors that are neither parameters nor buffers, by name.
+
+    Raises:
+        TraceError: one of these has no numbers, or changes from step to step.
+    """
+    signature, graph, tied = exported.signature, exported.graph, exported.tied
+    constants: dict[str, torch.Tensor] = {}
+    columns = iter(exported.columns)
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    for node in graph.find_nodes(op="placeholder"):
+        spec = specs[node.name]
+        target = (spec.target or "").removeprefix("model.")
+        if spec.kind == InputKind.USER_INPUT:
+            node.meta |= {"kind": Kind.COLUMN, "name": next(columns)}
+        elif spec.kind == InputKind.PARAMETER:
+            node.meta |= {"kind": Kind.PARAMETER, "name": tied.get(target, target)}
+        else:
+            node.meta |= {"kind": Kind.BUFFER, "name": target}
+            if spec.kind == InputKind.CONSTANT_TENSOR:
+                constants[target] = _with_numbers(target, exported.found[spec.target or ""])
+    _keep_user_outputs(graph, signature)
+    _merge_placeholders(graph)
+    _refuse_state(constants, exported.replaced)
+    return constants
+
+
+def _with_numbers(name: str, constant: Any) -> torch.Tensor:
+    if not isinstance(constant, torch.Tensor) or constant.is_meta:
+        raise TraceError(
+            f"the model reads the tensor {name}, which is no parameter or buffer and has no "
+            "numbers; register it with register_buffer."
+        )
+    return constant
+
+
+def _refuse_state(constants: Mapping[str, torch.Tensor], replaced: Mapping[int, str]) -> None:
+    for constant in constants.values():
+        if id(constant) in replaced:
+            raise TraceError(
+                f"the model keeps the tensor {replaced[id(constant)]} from one step to the next in "
+                "a plain attribute, which a trace would freeze; register it with register_buffer."
+            )
+
+
+def _keep_user_outputs(
+    graph: fx.Graph, signature: torch.export.graph_signature.ExportGraphSignature
+) -> None:
+    (output,) = graph.find_nodes(op="output")
+    wanted = set(signature.user_outputs)
+    kept = [n for n in output.args[0] if isinstance(n, fx.Node) and n.name in wanted]
+    by_name = {n.name: n for n in kept}
+    output.args = (tuple(by_name[str(name)] for name in signature.user_outputs),)
+
+
+def _merge_placeholders(graph: fx.Graph) -> None:
+    """One placeholder per parameter, column or buffer, used ones only."""
+    first: dict[tuple[Kind, str], fx.Node] = {}
+    for node in list(graph.find_nodes(op="placeholder")):
+        known = first.setdefault((node.meta["kind"], node.meta["name"]), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)

@@ -1,0 +1,165 @@
+"""Autograd functions with a backward of their own: kept whole in the trace, as one operator.
+
+A trace sees only what a function's forward does, so its own backward would be lost. While a model
+is traced, `Function.apply` therefore calls the operator `merak::custom_function` instead, which the
+trace records, and which applies the function when the segment runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.autograd import Function
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+from merak.core.errors import TraceError
+from merak.graph.trace.autograd.calls import is_recording
+from merak.graph.trace.explain import UntraceableError
+from merak.graph.trace.normalize import requires_grad
+
+_LIBRARY = torch.library.Library("merak", "DEF")
+_LIBRARY.define("custom_function(Tensor[] tensors, str function, str arguments) -> Tensor[]")
+
+_APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
+
+
+def named_function(function: str) -> type[Function]:
+    """The autograd function of a name, as `merak::custom_function` has it."""
+    module, _, path = function.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    made: type[Function] = found
+    return made
+
+
+def call_function(
+    tensors: Sequence[torch.Tensor], function: str, arguments: str
+) -> list[torch.Tensor]:
+    """Apply an autograd function, as the operator `merak::custom_function` does.
+
+    Args:
+        tensors: its tensors.
+        function: its name, "module:class".
+        arguments: all its arguments as JSON, with `["tensor"]` in the place of every tensor.
+    """
+    left = iter(tensors)
+    plain = [next(left) if a == ["tensor"] else a[0] for a in json.loads(arguments)]
+    result = _APPLY(named_function(function), *plain)
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+_LIBRARY.impl("custom_function", call_function, "CompositeImplicitAutograd")
+
+
+@contextmanager
+def kept_functions(model: torch.nn.Module) -> Iterator[None]:
+    """Let a trace record functions with their own backward whole, and see through checkpoints."""
+    depth: list[type] = []
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, CheckpointFunction):
+            run, _, *own = args
+            return run(*own)
+        is_known = cls.__module__.startswith(("torch.", "merak.graph."))
+        if depth or is_known or not torch.is_grad_enabled():
+            return _APPLY(cls, *args, **kwargs)
+        depth.append(cls)
+        try:
+            return _recorded(model, cls, args, kwargs)
+        finally:
+            depth.pop()
+
+    with mock.patch.object(Function, "apply", classmethod(apply)), _plain_checkpoints():
+        yield
+
+
+@contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """Let a gradient that is taken in the forward find what a checkpoint would compute again."""
+    own = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if is_recording():
+            yield
+        else:
+            yield from own(*args, **kwargs)
+
+    with mock.patch.object(torch_checkpoint, own.__name__, around):
+        yield
+
+
+def _recorded(
+    model: torch.nn.Module, cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    plain = [["tensor"] if isinstance(a, torch.Tensor) else [a] for a in args]
+    problem = "is defined inside a function" if "<locals>" in name else ""
+    if kwargs or not all(_is_plain(a) for a in args):
+        problem = "takes arguments that are neither tensors nor plain numbers and strings"
+    if problem:
+        what = f"the autograd function {cls.__qualname__}, which {problem}"
+        raise UntraceableError(
+            f"{type(model).__name__} calls {what}; define it at the top of a module and pass it "
+            "tensors, numbers and strings by position, so that every rank can call it.",
+            f"it calls {what}",
+        )
+    single: list[bool] = []
+    original = _APPLY
+
+    def seen(function: type[Function], *own: Any) -> Any:
+        result = original(function, *own)
+        single.append(isinstance(result, torch.Tensor))
+        return result
+
+    with mock.patch.dict(globals(), {"_APPLY": seen}):
+        results = torch.ops.merak.custom_function(tensors, name, json.dumps(plain))
+    return results[0] if single[0] else tuple(results)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+
+
+def refuse_seen_through(graph: fx.Graph) -> None:
+    """Find functions that were called past `Function.apply`, whose own backward the trace lost.
+
+    Raises:
+        TraceError: there is one.
+    """
+    bodies = _bodies()
+    for node in graph.nodes:
+        file, _, line = str(node.meta.get("source", "")).rpartition(":")
+        for lines, name in bodies.get(file, ()):
+            if int(line) in lines and requires_grad(node.meta["tensor"]):
+                raise TraceError(
+                    f"the autograd function {name} is called by another name, so the trace misses "
+                    f"its own backward ({file}:{line}); call it as {name}.apply(…) in the model."
+                )
+
+
+def _bodies() -> dict[str, list[tuple[range, str]]]:
+    """Where the forwards of all autograd functions outside torch are: file → lines and name."""
+    found: dict[str, list[tuple[range, str]]] = {}
+    todo: list[type] = [Function]
+    while todo:
+        cls = todo.pop()
+        todo += cls.__subclasses__()
+        forward = cls.__dict__.get("forward")
+        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        if isinstance(code, types.CodeType) and not cls.__module__.startswith("torch."):
+            lines = [line for *_, line in code.co_lines() if line is not None]
+            where = range(code.co_firstlineno, max(lines) + 1)
+            found.setdefault(code.co_filename, []).append((where, cls.__qualname__))
+    return found

@@ -1,0 +1,230 @@
+"""What a trace puts in the place of the real thing: weights, a batch, choices made by numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from merak.core.errors import TraceError
+from merak.graph.ir.ir import TensorMeta
+
+
+@contextmanager
+def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    """Put fake tensors in the place of parameters and buffers; the model's own come back after.
+
+    What the model registers while it runs is gone again.
+    """
+    every: list[dict[str, Any]] = [
+        slots for module in model.modules() for slots in (module._parameters, module._buffers)
+    ]
+    names = [frozenset(slots) for slots in every]
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+
+    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                )
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = fake
+        return fakes[id(tensor)]
+
+    try:
+        for slots in every:
+            for name, tensor in slots.items():
+                kept.append((slots, name, tensor))
+                if tensor is not None:
+                    slots[name] = fake_of(tensor)
+        yield
+    finally:
+        for slots, name, tensor in kept:
+            slots[name] = tensor
+        for slots, known in zip(every, names, strict=True):
+            for name in slots.keys() - known:
+                del slots[name]
+
+
+def fake_batch(
+    columns: Mapping[str, TensorMeta], mode: FakeTensorMode, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """A batch without numbers."""
+    with mode:
+        return tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in columns.values())
+
+
+@contextmanager
+def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
+    """Let transformers choose masks in the trace as it does in eager.
+
+    While a model is exported, transformers builds every causal mask in full, which rules out the
+    attention kernels that know `is_causal`. In eager it looks at the numbers: no padding mask and
+    positions that count up by one mean no mask. Positions that the model itself counted (one row,
+    or one row expanded) always do.
+    """
+    from transformers import masking_utils
+
+    find_packed = masking_utils.find_packed_sequence_indices
+    is_tracing: Callable[..., bool] = vars(masking_utils)["is_tracing"]
+
+    def is_tracing_mask(mask: torch.Tensor | None = None) -> bool:
+        # Older releases of transformers ask this also where there is no mask to look at.
+        return mask is not None and is_tracing(mask)
+
+    def find_packed_in_batch(position_ids: torch.Tensor) -> torch.Tensor | None:
+        counted = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
+        if "position_ids" not in columns and counted:
+            return None
+        return find_packed(position_ids)
+
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(
+            patch(masking_utils, "find_packed_sequence_indices", find_packed_in_batch)
+        )
+        stack.enter_context(
+            patch(masking_utils, "is_torchdynamo_exporting", lambda: False, create=True)
+        )
+        stack.enter_context(patch(masking_utils, "is_tracing", is_tracing_mask))
+        yield
+
+
+@contextmanager
+def seemingly_eager() -> Iterator[None]:
+    """Let models of transformers take the way that they take while nothing records them.
+
+    Some leave out a mask, and then fail without it, where they find that they are compiled.
+    """
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("transformers.")]
+    with ExitStack() as stack:
+        for module in modules:
+            if "is_torchdynamo_compiling" in vars(module):
+                stack.enter_context(
+                    mock.patch.object(module, "is_torchdynamo_compiling", lambda: False)
+                )
+        yield
+
+
+@contextmanager
+def unmoved_modules() -> Iterator[None]:
+    """Let a model that moves or converts its own modules while it runs find that already done.
+
+    Raises:
+        TraceError: a conversion that changes something, which the trace would forget.
+    """
+
+    def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+            made = function(tensor)
+            if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+                raise TraceError(
+                    f"the model converts a {type(module).__name__} from {tensor.dtype} on "
+                    f"{tensor.device} to {made.dtype} on {made.device} while it runs; convert it "
+                    "before training."
+                )
+        return module
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield
+
+
+@contextmanager
+def no_draws_in_python(model: nn.Module) -> Iterator[None]:
+    """Refuse a model that draws from Python's or NumPy's generators: the trace would freeze it.
+
+    Raises:
+        TraceError: it has drawn.
+    """
+    before = (random.getstate(), _numpy_state())
+    yield
+    if (random.getstate(), _numpy_state()) != before:
+        raise TraceError(
+            f"{type(model).__name__} draws random numbers with Python's or NumPy's generator while "
+            "it runs; a trace would repeat one draw for ever: draw with torch instead."
+        )
+
+
+@contextmanager
+def own_attributes(model: nn.Module) -> Iterator[None]:
+    """Let a model's modules have their attributes again once it has been traced.
+
+    What a forward sets, such as the length that a table was made for or the last loss, is made of
+    fake tensors, or tells of a run that has not been.
+    """
+    before = [
+        (vars(module), {n: (v, _items(v)) for n, v in vars(module).items() if n not in _MODULE})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for now, known in before:
+            for name in now.keys() - known.keys() - _MODULE:
+                del now[name]
+            for name, (value, items) in known.items():
+                now[name] = value
+                _refill(value, items)
+
+
+_MODULE = frozenset(name for name in nn.Module().__dict__ if "hooks" not in name)
+"""What torch keeps in every module, and a forward does not change; it may register hooks."""
+
+
+def _items(value: Any) -> Any:
+    """What a plain container holds; None for anything else."""
+    return copy.copy(value) if type(value) in (list, dict, set, OrderedDict) else None
+
+
+def _refill(value: Any, items: Any) -> None:
+    if items is not None:
+        value.clear()
+        value.extend(items) if isinstance(items, list) else value.update(items)
+
+
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[dict[int, str]]:
+    """Find tensors that forward replaces on the modules themselves, outside of buffers.
+
+    Yields:
+        Names of what was there before, by identity; filled once forward has run. If the graph reads
+        one of these, the model keeps a state there from step to step, which a trace would freeze.
+    """
+    replaced: dict[int, str] = {}
+    before = [
+        (f"{path}.{name}".removeprefix("."), module, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+    def note(*_: Any) -> None:
+        now = ((label, vars(m).get(name), old) for label, m, name, old in before)
+        replaced.update({id(old): label for label, value, old in now if value is not old})
+
+    handle = model.register_forward_hook(note)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assigned during export")
+        try:
+            yield replaced
+        finally:
+            handle.remove()
+
+
+def _numpy_state() -> tuple[int, bytes]:
+    state = np.random.get_state(legacy=False)["state"]
+    return int(state["pos"]), state["key"].tobytes()

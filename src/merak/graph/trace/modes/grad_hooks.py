@@ -1,0 +1,85 @@
+"""Functions that a model has called in its backward: a trace sees none of them.
+
+A module with backward hooks is kept whole, and so is the innermost module around code that hooks
+the gradient of a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from merak.core.errors import TraceError
+from merak.graph.trace.explain import UntraceableError
+from merak.graph.trace.opaque.selection import Keeping
+
+_REGISTER = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+)
+_LIBRARIES = ("/torch/", "/merak/graph/")
+WHY = "its backward hooks, which no trace sees"
+
+
+def keep_hooked(model: nn.Module, keeping: Keeping) -> None:
+    """Keep modules with backward hooks whole.
+
+    Args:
+        model: the model that is to be traced.
+        keeping: gains them.
+
+    Raises:
+        TraceError: the model itself has such hooks, or a module has those of another kind.
+    """
+    for path, module in _hooked(model):
+        kind = type(module).__name__
+        if not path:
+            raise TraceError(
+                f"{kind} has backward hooks itself, and no module around it could be kept whole "
+                "for them; register them on its parts."
+            )
+        if module._is_full_backward_hook is False:
+            raise TraceError(
+                f"{path} ({kind}) has a hook of register_backward_hook, which torch has "
+                "deprecated; use register_full_backward_hook."
+            )
+        if not any(path == whole or path.startswith(f"{whole}.") for whole in keeping.whole):
+            keeping.whole[path] = WHY
+
+
+def _hooked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        own = vars(module)
+        if own.get("_backward_hooks") or own.get("_backward_pre_hooks"):
+            yield path, module
+
+
+class TensorHooks(TorchFunctionMode):
+    """While active, code that hooks the gradient of a tensor is found."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Let anything else go its way.
+
+        Raises:
+            UntraceableError: a tensor of the model is hooked.
+        """
+        if func in _REGISTER and isinstance(args[0], FakeTensor):
+            frame = sys._getframe(1)
+            while frame.f_back and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+                frame = frame.f_back
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            raise UntraceableError(
+                f"{where} hooks the gradient of a tensor in the forward of the model itself, "
+                "which no trace sees; do it in the forward of a module of its own, which is then "
+                "kept whole.",
+                f"it hooks the gradient of a tensor ({where})",
+            )
+        return func(*args, **(kwargs or {}))

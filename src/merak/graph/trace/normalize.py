@@ -1,0 +1,376 @@
+"""Make an exported graph plain: no nested graphs, no assertions, no operators without effect."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.ir.ir import Kind, TensorMeta
+from merak.graph.ir.mutation import written_by
+from merak.graph.trace.autocast import SETTLED, write_out_autocast
+from merak.graph.trace.autograd.calls import is_autograd_call, is_gradient_switch
+from merak.graph.trace.autograd.expand import CONSTANT, expand_autograd
+from merak.graph.trace.autograd.steps import AUTOCAST
+from merak.graph.trace.explain import UntraceableError, refuse_dynamic_shape
+from merak.graph.trace.modes import packed_sequences as packed
+from merak.graph.trace.opaque.dynamic_region import Picking, gather_picks, is_assertion
+from merak.graph.trace.source_lines import frames_of, line_of, modules_of
+from merak.graph.trace.verify import verify_constants
+
+aten = torch.ops.aten
+
+_ASSERTIONS = {
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_scalar.default",
+    "aten._assert_async.msg",
+    "aten._assert_async.default",
+    "aten.sym_constrain_range.default",
+    "aten.sym_constrain_range_for_size.default",
+}
+_CONVERSIONS = {"aten.to.dtype_layout", "aten.to.dtype", "aten.to.device", "aten.to.other"}
+_RETURN_THEMSELVES = {"aten.contiguous.default"}
+_COPIES = {"aten.lift_fresh_copy.default"}
+_DROPOUTS = {
+    f"aten.{name}.default" for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
+}
+_KNOWN_NAMESPACES = ("aten", "prim", "prims")
+_KNOWN_OPERATORS = {"merak.ctc_loss.default", *packed.OPERATORS}
+_NO_GRADIENT = {
+    "aten.detach.default",
+    "aten.zeros_like.default",
+    "aten.ones_like.default",
+    "aten.empty_like.default",
+    "aten.full_like.default",
+    "aten.new_zeros.default",
+    "aten.new_ones.default",
+    "aten.new_empty.default",
+    "aten.new_full.default",
+    "aten.rand_like.default",
+    "aten.randn_like.default",
+}
+
+
+def clean_graph(
+    graph: fx.Graph, constants: Mapping[str, torch.Tensor], picking: Picking = Picking.REFUSED
+) -> frozenset[str]:
+    """Rewrite an exported graph in place, and give every node its Merak meta.
+
+    Args:
+        graph: as exported.
+        constants: the tensors in the model's code, by name.
+        picking: what becomes of sizes that depend on values.
+
+    Returns:
+        The source files its nodes come from.
+
+    Raises:
+        TraceError: a shape that depends on numbers, or a constant without any.
+    """
+    _inline_subgraphs(graph)
+    verify_constants(graph, constants)
+    sources: set[str] = set()
+    memory = _Memory()
+    for node in list(graph.nodes):
+        _refuse_vmap(node)
+        gathered = picking is not Picking.REFUSED and is_assertion(node)
+        if str(node.target) in _ASSERTIONS and not gathered:
+            graph.erase_node(node)
+            continue
+        node.args = fx.node.map_aggregate(node.args, _any_of_its_kind)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _any_of_its_kind)
+    expand_autograd(graph)
+    if picking is not Picking.REFUSED:
+        gather_picks(graph, line_of)
+    for node in list(graph.nodes):
+        _set_meta(node, sources, memory)
+    written = {a.meta["memory"] for n in graph.nodes for a in written_by(n)}
+    for node in list(graph.nodes):
+        if (replaced := _without_effect(node, written)) is not None:
+            node.replace_all_uses_with(replaced)
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        _drop_empty_parts(node)
+    return frozenset(sources)
+
+
+def _any_of_its_kind(value: Any) -> Any:
+    """The kind of a device: a graph traced on one rank's GPU runs on other ranks' too."""
+    return torch.device(value.type) if isinstance(value, torch.device) else value
+
+
+def slice_neighbours(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+    """Write picks of neighbouring elements, `x[:, [-2]]` say, as copies of slices.
+
+    A slice says which elements it takes, which a list of positions hides.
+
+    Args:
+        graph: a clean graph; changed in place.
+        constants: the tensors in the model's code, by name.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        x, positions = node.args
+        found = [(dim, i) for dim, i in enumerate(positions) if i is not None]
+        if len(found) != 1:
+            continue
+        ((dim, index),) = found
+        numbers = constants.get(index.meta.get("name", ""))
+        picked = _neighbours(numbers, x.meta["tensor"].shape[dim])
+        if not picked:
+            continue
+        with graph.inserting_before(node):
+            taken = graph.call_function(aten.slice.Tensor, (x, dim, picked[0], picked[-1] + 1))
+            copy = graph.call_function(aten.clone.default, (taken,))
+        taken.meta, copy.meta = dict(node.meta), dict(node.meta)
+        if "memory" in x.meta:
+            taken.meta["memory"] = x.meta["memory"]
+        node.replace_all_uses_with(copy)
+        graph.erase_node(node)
+
+
+def _neighbours(numbers: torch.Tensor | None, size: int) -> list[int]:
+    """The positions in a dim, if they are one after another; else none."""
+    if numbers is None or numbers.ndim != 1 or numbers.dtype not in (torch.int64, torch.int32):
+        return []
+    picked = [int(n) % size for n in numbers]
+    return picked if picked == list(range(picked[0], picked[0] + len(picked))) else []
+
+
+def _refuse_vmap(node: fx.Node) -> None:
+    if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+        where = line_of(node) or "an unknown line"
+        raise UntraceableError(
+            f"the model cannot be traced at {where}: torch.vmap runs there, the inside of which "
+            "cannot be cut; write it with broadcasting, or switch the feature off in the model's "
+            "config.",
+            f"{where}: torch.vmap runs there",
+            modules_of(node),
+        )
+
+
+class _Memory:
+    """Numbers tensors by the memory they are in, and knows into which a gradient was written."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._members: dict[int, list[fx.Node]] = {}
+        self._carrying: set[int] = set()
+
+    def number(self, node: fx.Node, value: Any) -> int | None:
+        """The number of a node's memory; None where it yields no single tensor."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        storage = value.untyped_storage()._cdata
+        number = self._numbers.setdefault(storage, len(self._numbers))
+        self._members.setdefault(number, []).append(node)
+        return number
+
+    def carries(self, number: int | None) -> bool:
+        """Whether something that carries a gradient has been written there."""
+        return number in self._carrying
+
+    def write(self, number: int | None) -> None:
+        """Something that carries a gradient is written: so do all views of that memory."""
+        if number is None or number in self._carrying:
+            return
+        self._carrying.add(number)
+        for node in self._members[number]:
+            meta = node.meta["tensor"]
+            if meta.dtype.is_floating_point or meta.dtype.is_complex:
+                node.meta["tensor"] = replace(meta, requires_grad=True)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator draws random numbers; of operators outside torch nobody knows."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace not in _KNOWN_NAMESPACES and str(target) not in _KNOWN_OPERATORS:
+        return True
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    values = {a.name: a.default_value for a in target._schema.arguments}
+    values |= dict(zip(values, node.args, strict=False)) | node.kwargs
+    never = any(name in values and values[name] == 0 for name in ("p", "dropout", "dropout_p"))
+    asleep = any(values.get(name) is False for name in ("train", "training"))
+    return not never and not asleep
+
+
+def _inline_subgraphs(graph: fx.Graph) -> None:
+    """Replace `wrap_with_set_grad_enabled` and `wrap_with_autocast` by what they wrap."""
+    module = graph.owning_module
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        name = node.target.name()
+        if name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            continue
+        position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node))
+        body: Any = getattr(module, str(node.args[position].target))
+        settings, args = node.args[:position], node.args[position + 1 :]
+        _inline_subgraphs(body.graph)
+        if name == "wrap_with_autocast":
+            _settle_autocast(body.graph, settings, args)
+        _inline(graph, node, body.graph, args, settings == (False,))
+    for node in list(graph.find_nodes(op="get_attr")):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _settle_autocast(body: fx.Graph, settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+    """Write conversions out; what is left does not change under an autocast further out."""
+    device_type, dtype, enabled, _ = settings
+    for node in filter(is_autograd_call, body.nodes):
+        node.meta.setdefault(AUTOCAST, (device_type, dtype, enabled))
+        node.meta[SETTLED] = True
+    if enabled:
+        placeholders = zip(body.find_nodes(op="placeholder"), args, strict=True)
+        weights = {p for p, a in placeholders if a.meta.get("kind") is Kind.PARAMETER}
+        write_out_autocast(body, device_type, dtype, weights)
+    for node in body.nodes:
+        node.meta[SETTLED] = True
+
+
+def _inline(
+    graph: fx.Graph, call: fx.Node, body: fx.Graph, args: tuple[Any, ...], detached: bool
+) -> None:
+    """Put a body in the place of the call; without gradients, on detached arguments.
+
+    Detached arguments, rather than results: some operators refuse arguments that carry a gradient.
+    """
+    results: tuple[Any, ...] = ()
+    outer = dict(zip(body.find_nodes(op="placeholder"), args, strict=True))
+    with graph.inserting_before(call):
+        env = {p: _detach(graph, a) if detached else a for p, a in outer.items()}
+        for node in body.nodes:
+            if node.op == "output":
+                found = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
+                found = [_same_tensor(n) if isinstance(n, fx.Node) else n for n in found]
+                results = tuple(outer.get(n, env.get(n, n)) for n in found)
+            elif node.op != "placeholder":
+                # No gradient is detached from what it is taken of.
+                whole = is_autograd_call(node) or is_gradient_switch(node)
+                env[node] = graph.node_copy(node, (env | outer if whole else env).__getitem__)
+    for user in list(call.users):
+        if user.target is not operator.getitem:
+            raise AssertionError(f"{user} reads the tuple of {call} as a whole")
+        place = user.args[1]
+        assert isinstance(place, int)
+        user.replace_all_uses_with(results[place])
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _same_tensor(node: fx.Node) -> fx.Node:
+    """What a node returns as it got it, gradient and all, whether gradients are on or not.
+
+    A conversion to what a tensor is already returns that tensor, and a write the one written into.
+    """
+    source = node.args[0] if node.args else None
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(source, fx.Node):
+        return node
+    given, made = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return node
+    same = (given.dtype, given.device, given.stride()) == (made.dtype, made.device, made.stride())
+    copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
+    returned = node.target._schema.returns
+    if (
+        len(returned) == 1
+        and returned[0].alias_info is not None
+        and returned[0].alias_info.is_write
+    ):
+        return _same_tensor(written_by(node)[0])  # not always the first one: `out=`
+    unchanged = str(node.target) in (_CONVERSIONS | _RETURN_THEMSELVES) and same and not copies
+    return _same_tensor(source) if unchanged else node
+
+
+def _detach(graph: fx.Graph, source: Any) -> Any:
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return source
+    node = graph.call_function(aten.detach.default, (source,))
+    node.meta |= {k: v for k, v in source.meta.items() if k in ("val", "stack_trace")}
+    return node
+
+
+def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
+    sources.update(file for file, _ in frames_of(node))
+    where, modules = line_of(node), modules_of(node)
+    value = node.meta.get("val")
+    if node.op != "output":
+        refuse_dynamic_shape(where, value, modules)
+    carries = _carries_gradient(node)
+    kept: dict[str, Any] = {
+        k: node.meta[k] for k in ("kind", "name", "kept", "picks") if k in node.meta
+    }
+    number = memory.number(node, value)
+    tensor = tensor_meta(value, carries or memory.carries(number))
+    node.meta = kept | {
+        "tensor": tensor,
+        "source": where,
+        "module": modules[-1] if modules else "",
+        "memory": number,
+    }
+    if carries and node.op == "call_function":
+        for written in written_by(node):
+            memory.write(written.meta["memory"])
+
+
+def tensor_meta(value: Any, requires_grad: bool) -> Any:
+    """What a node yields, from the fake value that the trace gave it."""
+    if isinstance(value, torch.Tensor):
+        gradient = requires_grad and (value.is_floating_point() or value.is_complex())
+        return TensorMeta(tuple(int(s) for s in value.shape), value.dtype, gradient)
+    if isinstance(value, (tuple, list)):
+        return tuple(tensor_meta(v, requires_grad) for v in value)
+    return None
+
+
+def _carries_gradient(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        return bool(
+            node.meta.get("kind") is Kind.PARAMETER
+            and getattr(node.meta.get("val"), "requires_grad", True)
+        )
+    if str(node.target) in _NO_GRADIENT or node.meta.get(CONSTANT):
+        return False
+    return any(requires_grad(parent.meta.get("tensor")) for parent in node.all_input_nodes)
+
+
+def requires_grad(meta: Any) -> bool:
+    """Whether a gradient flows through a node with this meta."""
+    if isinstance(meta, TensorMeta):
+        return meta.requires_grad
+    return isinstance(meta, tuple) and any(requires_grad(m) for m in meta)
+
+
+def _drop_empty_parts(cat: fx.Node) -> None:
+    """Leave out what `cat` skips, tensors of shape (0,): a key-value cache begins with one."""
+    parts: Any = cat.args[0]
+    kept = [part for part in parts if part.meta["tensor"].shape != (0,)]
+    same_type = len({part.meta["tensor"].dtype for part in parts}) == 1
+    if kept and len(kept) < len(parts) and same_type:
+        cat.args = (kept, *cat.args[1:])
+
+
+def _without_effect(node: fx.Node, written: set[int | None]) -> fx.Node | None:
+    """The argument that a node returns unchanged, or None."""
+    name = str(node.target)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if name == "aten.alias.default" or (name in _COPIES and node.meta["memory"] not in written):
+        return source
+    if name == "aten.detach.default" and not requires_grad(source.meta["tensor"]):
+        return source
+    if name in _DROPOUTS and (node.args[1] == 0 or not node.args[2]):
+        return source
+    same = node.meta.get("tensor") == source.meta.get("tensor")
+    copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
+    if name in _CONVERSIONS and same and not copies:
+        return source
+    return None

@@ -1,0 +1,72 @@
+"""Memory that what a kept module returns shares with what it is given.
+
+When a segment runs, a kept module's results lie in memory of their own. That is the same as in
+eager code unless somebody writes in place into one of two tensors that should share it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from merak.graph.ir.mutation import find_writes
+from merak.graph.trace.opaque.operator import KeptCall, is_kept, operands
+from merak.graph.trace.opaque.probe import CannotKeep
+
+
+def refuse_lost_writes(graph: fx.Graph) -> None:
+    """Find writes that would be seen through a kept module's results, or its other operands.
+
+    Calls beside which there are writes are marked: what they share is looked at when they run.
+
+    Args:
+        graph: a clean graph.
+
+    Raises:
+        CannotKeep: there is one; a module further out may hold the write as well.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last = {
+        memory: max(order[node] for node in writers)
+        for memory, writers in find_writes(graph).writers.items()
+    }
+    for node in graph.nodes:
+        if is_kept(node):
+            _refuse(node, {memory for memory, at in last.items() if at > order[node]})
+
+
+def _refuse(node: fx.Node, written_later: set[int]) -> None:
+    call: KeptCall = node.meta["kept"]
+    places = dict(_memory(node))
+    for i, memory in places.items():
+        if i not in call.written or memory is None:
+            continue
+        if any(place != i and other == memory for place, other in places.items()):
+            raise CannotKeep(
+                call.place.path,
+                "it writes into a tensor that it is called with, of which another one that it is "
+                "called with is a view",
+            )
+    for output, place in call.shared:
+        if {places.get(~output), places.get(place)} & written_later:
+            raise CannotKeep(
+                call.place.path,
+                "it returns a tensor that shares memory with one that it is called with or "
+                "returns, and one of the two is written into later; let it return a clone",
+            )
+    if written_later.intersection(memory for memory in places.values() if memory is not None):
+        node.meta["kept"] = replace(call, watched=True)
+
+
+def _memory(node: fx.Node) -> Iterator[tuple[int, int | None]]:
+    """The memory of every tensor of a call, by its number, and of every result, by ~number."""
+    for i, operand in enumerate(operands(node)):
+        yield i, operand.meta.get("memory")
+    for user in node.users:
+        if user.target is operator.getitem:
+            place = user.args[1]
+            assert isinstance(place, int)
+            yield ~place, user.meta.get("memory")

@@ -1,0 +1,213 @@
+"""What an opaque function or module that loops over a sequence does: found on meta tensors.
+
+Nothing in such a loop depends on values, else it could not be traced either; so nothing is computed
+and no memory taken, however long the sequence.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from merak.core.storages import Storages
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.trace.opaque.buffer_writes import may_write
+from merak.graph.trace.opaque.extrapolate import extrapolated
+from merak.graph.trace.opaque.operator import KeptCall, LoopCost
+from merak.graph.trace.opaque.probe import (
+    CannotKeep,
+    Found,
+    describe,
+    held_tensors,
+    mixed,
+    numpy_state,
+    refuse_held,
+    restore,
+    undisturbed,
+)
+from merak.graph.trace.opaque.run import attributes, invoke
+
+
+def dry_run(call: KeptCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
+    """Call a module on tensors without numbers.
+
+    Args:
+        call: with nothing known of what comes out.
+        metas: of its tensors, those of the module first.
+        device: where it is to run.
+
+    Raises:
+        CannotKeep: it needs numbers, or keeps something, or writes into what it is given.
+    """
+    # A thread of its own: the modes that record a trace belong to the thread that traces.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_dry_run, call, metas, device).result()
+
+
+def _dry_run(call: KeptCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
+    path = call.place.path
+    if call.numbers:
+        raise CannotKeep(path, "it is called with a number that depends on values")
+    assert call.place.module is not None
+    told = ""
+    with undisturbed(call):
+        for mode, where in _modes(call, device):
+            before = attributes(call.place.module)
+            try:
+                with mode:
+                    measure = partial(_measured, call, device=where)
+                    return extrapolated(measure, metas) or measure(metas)
+            except CannotKeep:
+                raise
+            except Exception as error:  # whatever the code does without numbers
+                told = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            finally:
+                restore(call, before)
+    raise CannotKeep(path, f"it fails on tensors without numbers ({told})")
+
+
+def _modes(
+    call: KeptCall, device: torch.device
+) -> Iterator[tuple[AbstractContextManager[Any], torch.device]]:
+    """Meta tensors are ten times as fast as fake ones, and know no mixed precision of a device."""
+    if call.autocast is None:
+        yield nullcontext(), torch.device("meta")
+    yield FakeTensorMode(allow_non_fake_inputs=True), device
+
+
+class _Costs(Storages):
+    """Counts, beside live bytes, what operators do; a hundred thousand of them, so in little time.
+
+    Args:
+        known: as of `Storages`.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        super().__init__(known)
+        self.flops = 0
+        self.kernels = 0
+        self.traffic = 0
+        self._kinds: dict[Any, tuple[bool, Any]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call an operator and count its work; views do none."""
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        kind = self._kinds.get(func)
+        if kind is None:
+            products = flop_registry.get(func.overloadpacket)
+            kind = self._kinds[func] = (func.is_view, products)
+        is_view, products = kind
+        if is_view:
+            return result
+        if products is not None:
+            self.flops += products(*args, **(kwargs or {}), out_val=result)
+        made = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+        for tensor in (*made, *args):
+            if isinstance(tensor, torch.Tensor):
+                self.traffic += tensor.numel() * tensor.itemsize
+        for tensor in made:
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        self.kernels += 1
+        return result
+
+
+def _measured(call: KeptCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
+    tensors = [_empty(meta, device) for meta in metas]
+    versions = [tensor._version for tensor in tensors]
+    with torch.no_grad(), _Costs(tensors) as plain:
+        _called(call, tensors)
+    with torch.set_grad_enabled(call.grad), _Costs(tensors) as costs:
+        result = _called(call, tensors)
+        outputs, found = describe(call, tensors, result)
+        del result
+        forward_bytes = costs.peak_bytes
+        own = {o.untyped_storage()._cdata: o.untyped_storage() for o in outputs if costs.holds(o)}
+        saved_bytes = costs.live_bytes - sum(storage.nbytes() for storage in own.values())
+        before = (costs.kernels, costs.traffic)
+        backward_bytes, always = _backward(costs, tensors, outputs)
+    if any(tensor >= 0 for _, tensor in found.shared):
+        raise CannotKeep(call.place.path, "it returns what it is given")
+    return replace(
+        found,
+        written=_written(call, tensors, versions),
+        saved_bytes=max(0, saved_bytes),
+        flops=plain.flops,
+        always=always,
+        loop=LoopCost(
+            plain_bytes=plain.peak_bytes,
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes,
+            kernels=(plain.kernels, costs.kernels - before[0]),
+            traffic=(plain.traffic, costs.traffic - before[1]),
+        ),
+    )
+
+
+def _empty(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    made = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    return made.requires_grad_(meta.requires_grad)
+
+
+def _called(call: KeptCall, tensors: Sequence[torch.Tensor]) -> Any:
+    """What the module returns; as of `probe`, it must keep nothing and draw with torch alone."""
+    assert call.place.module is not None
+    before, states = held_tensors(call.place.module), (random.getstate(), numpy_state())
+    with mixed(call):
+        result = invoke(call, tensors)
+    if (random.getstate(), numpy_state()) != states:
+        raise CannotKeep(
+            call.place.path,
+            "it draws random numbers with Python's or NumPy's generator; draw with torch",
+        )
+    refuse_held(call, before)
+    return result
+
+
+def _backward(
+    costs: _Costs, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[int, frozenset[int]]:
+    """The most bytes that the backward takes beyond what is there, and which tensors it reaches."""
+    live = [output for output in outputs if output.requires_grad]
+    wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    if not (live and wanted):
+        return 0, frozenset()
+    gradients = [torch.empty_like(output) for output in live]
+    costs.restart()
+    start = costs.live_bytes
+    found = torch.autograd.grad(live, [tensors[i] for i in wanted], gradients, allow_unused=True)
+    reached = (i for i, gradient in zip(wanted, found, strict=True) if gradient is not None)
+    return costs.peak_bytes - start, frozenset(reached)
+
+
+def _written(
+    call: KeptCall, tensors: Sequence[torch.Tensor], versions: Sequence[int]
+) -> tuple[int, ...]:
+    """The buffers that a module writes into.
+
+    Raises:
+        CannotKeep: it writes into what it is called with.
+    """
+    assert call.place.module is not None
+    suspected = may_write(call.place.module)
+    written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
+    if any(i >= len(call.states) for i in written):
+        raise CannotKeep(call.place.path, "it writes into what it is called with")
+    written |= {i for i, names in enumerate(call.states) if suspected.intersection(names)}
+    return tuple(sorted(written))

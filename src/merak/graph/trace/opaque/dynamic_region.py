@@ -1,0 +1,387 @@
+"""Operators on what a model picks by values: together one operator of the graph.
+
+`hidden[mask]` has as many rows as the mask has ones. A trace follows that with a symbol for the
+number, but a graph that is cut, sent and planned has sizes that are known. So all that such tensors
+pass through is one node, from what is picked to where sizes are known again: the last row of each
+sample, the mean, the loss. When a segment runs, these operators run as they were traced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from merak.core.errors import TrainingError
+from merak.graph.ir.mutation import written_by
+from merak.graph.ir.serialize import may_call, pack, unpack
+from merak.graph.trace.explain import refuse_dynamic_shape
+from merak.graph.trace.opaque.operator import pretend_as
+from merak.graph.trace.opaque.out_of_place import write_out_of_place
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_PRODUCTS = frozenset(f"aten.{n}" for n in "linear mm bmm matmul addmm baddbmm".split())
+
+_LIBRARY = torch.library.Library("merak", "FRAGMENT")
+_LIBRARY.define("picked(Tensor[] tensors, str what) -> Tensor[]")
+
+
+def _pretend(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
+    return pretend_as(what, tensors)
+
+
+_LIBRARY.impl("picked", _pretend, "CompositeImplicitAutograd")
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """The operators that a node stands for.
+
+    Args:
+        nodes: their graph, as `merak.graph.ir.serialize` has it; its placeholders are the node's
+        tensors.
+        outputs: sizes of the tensors that it returns.
+        line: of the model's code, where they begin.
+    """
+
+    nodes: tuple[Any, ...]
+    outputs: tuple[tuple[int, ...], ...]
+    line: str
+
+
+class Picking(Enum):
+    """What becomes of sizes that depend on values, where no module around them is kept whole.
+
+    REFUSED: they are refused. ANY: operators on them are gathered. SOME: likewise, and the model
+    may ask whether there is anything, which the trace takes for granted.
+    """
+
+    REFUSED = "refused"
+    ANY = "any"
+    SOME = "some"
+
+
+class SomePicked(TorchFunctionMode):
+    """While active, a trace takes for granted that at least one element is picked everywhere."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Tell the trace so of every size that depends on values."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            sizes: Sequence[Any] = leaf.shape if isinstance(leaf, FakeTensor) else ()
+            for size in sizes:
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    torch._check(size >= 1)
+        return result
+
+
+def is_picks(node: fx.Node) -> bool:
+    """Whether a node stands for operators on what is picked by values."""
+    return node.target is torch.ops.merak.picked.default
+
+
+def calling_picks(picks: Picks) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The function that such an operator becomes when its graph is to run."""
+    forward = fx.GraphModule(torch.nn.Module(), unpack(picks.nodes)).forward
+
+    def picked(tensors: Sequence[torch.Tensor], what: str) -> tuple[torch.Tensor, ...]:
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return tuple(pretend_as(what, tensors))
+        made: tuple[torch.Tensor, ...] = forward(*tensors)
+        if tuple(tuple(one.shape) for one in made) != picks.outputs:
+            raise TrainingError(
+                f"what is made at {picks.line} of the elements that are picked has other sizes for "
+                "these values of the batch than when the model was traced; let its sizes not "
+                "depend on values."
+            )
+        return made
+
+    return picked
+
+
+@may_call
+def _check(holds: bool, line: str) -> None:
+    """What the model, or torch while it is traced, takes for granted of what is picked.
+
+    Raises:
+        TrainingError: it does not hold.
+    """
+    if not holds:
+        raise TrainingError(
+            f"how many elements are picked at {line} does not fit for these values of the batch: "
+            "the model refuses them, or goes another way than the one that was traced; leave such "
+            "batches out, or let the model use torch.where."
+        )
+
+
+def gather_picks(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
+    """Put nodes in the place of operators on sizes that depend on values.
+
+    Args:
+        graph: as exported, without assertions other than on such sizes; changed in place.
+        line_of: the line of the model's code that a node comes from.
+
+    Raises:
+        UntraceableError: what is picked is returned, or written, by the model.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_about_sizes(node) and not written_by(node):
+            graph.erase_node(node)
+    write_out_of_place(graph, _is_open)
+    regions = []
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node not in seen and _is_open(node):
+            regions.append(_region(graph, node))
+            seen |= regions[-1]
+    checks = [r for r in regions if not _leaving(r)]
+    others = _apart([r for r in regions if _leaving(r)])
+    if checks and others:
+        last = others[-1].union(*checks)
+        others = _apart([*others[:-1], last | _between(graph, last)])
+    for region in others or checks:
+        _replace(graph, [node for node in graph.nodes if node in region], line_of)
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Whether a size of what a node yields depends on values."""
+    if node.op != "call_function" or is_picks(node):
+        return False
+    return any(map(_has_symbol, tree_leaves(node.meta.get("val"))))
+
+
+def _has_symbol(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, _SYMBOLS)
+
+
+def _is_about_sizes(node: fx.Node) -> bool:
+    """Whether an operator makes such a size, or reads one, and does not check it."""
+    if node.op != "call_function" or is_assertion(node):
+        return False
+    return _is_open(node) or any(map(_is_open, node.all_input_nodes))
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether a node checks a size that depends on values."""
+    if node.target is not torch.ops.aten._assert_scalar.default:
+        return False
+    read = [n for c in node.all_input_nodes for n in (c, *c.all_input_nodes)]
+    return any(map(_is_open, read)) and not any(map(_is_about_truth, node.all_input_nodes))
+
+
+def _is_about_truth(node: fx.Node) -> bool:
+    """Whether a node asks if a truth lies between 0 and 1, as torch writes down of its own."""
+    is_truth = any(n.target is torch.sym_ite for n in node.all_input_nodes)
+    return is_truth and node.target in (operator.ge, operator.le)
+
+
+def _region(graph: fx.Graph, first: fx.Node) -> set[fx.Node]:
+    """An operator on such sizes, and all that hangs together with it."""
+    inside = {first}
+    while True:
+        grown = inside | _joined(inside)
+        grown |= _between(graph, grown)
+        if grown == inside:
+            return inside
+        inside = grown
+
+
+def _apart(regions: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:
+    """Regions of which none has a node of another one: those that do are one."""
+    found: list[set[fx.Node]] = []
+    for region in regions:
+        shared = [other for other in found if other & region]
+        found = [other for other in found if not other & region]
+        found.append(region.union(*shared))
+    return found
+
+
+def _leaving(inside: Collection[fx.Node]) -> list[fx.Node]:
+    """What of it others read, in order."""
+    return [n for n in inside if any(user not in inside for user in n.users)]
+
+
+def _joined(inside: Iterable[fx.Node]) -> set[fx.Node]:
+    """Who reads what is open in it, and what is open that it reads."""
+    found: set[fx.Node] = set()
+    for node in inside:
+        if _is_open(node):
+            found.update(user for user in node.users if user.op == "call_function")
+        found.update(filter(_is_open, node.all_input_nodes))
+        if node.target is operator.getitem:
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _between(graph: fx.Graph, inside: set[fx.Node]) -> set[fx.Node]:
+    """What reads something of it, and is read by it, in one step or several."""
+    after: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not inside.union(after).isdisjoint(node.all_input_nodes):
+            after.add(node)
+    before: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not inside.union(before).isdisjoint(node.users):
+            before.add(node)
+    return (after & before) - inside
+
+
+def _replace(graph: fx.Graph, inside: list[fx.Node], line_of: Callable[[fx.Node], str]) -> None:
+    members = set(inside)
+    leaving = [n for n in inside if any(user not in members for user in n.users)]
+    read = dict.fromkeys(a for m in inside for a in m.all_input_nodes)
+    given = [node for node in read if node not in members]
+    _refuse(graph, inside, leaving, line_of)
+    call = _call(graph, inside, given, leaving)
+    sizes = tuple(tuple(node.meta["val"].shape) for node in leaving)
+    call.meta["picks"] = Picks(_packed(inside, given, leaving, line_of), sizes, line_of(inside[0]))
+    with graph.inserting_after(call):
+        for number, node in reversed(list(enumerate(leaving))):
+            one = graph.call_function(operator.getitem, (call, number))
+            one.meta = {k: v for k, v in node.meta.items() if k in _TOLD}
+            node.replace_all_uses_with(one, delete_user_cb=lambda user: user not in members)
+    for node in reversed(inside):
+        graph.erase_node(node)
+
+
+_TOLD = ("val", "stack_trace", "nn_module_stack")
+
+
+def _call(
+    graph: fx.Graph, inside: Sequence[fx.Node], given: Sequence[fx.Node], leaving: Sequence[fx.Node]
+) -> fx.Node:
+    """The node itself, behind all that it reads and before all that read it."""
+    last = inside[-1]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    late = _readers(leaving, set(inside))
+    ahead = [node for node in graph.nodes if node in late and order[node] < order[last]]
+    vals = [node.meta["val"] for node in leaving]
+    outputs = [(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in vals]
+    known = _bound(given)
+    what = {"outputs": outputs, "saved": _saved(inside, known), "flops": _flops(inside, known)}
+    with graph.inserting_after(last):
+        call = graph.call_function(torch.ops.merak.picked.default, (list(given), json.dumps(what)))
+    call.meta = {k: v for k, v in inside[0].meta.items() if k in _TOLD} | {"val": tuple(vals)}
+    for node in reversed(ahead):
+        call.append(node)
+    return call
+
+
+def _readers(leaving: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    """Everything outside that depends on it."""
+    found: set[fx.Node] = set()
+    todo = [user for node in leaving for user in node.users]
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in inside:
+            found.add(node)
+            todo += node.users
+    return found
+
+
+def _refuse(
+    graph: fx.Graph,
+    inside: Sequence[fx.Node],
+    leaving: Sequence[fx.Node],
+    line_of: Callable[[fx.Node], str],
+) -> None:
+    """What cannot be one node: it returns open sizes, or its order among writes would change."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    members, first, last = set(inside), order[inside[0]], order[inside[-1]]
+    late = {n for n in _readers(leaving, members) if order[n] < last}
+    moved = [*members, *late]
+    touched = {_storage(n) for m in moved for n in (m, *m.all_input_nodes)} - {None}
+    outer = {_storage(n) for n in graph.nodes if n not in members} - {None}
+    for node in list(graph.nodes)[first : last + 1]:
+        written = {_storage(argument) for argument in written_by(node)}
+        if written & (outer if node in members else touched):
+            refuse_dynamic_shape(line_of(inside[0]), _first_open(inside))
+    for node in leaving:
+        if not isinstance(node.meta["val"], torch.Tensor) or _is_open(node):
+            refuse_dynamic_shape(line_of(node), _first_open(inside))
+
+
+def _first_open(inside: Iterable[fx.Node]) -> Any:
+    values = (leaf for node in inside for leaf in tree_leaves(node.meta.get("val")))
+    return next(v for v in values if isinstance(v, torch.Tensor) and _has_symbol(v))
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def _packed(
+    inside: Sequence[fx.Node],
+    given: Sequence[fx.Node],
+    leaving: Sequence[fx.Node],
+    line_of: Callable[[fx.Node], str],
+) -> tuple[Any, ...]:
+    graph = fx.Graph()
+    env = {node: graph.placeholder(node.name) for node in given}
+    line = line_of(inside[0])
+    for node in inside:
+        if is_assertion(node):
+            graph.call_function(_check, (env[node.all_input_nodes[0]], line_of(node) or line))
+            continue
+        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta = {}
+    graph.output(tuple(env[node] for node in leaving))
+    return pack(graph)
+
+
+# What it may cost at most
+
+
+def _bound(given: Iterable[fx.Node]) -> int:
+    """The most that may be picked: as many as a mask has elements."""
+    vals = [n.meta["val"] for n in given if isinstance(n.meta.get("val"), torch.Tensor)]
+    masks = [v.numel() for v in vals if not v.is_floating_point()]
+    return max(
+        (int(n) for n in masks), default=max((int(s) for v in vals for s in v.shape), default=1)
+    )
+
+
+def _sizes(value: torch.Tensor, known: int) -> tuple[int, ...]:
+    """The sizes of a tensor if so many are picked."""
+    return tuple(_number(size, known) for size in value.shape)
+
+
+def _number(size: int | torch.SymInt, known: int) -> int:
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    found = expression.subs({s: sympy.Integer(known) for s in expression.free_symbols})
+    return int(found) if found.is_Integer else known
+
+
+def _saved(inside: Iterable[fx.Node], known: int) -> int:
+    vals = [leaf for node in inside for leaf in tree_leaves(node.meta.get("val"))]
+    real = [v for v in vals if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    return sum(math.prod(_sizes(v, known)) * v.dtype.itemsize for v in real)
+
+
+def _flops(inside: Iterable[fx.Node], known: int) -> int:
+    total = 0
+    for node in inside:
+        if str(node.target).rpartition(".")[0] in _PRODUCTS:
+            inner = _sizes(node.all_input_nodes[-1].meta["val"], known)[-1]
+            total += 2 * math.prod(_sizes(node.meta["val"], known)) * inner
+    return total

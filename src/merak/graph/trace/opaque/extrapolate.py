@@ -1,0 +1,103 @@
+"""What a long loop does, from what it does over short sequences.
+
+A loop over 4,096 tokens calls a hundred thousand operators, and takes a minute even on tensors
+without numbers. What it takes and returns is a polynomial of the sequence's length where every pass
+does the same: five short lengths show whether it is one, and which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from fractions import Fraction
+
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.trace.opaque.operator import LoopCost
+from merak.graph.trace.opaque.probe import Found
+
+LENGTHS = (16, 32, 48, 64, 80)
+"""Evenly spaced; what works in chunks of 64 or fewer tokens is no polynomial over these."""
+
+Measure = Callable[[Sequence[TensorMeta]], Found]
+"""Runs the loop on operands of some shapes."""
+
+
+def extrapolated(measure: Measure, metas: Sequence[TensorMeta]) -> Found | None:
+    """What a loop does over a long sequence.
+
+    Args:
+        measure: runs it.
+        metas: its operands; which size is the sequence's length is found by trying.
+
+    Returns:
+        As if it had been run; None where no size decides how long it is, or what it does is no
+        polynomial of the length.
+    """
+    sizes = {size for meta in metas for size in meta.shape if size > 2 * LENGTHS[-1]}
+    for length in sorted(sizes):
+        found = _at_lengths(measure, metas, length)
+        if found is not None:
+            made = _polynomial(found, length)
+            if made is not None:
+                return made
+    return None
+
+
+def _at_lengths(measure: Measure, metas: Sequence[TensorMeta], length: int) -> list[Found] | None:
+    found: list[Found] = []
+    for short in LENGTHS:
+        try:
+            found.append(measure([_resized(meta, length, short) for meta in metas]))
+        except Exception:  # whatever the code does with shapes that are not what they should be
+            return None
+        if len(found) == 2 and _kernels(found[1]) - _kernels(found[0]) < LENGTHS[1] - LENGTHS[0]:
+            return None  # not as many passes as that size has elements
+    return found
+
+
+def _resized(meta: TensorMeta, length: int, short: int) -> TensorMeta:
+    return replace(meta, shape=tuple(short if size == length else size for size in meta.shape))
+
+
+def _kernels(found: Found) -> int:
+    assert found.loop is not None
+    return found.loop.kernels[0]
+
+
+def _polynomial(found: Sequence[Found], length: int) -> Found | None:
+    fixed = {(repr(f.result), f.written, f.shared, f.always, len(f.outputs)) for f in found}
+    if len(fixed) > 1:
+        return None
+    numbers = [_value(values, length) for values in zip(*map(_numbers, found), strict=True)]
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers):
+        return None
+    saved_bytes, flops, *rest = known
+    costs, sizes = rest[:7], iter(rest[7:])
+    outputs = tuple(
+        replace(meta, shape=tuple(next(sizes) for _ in meta.shape)) for meta in found[-1].outputs
+    )
+    loop = LoopCost(costs[0], costs[1], costs[2], (costs[3], costs[4]), (costs[5], costs[6]))
+    return replace(found[-1], outputs=outputs, saved_bytes=saved_bytes, flops=flops, loop=loop)
+
+
+def _numbers(found: Found) -> list[int]:
+    assert found.loop is not None
+    *peaks, kernels, traffic = astuple(found.loop)
+    sizes = [size for meta in found.outputs for size in meta.shape]
+    return [found.saved_bytes, found.flops, *peaks, *kernels, *traffic, *sizes]
+
+
+def _value(values: Sequence[int], length: int) -> int | None:
+    """The value at a length by Newton's forward differences; None if the last is not zero."""
+    rows = [list(values)]
+    while len(rows[-1]) > 1:
+        rows.append([b - a for a, b in zip(rows[-1], rows[-1][1:], strict=False)])
+    if rows[-1][0]:
+        return None
+    at = Fraction(length - LENGTHS[0], LENGTHS[1] - LENGTHS[0])
+    total, binomial = Fraction(0), Fraction(1)
+    for order, row in enumerate(rows[:-1]):
+        total += row[0] * binomial
+        binomial *= (at - order) / (order + 1)
+    return int(total) if total.denominator == 1 and total >= 0 else None

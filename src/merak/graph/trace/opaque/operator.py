@@ -1,0 +1,305 @@
+"""Modules kept whole in a graph: one operator that calls the module as eager code does.
+
+The inside of some modules cannot be written down as operators: what runs next, or a size, depends
+there on the numbers in a tensor. Such a module becomes one node. Its operands are the module's
+parameters and buffers and the tensors it is called with; when a segment runs, the module itself is
+called with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.autograd import Function
+
+from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.trace.opaque.functions import FunctionModule, is_function
+
+T = TypeVar("T")
+
+_LIBRARY = torch.library.Library("merak", "FRAGMENT")
+_LIBRARY.define("kept_module(Tensor[] tensors, str what) -> Tensor[]")
+_LIBRARY.define("kept_module_(Tensor(a!)[] written, Tensor[] tensors, str what) -> Tensor[]")
+
+
+class Place:
+    """Where a module is in the user's model; the module itself does not travel to other processes.
+
+    Args:
+        path: of the module.
+        module: itself.
+    """
+
+    def __init__(self, path: str, module: nn.Module | None = None) -> None:
+        self.path = path
+        self.module = module
+
+    def __reduce__(self) -> tuple[type[Place], tuple[str]]:
+        """Only the path is written to disk."""
+        return Place, (self.path,)
+
+    def __deepcopy__(self, memo: Any) -> Place:
+        """A copied graph calls the same module."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCost:
+    """What a call that loops over a sequence costs, found on tensors without numbers.
+
+    Args:
+        plain_bytes: the most that its forward takes at once, outputs included, without a backward.
+        forward_bytes: the same with what the backward needs.
+        backward_bytes: the most that its backward takes beyond that, gradients included.
+        kernels: operators that read or write memory, of its forward and of its backward.
+        traffic: bytes that these read and write.
+    """
+
+    plain_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    kernels: tuple[int, int]
+    traffic: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCall:
+    """One call of a module that is kept whole.
+
+    Its tensors are first those of the module, then those it is called with.
+
+    Args:
+        place: the module.
+        class_name: of the module.
+        why: what in it cannot be traced, and where.
+        states: per tensor of the module, its names in it (several where it is shared).
+        parameters: how many of these are parameters; buffers follow.
+        arguments: (args, kwargs) of its forward, with a `Slot` in the place of every tensor.
+        numbers: slots that are numbers for the module, which others give as tensors.
+        written: which of its tensors it writes into.
+        outputs: the tensors that it returns.
+        shared: (output, tensor) pairs that lie in one memory; the tensor ~n is the output n.
+        modes: train or eval mode of it and its submodules.
+        autocast: (device type, type) of the mixed precision that it runs in; None for none.
+        grad: whether gradients were on where it is called.
+        saved_bytes: what its backward needs, inputs and weights aside.
+        flops: of the matrix products of its forward, for made-up values.
+        watched: whether something is written, after the call, into what it returns or is given.
+        always: which of its tensors get a gradient in every backward.
+        loop: what it costs, where it is opaque for a loop.
+    """
+
+    place: Place
+    class_name: str
+    why: str
+    states: tuple[tuple[str, ...], ...]
+    parameters: int
+    arguments: Any
+    numbers: frozenset[int]
+    written: tuple[int, ...]
+    outputs: tuple[TensorMeta, ...]
+    shared: frozenset[tuple[int, int]]
+    modes: tuple[bool, ...]
+    autocast: tuple[str, torch.dtype] | None
+    grad: bool
+    saved_bytes: int
+    flops: int
+    watched: bool = False
+    always: frozenset[int] = frozenset()
+    loop: LoopCost | None = None
+
+    @property
+    def written_inputs(self) -> tuple[int, ...]:
+        """Which of its tensors that are not the module's own it writes into."""
+        return tuple(i for i in self.written if i >= len(self.states))
+
+
+def call_operator(call: KeptCall, number: int, tensors: Sequence[torch.Tensor]) -> Any:
+    """Record the call in a trace; see `attach`.
+
+    Args:
+        call: what is called.
+        number: of the call in this trace.
+        tensors: its tensors.
+
+    Returns:
+        Its outputs.
+    """
+    outputs = [(meta.shape, str(meta.dtype).removeprefix("torch.")) for meta in call.outputs]
+    what = {"number": number, "outputs": outputs, "saved": call.saved_bytes, "flops": call.flops}
+    if call.loop is not None:
+        what["loop"] = astuple(call.loop)
+    text = json.dumps(what)
+    if not call.written:
+        return torch.ops.merak.kept_module(list(tensors), text)
+    written = [tensors[i] for i in call.written]
+    others = [t for i, t in enumerate(tensors) if i not in call.written]
+    return torch.ops.merak.kept_module_(written, others, text)
+
+
+def attach(module: fx.GraphModule, calls: Sequence[KeptCall]) -> None:
+    """Note at every operator of an exported module which call it is."""
+    for part in module.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            if is_kept(node):
+                *tensors, text = node.args
+                what = json.loads(text)
+                node.meta["kept"] = calls[what.pop("number")]
+                # Without the number, calls of modules that are alike are alike.
+                node.args = (*tensors, json.dumps(what))
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether a node calls a module that is kept whole."""
+    return node.target in (
+        torch.ops.merak.kept_module.default,
+        torch.ops.merak.kept_module_.default,
+    )
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors of a call, in the order of `KeptCall`."""
+    lists: Any = node.args[:-1]
+    return in_order(node.meta["kept"], lists)
+
+
+def in_order(call: KeptCall, lists: Sequence[Sequence[T]]) -> list[T]:
+    """What the operator is given, of which what is written comes first, as `KeptCall` has it."""
+    given = iter(lists[0] if call.written else ())
+    rest = iter(lists[-1])
+    count = sum(map(len, lists))
+    return [next(given) if i in call.written else next(rest) for i in range(count)]
+
+
+def flops_of(node: fx.Node) -> int:
+    """FLOPs of the forward of a module that is kept whole."""
+    return int(json.loads(str(node.args[-1]))["flops"])
+
+
+def saved_bytes_of(node: fx.Node) -> int:
+    """Bytes that the backward of a module that is kept whole needs beside its operands."""
+    return int(json.loads(str(node.args[-1]))["saved"])
+
+
+def loop_of(node: fx.Node) -> LoopCost | None:
+    """What an opaque call costs that loops over a sequence; None for any other."""
+    return _loop(json.loads(str(node.args[-1])))
+
+
+def _loop(what: dict[str, Any]) -> LoopCost | None:
+    if "loop" not in what:
+        return None
+    plain, forward, backward, kernels, traffic = what["loop"]
+    return LoopCost(plain, forward, backward, tuple(kernels), tuple(traffic))
+
+
+def kept_nodes(graph: ModelGraph) -> list[fx.Node]:
+    """The operators that call modules that are kept whole, in order."""
+    parts = (graph.prologue, *graph.segments)
+    return [node for part in parts for node in part.graph.nodes if is_kept(node)]
+
+
+def kept_calls(graph: ModelGraph) -> list[KeptCall]:
+    """The calls of modules that are kept whole, in order."""
+    return [node.meta["kept"] for node in kept_nodes(graph)]
+
+
+def connect(graph: ModelGraph, model: nn.Module) -> None:
+    """Let the operators of a graph that was read from disk call the modules of this model."""
+    for call in kept_calls(graph):
+        path = call.place.path
+        call.place.module = FunctionModule(path) if is_function(path) else model.get_submodule(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What a pretended call takes, in bytes."""
+
+    saved: int
+    forward: int = 0
+    backward: int = 0
+
+
+class _Pretended(Function):
+    """Takes the shapes and the memory of the call, on tensors without numbers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: Sequence[TensorMeta], sizes: _Sizes, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Empty results, and as many saved bytes as the module keeps."""
+        device = tensors[0].device if tensors else torch.device("cpu")
+        made = tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in outputs)
+        plain = (m for m in made if not (m.is_floating_point() or m.is_complex()))
+        ctx.mark_non_differentiable(*plain)
+        ctx.tensors, ctx.sizes = tensors, sizes
+        saved = sizes.saved if any(ctx.needs_input_grad) else 0
+        _take(sizes.forward - saved - sum(m.num_bytes for m in outputs), device)
+        if any(ctx.needs_input_grad):
+            ctx.saved = torch.empty(sizes.saved, dtype=torch.uint8, device=device)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = zip(ctx.tensors, ctx.needs_input_grad[2:], strict=True)
+        made = [torch.empty_like(t) if needed else None for t, needed in wanted]
+        taken = sum(g.nbytes for g in made if g is not None)
+        _take(ctx.sizes.backward - taken, gradients[0].device)
+        return None, None, *made
+
+
+def _take(num_bytes: int, device: torch.device) -> None:
+    """Hold memory for a moment, as what is pretended does."""
+    torch.empty(max(0, num_bytes), dtype=torch.uint8, device=device)
+
+
+def pretend(
+    outputs: Sequence[TensorMeta],
+    saved_bytes: int,
+    tensors: Sequence[torch.Tensor],
+    loop: LoopCost | None = None,
+) -> list[torch.Tensor]:
+    """What the call is on tensors without numbers.
+
+    Args:
+        outputs: what it returns.
+        saved_bytes: what its backward needs beside its operands.
+        tensors: its operands.
+        loop: what it costs, where it loops over a sequence.
+    """
+    if not outputs:
+        return []
+    sizes = _Sizes(saved_bytes)
+    if loop is not None:
+        is_plain = not torch.is_grad_enabled()
+        taken = loop.plain_bytes if is_plain else loop.forward_bytes
+        sizes = _Sizes(0 if is_plain else saved_bytes, taken, loop.backward_bytes)
+    return list(_Pretended.apply(outputs, sizes, *tensors))  # type: ignore[no-untyped-call]
+
+
+def pretend_as(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same by what an operator says of itself."""
+    said = json.loads(what)
+    outputs = [TensorMeta(tuple(s), getattr(torch, d)) for s, d in said["outputs"]]
+    return pretend(outputs, said["saved"], tensors, _loop(said))
+
+
+def _without_writes(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
+    return pretend_as(what, tensors)
+
+
+def _with_writes(
+    written: list[torch.Tensor], tensors: list[torch.Tensor], what: str
+) -> list[torch.Tensor]:
+    return pretend_as(what, [*written, *tensors])
+
+
+_LIBRARY.impl("kept_module", _without_writes, "CompositeImplicitAutograd")
+_LIBRARY.impl("kept_module_", _with_writes, "CompositeImplicitAutograd")

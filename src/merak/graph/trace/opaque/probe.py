@@ -1,0 +1,394 @@
+"""What a module that is kept whole returns: found by calling it on made-up values.
+
+Only the one module is called, on the CPU or where the model is, with values that are as good as
+any: what they decide is checked to be the same for others, and again when the module runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from merak.core.errors import TraceError
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.trace.opaque.buffer_writes import may_write
+from merak.graph.trace.opaque.operator import KeptCall, LoopCost
+from merak.graph.trace.opaque.pytree import NotPlain, flatten
+from merak.graph.trace.opaque.run import attributes, invoke, set_attributes, sharing
+
+_MODULE_CALL = nn.Module._wrapped_call_impl
+_MODULE_GETATTR = nn.Module.__getattr__
+_APPLY = vars(Function)["apply"]
+_MOST_BYTES = 2**30
+"""Weights of more bytes than this are one number seen as many, so that they take no memory."""
+
+
+class CannotKeep(TraceError):
+    """A module that cannot be one operator; the message is a sentence about it.
+
+    Args:
+        path: of the module.
+        why: what is in the way.
+        is_object: whether that is an object that goes in or out, such as a cache.
+    """
+
+    def __init__(self, path: str, why: str, *, is_object: bool = False) -> None:
+        super().__init__(f"{path} cannot be kept whole: {why}")
+        self.path = path
+        self.why = why
+        self.is_object = is_object
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a module does with made-up values.
+
+    Args:
+        result: nested, with slots in the place of tensors.
+        outputs: these tensors.
+        written: which of its tensors it writes into.
+        shared: as of `KeptCall`.
+        saved_bytes: what autograd keeps beside what it is given.
+        flops: of its matrix products.
+        always: as of `KeptCall`.
+        loop: as of `KeptCall`.
+    """
+
+    result: Any
+    outputs: tuple[TensorMeta, ...]
+    written: tuple[int, ...]
+    shared: frozenset[tuple[int, int]]
+    saved_bytes: int = 0
+    flops: int = 0
+    always: frozenset[int] = frozenset()
+    loop: LoopCost | None = None
+
+
+Values = Callable[[TensorMeta, torch.Generator], torch.Tensor]
+"""Makes the values of an input."""
+
+
+def probe(
+    call: KeptCall,
+    metas: Sequence[TensorMeta],
+    real: Mapping[str, torch.Tensor],
+    device: torch.device,
+    modes: Sequence[TorchFunctionMode] = (),
+) -> Found:
+    """Call a module on made-up values.
+
+    Args:
+        call: with nothing known of what comes out.
+        metas: of its tensors, those of the module first.
+        real: parameters and buffers that have numbers already, by name in the module.
+        device: where it is to run.
+        modes: function modes that it is to run in, the outermost first.
+
+    Raises:
+        CannotKeep: it fails on all values that were tried, or what it returns depends on them.
+    """
+    # A thread of its own: the modes that record a trace belong to the thread that traces.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_probe, _Probe(call, metas, real, device, modes)).result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """The arguments of `probe`."""
+
+    call: KeptCall
+    metas: Sequence[TensorMeta]
+    real: Mapping[str, torch.Tensor]
+    device: torch.device
+    modes: Sequence[TorchFunctionMode]
+
+
+def _probe(subject: _Probe) -> Found:
+    path = subject.call.place.path
+    found: list[Found] = []
+    errors: list[Exception] = []
+    with undisturbed(subject.call):
+        for numbers, values in product(_numbers(subject), (_usual, _other, _ones)):
+            try:
+                found.append(_try(subject, values, numbers))
+            except CannotKeep:
+                raise
+            except Exception as error:  # whatever the module's code does with made-up values
+                errors.append(error)
+            if len(found) > 1:
+                break
+    if not found:
+        told = str(errors[0]).strip().partition("\n")[0]
+        raise CannotKeep(path, f"it fails on made-up values ({type(errors[0]).__name__}: {told})")
+    first, *others = found
+    for other in others:
+        if (other.outputs, other.result) != (first.outputs, first.result):
+            raise CannotKeep(path, "what it returns has sizes, or numbers, that depend on values")
+    suspected = may_write(_module(subject.call))
+    written = sorted(
+        {place for one in found for place in one.written}
+        | {i for i, names in enumerate(subject.call.states) if suspected.intersection(names)}
+    )
+    shared = frozenset(pair for one in found for pair in one.shared)
+    most = max(found, key=lambda one: one.flops)
+    return replace(most, written=tuple(written), shared=shared)
+
+
+def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> Found:
+    """Call it twice: alike both times, or it could not run again for a recomputation."""
+    before = attributes(_module(subject.call))
+    try:
+        first, _ = _once(subject, values, numbers)
+        again, found = _once(subject, values, numbers)
+    finally:
+        restore(subject.call, before)
+    if len(first) != len(again) or not all(map(_equal, first, again)):
+        raise CannotKeep(
+            subject.call.place.path,
+            "called twice alike it returns two things: it draws random numbers that torch's seed "
+            "does not decide, or keeps a state outside of its buffers",
+        )
+    return found
+
+
+def _once(
+    subject: _Probe, values: Values, numbers: Mapping[int, Any]
+) -> tuple[list[torch.Tensor], Found]:
+    call = subject.call
+    tensors = _tensors(subject, values, numbers)
+    versions = [tensor._version for tensor in tensors]
+    outside = {t.untyped_storage()._cdata for t in tensors}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in outside:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    before = held_tensors(_module(call))
+    states = (random.getstate(), numpy_state())
+    with (
+        mixed(call),
+        _inside(subject.modes),
+        saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.set_grad_enabled(call.grad),
+        _flop_counter() as counter,
+    ):
+        result = invoke(call, tensors)
+    if (random.getstate(), numpy_state()) != states:
+        raise CannotKeep(
+            call.place.path,
+            "it draws random numbers with Python's or NumPy's generator; draw with torch",
+        )
+    refuse_held(call, before)
+    written = tuple(i for i, t in enumerate(tensors) if t._version != versions[i])
+    outputs, described = describe(call, tensors, result)
+    flops = counter.get_total_flops()
+    saved_bytes = sum(saved.values())
+    return outputs, replace(described, written=written, saved_bytes=saved_bytes, flops=flops)
+
+
+def describe(
+    call: KeptCall, tensors: Sequence[torch.Tensor], result: Any
+) -> tuple[list[torch.Tensor], Found]:
+    """The tensors that a module has returned for others, and what they are."""
+    try:
+        outputs, template = flatten(result)
+    except NotPlain as error:
+        raise CannotKeep(call.place.path, f"it returns a {error}", is_object=True) from error
+    metas = tuple(TensorMeta(tuple(t.shape), t.dtype) for t in outputs)
+    return outputs, Found(template, metas, (), sharing(outputs, tensors))
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Counts without asking in which module: the hooks for that want every graph to be whole."""
+    counter = FlopCounterMode(display=False)
+    everything = nullcontext()
+    everything.parents = {"Global"}  # type: ignore[attr-defined]
+    counter.mod_tracker = everything  # type: ignore[assignment]
+    return counter
+
+
+def held_tensors(module: nn.Module) -> dict[int, str]:
+    """Where a module holds tensors, parameters aside: by their identity."""
+    parts = list(module.modules())
+    found = {
+        id(leaf): f"the attribute {name} of a {type(parts[i]).__name__}"
+        for (i, name), value in attributes(module).items()
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    }
+    return found | {id(buffer): f"the new buffer {n}" for n, buffer in module.named_buffers()}
+
+
+def refuse_held(call: KeptCall, before: Mapping[int, str]) -> None:
+    """A tensor that the module keeps for others, or for its next call, would be missing there."""
+    for number, where in held_tensors(_module(call)).items():
+        if number not in before:
+            raise CannotKeep(
+                call.place.path,
+                f"it keeps a tensor in {where}; register a buffer for it before training, or "
+                "return it",
+            )
+
+
+def restore(call: KeptCall, before: Mapping[tuple[int, str], Any]) -> None:
+    """Give a module that was tried the attributes that it had before."""
+    parts = list(_module(call).modules())
+    for i, name in attributes(_module(call)).keys() - before.keys():
+        del vars(parts[i])[name]
+    set_attributes(parts, before)
+
+
+def _tensors(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    call = subject.call
+    made = []
+    states_bytes = sum(meta.num_bytes for meta in subject.metas[: len(call.states)])
+    for i, meta in enumerate(subject.metas):
+        if i < len(call.states):
+            real = subject.real.get(call.states[i][0])
+            tensor = _state(meta, real, generator, states_bytes > _MOST_BYTES)
+        elif i - len(call.states) in numbers:
+            tensor = torch.tensor(numbers[i - len(call.states)]).to(meta.dtype)
+        else:
+            tensor = values(meta, generator)
+        tensor = tensor.to(subject.device)
+        if meta.requires_grad:
+            tensor.requires_grad_()
+            # Inputs may be written into, which no leaf may.
+            tensor = tensor if i < len(call.states) else tensor.clone()
+        made.append(tensor)
+    return made
+
+
+def _state(
+    meta: TensorMeta, real: torch.Tensor | None, generator: torch.Generator, as_one: bool
+) -> torch.Tensor:
+    """A parameter or buffer: its own numbers, where it has any."""
+    if real is not None and not real.is_meta:
+        return real.detach().clone()
+    if not meta.dtype.is_floating_point:
+        return torch.zeros(meta.shape, dtype=meta.dtype)
+    if as_one:
+        return torch.full((1,) * len(meta.shape), 0.02, dtype=meta.dtype).expand(meta.shape)
+    return (0.02 * torch.randn(meta.shape, generator=generator)).to(meta.dtype)
+
+
+def _usual(meta: TensorMeta, generator: torch.Generator) -> torch.Tensor:
+    """Normal numbers; zeros, which index anything; and truths."""
+    if meta.dtype.is_floating_point or meta.dtype.is_complex:
+        return torch.randn(meta.shape, generator=generator).to(meta.dtype)
+    if meta.dtype is torch.bool:
+        return torch.ones(meta.shape, dtype=torch.bool)
+    return torch.zeros(meta.shape, dtype=meta.dtype)
+
+
+def _other(meta: TensorMeta, generator: torch.Generator) -> torch.Tensor:
+    """Other normal numbers, larger ones; zeros and ones."""
+    if meta.dtype.is_floating_point or meta.dtype.is_complex:
+        torch.randn(meta.shape, generator=generator)
+        return (4 * torch.randn(meta.shape, generator=generator)).to(meta.dtype)
+    return torch.randint(0, 2, meta.shape, generator=generator).to(meta.dtype)
+
+
+def _ones(meta: TensorMeta, generator: torch.Generator) -> torch.Tensor:
+    """Normal numbers; ones, which are sizes as well as indices."""
+    if meta.dtype.is_floating_point or meta.dtype.is_complex or meta.dtype is torch.bool:
+        return _usual(meta, generator)
+    return torch.ones(meta.shape, dtype=meta.dtype)
+
+
+def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
+    """Values of the numbers that it is given: shares of a size first, as for a split."""
+    slots = sorted(subject.call.numbers)
+    if not slots:
+        yield {}
+        return
+    inputs = subject.metas[len(subject.call.states) :]
+    sizes = dict.fromkeys(m.shape[0] for m in inputs if m.shape)
+    for size in sizes:
+        share, more = divmod(size, len(slots))
+        yield {slot: share + (i < more) for i, slot in enumerate(slots)}
+    yield dict.fromkeys(slots, 0)
+    yield dict.fromkeys(slots, 1)
+
+
+@contextmanager
+def undisturbed(call: KeptCall) -> Iterator[None]:
+    """Call the module as eager code would, whatever a trace has put in the place of things."""
+    module = _module(call)
+    forward = vars(module).pop("forward", None)
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(nn.Module, "__call__", _MODULE_CALL))
+        stack.enter_context(patch(nn.Module, "__getattr__", _MODULE_GETATTR))
+        stack.enter_context(patch(Function, "apply", _APPLY))
+        for flag in ("_is_compiling_flag", "_is_exporting_flag"):
+            stack.enter_context(patch(torch.compiler, flag, False))
+        stack.enter_context(torch.random.fork_rng())
+        try:
+            yield
+        finally:
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
+@contextmanager
+def mixed(call: KeptCall) -> Iterator[None]:
+    """The mixed precision that a module runs in."""
+    if call.autocast is None:
+        yield
+        return
+    with torch.autocast(*call.autocast):
+        yield
+
+
+@contextmanager
+def _inside(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Put this thread into modes that another one has entered: entering them twice could undo them.
+
+    Args:
+        modes: the outermost first.
+    """
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.detach(), other.detach(), equal_nan=True)
+
+
+def _module(call: KeptCall) -> nn.Module:
+    assert call.place.module is not None
+    return call.place.module
+
+
+def numpy_state() -> tuple[int, bytes]:
+    """Where NumPy's own generator is."""
+    state = np.random.get_state(legacy=False)["state"]
+    return int(state["pos"]), state["key"].tobytes()

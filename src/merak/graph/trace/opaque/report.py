@@ -1,0 +1,65 @@
+"""What of a model is kept whole, for people to read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.trace.opaque.functions import is_function
+from merak.graph.trace.opaque.operator import kept_nodes, operands
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWhole:
+    """A module that is one operator of the graph.
+
+    Args:
+        module: its path in the model; of a function, "module:name".
+        class_name: of the module, or "function".
+        why: the line of the model that cannot be traced, and what is in the way.
+        parameters: numbers in its parameters, none of which is split.
+        calls: how often the model calls it.
+    """
+
+    module: str
+    class_name: str
+    why: str
+    parameters: int
+    calls: int = 1
+
+
+def report_kept(graph: ModelGraph) -> list[KeptWhole]:
+    """The modules that a graph keeps whole, in order of their first calls."""
+    found: dict[str, KeptWhole] = {}
+    for node in kept_nodes(graph):
+        call = node.meta["kept"]
+        path = call.place.path
+        if path in found:
+            found[path] = replace(found[path], calls=found[path].calls + 1)
+            continue
+        own = operands(node)[: call.parameters]
+        size = sum(math.prod(operand.meta["tensor"].shape) for operand in own)
+        kind = "function" if is_function(path) else call.class_name
+        found[path] = KeptWhole(path, kind, call.why, size)
+    return list(found.values())
+
+
+def kept_lines(kept: Sequence[KeptWhole]) -> Iterator[str]:
+    """The same as lines of text; modules that are alike in all but their place share one."""
+    groups: dict[tuple[str, str], list[KeptWhole]] = {}
+    for one in kept:
+        groups.setdefault((one.class_name, one.why), []).append(one)
+    for (class_name, why), alike in groups.items():
+        first, *others = (one.module for one in alike)
+        more = f" and {len(others)} more" if others else ""
+        size = sum(one.parameters for one in alike)
+        yield (
+            f"kept whole: {first}{more} ({_kind(class_name, size)}): {why}; it runs as plain "
+            "PyTorch, and tensor parallelism does not split it"
+        )
+
+
+def _kind(class_name: str, size: int) -> str:
+    return class_name if class_name == "function" else f"{class_name}, {size:,} parameters"

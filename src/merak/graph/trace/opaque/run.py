@@ -1,0 +1,282 @@
+"""Running a module that is kept whole: its forward, its backward, its writes, its modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+from torch.utils.hooks import BackwardHook
+
+from merak.core.errors import TrainingError
+from merak.graph.trace.opaque.operator import KeptCall, in_order, pretend
+from merak.graph.trace.opaque.pytree import fill, flatten
+
+_NOT_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+def calling(call: KeptCall) -> Callable[..., list[torch.Tensor]]:
+    """The function that a kept operator becomes when its graph is to run."""
+
+    def kept_module(*args: Any) -> list[torch.Tensor]:
+        return run(call, in_order(call, args[:-1]))
+
+    return kept_module
+
+
+def run(call: KeptCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Call the module.
+
+    Args:
+        call: what is called, and how.
+        tensors: its parameters and buffers, and what it is called with.
+
+    Returns:
+        The tensors that it returns. Those it writes into are changed.
+
+    Raises:
+        TrainingError: it does something else than what was found when the model was traced.
+    """
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return pretend(call.outputs, call.saved_bytes, tensors, call.loop)
+    needs_gradient = call.grad and torch.is_grad_enabled()
+    with _autocast(call):
+        if needs_gradient and any(tensor.requires_grad for tensor in tensors):
+            results = list(_Kept.apply(call, *tensors))  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                results = _outcome(call, _separate(call, tensors))
+    for place in reversed(call.written_inputs):
+        tensors[place].copy_(results.pop())
+    return results
+
+
+class _Kept(Function):
+    """The call with a backward of its own, in which the module has its weights again.
+
+    What a module does in the backward may read them: recomputation, reversible layers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: KeptCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the module on leaves of its own, and keep what it made for the backward."""
+        leaves = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
+        before = _attributes(call)
+        with torch.enable_grad():
+            results = _outcome(call, _separate(call, leaves))
+        after = _attributes(call)
+        ctx.call, ctx.leaves, ctx.results = call, leaves, results
+        ctx.attributes = {k: v for k, v in after.items() if before.get(k, ctx) is not v}
+        ctx.set_materialize_grads(False)
+        outputs = tuple(result.detach() for result in results)
+        plain = [o for o in outputs if not (o.is_floating_point() or o.is_complex())]
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run the module's own backward, with its attributes as the forward left them."""
+        pairs = [
+            (result, gradient)
+            for result, gradient in zip(ctx.results, gradients, strict=True)
+            if gradient is not None and result.requires_grad
+        ]
+        call, leaves = ctx.call, ctx.leaves
+        with in_place(call, leaves), _having(call, ctx.attributes), torch.enable_grad():
+            if pairs:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        found = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
+        return None, *found
+
+
+def _separate(call: KeptCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of the inputs that it writes into: autograd must see the write, and the value."""
+    copied = call.written_inputs
+    return [t.clone() if i in copied else t for i, t in enumerate(tensors)]
+
+
+def _outcome(call: KeptCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Call the module; its outputs, and then what it wrote into what it is called with."""
+    versions = [tensor._version for tensor in tensors]
+    results = invoke(call, tensors)
+    path = call.place.path
+    for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+        if tensor._version != version and i not in call.written:
+            raise TrainingError(
+                f"the module {path}, which is kept whole, writes into {_what(call, i)} for these "
+                "values of the batch and did not when the model was traced; let it write there "
+                "always, or make a new tensor."
+            )
+    found, _ = flatten(results)
+    _refuse_other_outputs(call, found)
+    if call.watched and not sharing(found, tensors) <= call.shared:
+        raise TrainingError(
+            f"the module {path}, which is kept whole, returns for these values of the batch what "
+            "shares memory with something that is written into later, and did not when the model "
+            "was traced; let it return a clone."
+        )
+    taken = {t.untyped_storage()._cdata for t in tensors}
+    own = [t.clone() if t.untyped_storage()._cdata in taken else t for t in found]
+    return [*own, *(tensors[i] for i in call.written_inputs)]
+
+
+def sharing(
+    outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> frozenset[tuple[int, int]]:
+    """Pairs of an output and a tensor, or ~number of a later output, that lie in one memory."""
+    places: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        places.setdefault(tensor.untyped_storage()._cdata, []).append(i)
+    found = set()
+    for i, output in reversed(list(enumerate(outputs))):
+        known = places.setdefault(output.untyped_storage()._cdata, [])
+        found |= {(i, place) for place in known}
+        known.append(~i)
+    return frozenset(found)
+
+
+def _refuse_other_outputs(call: KeptCall, found: Sequence[torch.Tensor]) -> None:
+    known = [(meta.shape, meta.dtype) for meta in call.outputs]
+    now = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
+    if now != known:
+        raise TrainingError(
+            f"the module {call.place.path}, which is kept whole, returns {_listed(now)} for these "
+            f"values of the batch and {_listed(known)} when the model was traced; let the sizes of "
+            "what it returns not depend on values."
+        )
+
+
+def invoke(call: KeptCall, tensors: Sequence[torch.Tensor]) -> Any:
+    """What the module returns; buffers that it replaces are written instead."""
+    module = _module(call)
+    inputs = tensors[len(call.states) :]
+    values = [t.item() if i in call.numbers else t for i, t in enumerate(inputs)]
+    args, kwargs = fill(call.arguments, values)
+    with in_place(call, tensors):
+        result = _forward(module, args, kwargs)
+        for names, tensor in zip(call.states, tensors, strict=False):
+            owner, name = _slot(module, names[0])
+            made = owner._buffers.get(name)
+            if made is not None and made is not tensor:
+                tensor.copy_(made.detach())
+    return result
+
+
+def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The module's forward under its backward hooks; those of its forward run around it."""
+    hooks, _ = module._get_backward_hooks()
+    before = module._get_backward_pre_hooks()
+    if not (hooks or before):
+        return module.forward(*args, **kwargs)
+    hook = BackwardHook(module, hooks, before)
+    args = hook.setup_input_hook(args)
+    result = module.forward(*args, **kwargs)
+    return hook.setup_output_hook(result)
+
+
+@contextmanager
+def in_place(call: KeptCall, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, the module has these parameters and buffers, and the modes it was traced in."""
+    module = _module(call)
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    modes = [part.training for part in module.modules()]
+    try:
+        for names, tensor in zip(call.states, tensors, strict=False):
+            for path in names:
+                owner, name = _slot(module, path)
+                slots: Any = owner._parameters if name in owner._parameters else owner._buffers
+                kept.append((slots, name, slots[name]))
+                slots[name] = tensor
+        _train(module, call.modes)
+        with _flat_weights(module):
+            yield
+    finally:
+        _train(module, modes)
+        for slots, name, tensor in reversed(kept):
+            slots[name] = tensor
+
+
+@contextmanager
+def _flat_weights(module: nn.Module) -> Iterator[None]:
+    """Recurrent modules keep a second list of their parameters."""
+    found = [part for part in module.modules() if "_flat_weights_names" in vars(part)]
+    kept = [vars(part)["_flat_weights"] for part in found]
+    try:
+        for part in found:
+            names: Any = part._flat_weights_names
+            vars(part)["_flat_weights"] = [getattr(part, name, None) for name in names]
+        yield
+    finally:
+        for part, weights in zip(found, kept, strict=True):
+            vars(part)["_flat_weights"] = weights
+
+
+def _train(module: nn.Module, modes: Sequence[bool]) -> None:
+    for part, mode in zip(module.modules(), modes, strict=True):
+        part.training = mode
+
+
+def _slot(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    owner, _, name = path.rpartition(".")
+    return module.get_submodule(owner), name
+
+
+def _module(call: KeptCall) -> nn.Module:
+    assert call.place.module is not None, f"{call.place.path} is not connected to a model"
+    return call.place.module
+
+
+def _attributes(call: KeptCall) -> Mapping[tuple[int, str], Any]:
+    return attributes(_module(call))
+
+
+def attributes(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """Everything that a module and its submodules hold beside parameters, buffers and modules."""
+    return {
+        (i, name): value
+        for i, part in enumerate(module.modules())
+        for name, value in vars(part).items()
+        if name not in _NOT_ATTRIBUTES and name != "_flat_weights"
+    }
+
+
+@contextmanager
+def _having(call: KeptCall, wanted: Mapping[tuple[int, str], Any]) -> Iterator[None]:
+    """Inside, the module has the attributes that its forward gave it; others' may have followed."""
+    if not wanted:
+        yield
+        return
+    parts = list(_module(call).modules())
+    now = {key: vars(parts[key[0]]).get(key[1]) for key in wanted}
+    try:
+        set_attributes(parts, wanted)
+        yield
+    finally:
+        set_attributes(parts, now)
+
+
+def set_attributes(parts: Sequence[nn.Module], wanted: Mapping[tuple[int, str], Any]) -> None:
+    """Give modules attributes, past what they do when one is set."""
+    for (i, name), value in wanted.items():
+        vars(parts[i])[name] = value
+
+
+def _autocast(call: KeptCall) -> Any:
+    if call.autocast is None:
+        return nullcontext()
+    device_type, dtype = call.autocast
+    return torch.autocast(device_type, dtype)
+
+
+def _what(call: KeptCall, place: int) -> str:
+    if place < len(call.states):
+        return f"{call.place.path}.{call.states[place][0]}"
+    return f"the tensor number {place - len(call.states)} that it is called with"
+
+
+def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} of {shape}" for shape, dtype in tensors) or "no tensors"

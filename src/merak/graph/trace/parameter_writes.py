@@ -1,0 +1,247 @@
+"""Writes into parameters while a model runs, taken out of its graph: they are done before a step.
+
+A forward that clips its weights, or gives them a norm, does so again and again: once it is done, it
+changes nothing more. So it is the same to do it before the first microbatch, wherever the parameter
+is held, and to leave it out of the segments. What would not be the same is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.errors import TraceError
+from merak.graph.ir.ir import Kind, Settled, TensorMeta
+from merak.graph.ir.mutation import Writes, find_writes, written_by
+
+aten = torch.ops.aten
+
+_RENORM = aten.embedding_renorm_.default
+_ELEMENTWISE = frozenset(
+    f"aten.{name}" for name in ("detach", "alias", "copy_", "to", "_to_copy", "clone")
+)
+_SCALES = (0.01, 1.0, 30.0)
+"""Of the numbers that a write is tried with: small ones, usual ones, and such as need clipping."""
+_ROUNDING = 16.0
+"""Roundings by which what is written a second time may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """What is written into one parameter, and who has to do with it.
+
+    Args:
+        parameter: its placeholder.
+        writers: the operators that write, in order.
+        members: the parameter and all views of it.
+        cone: what the writers depend on and they themselves, in order.
+        order: the place of every node in the graph.
+    """
+
+    parameter: fx.Node
+    writers: tuple[fx.Node, ...]
+    members: tuple[fx.Node, ...]
+    cone: tuple[fx.Node, ...]
+    order: Mapping[fx.Node, int]
+
+    def readers(self) -> Iterator[fx.Node]:
+        """The operators that read the parameter, or a view of it, for anything else."""
+        inside = {*self.cone, *self.members}
+        yield from (user for m in self.members for user in m.users if user not in inside)
+
+    def given(self, kind: Kind) -> list[fx.Node]:
+        """The placeholders of a kind in its cone, the parameter aside."""
+        found = (n for n in self.cone if n.op == "placeholder" and n is not self.parameter)
+        return [node for node in found if node.meta["kind"] is kind]
+
+    def refusal(self, why: str) -> TraceError:
+        """The error of a write that would not be the same before the step."""
+        return TraceError(
+            f"{self.writers[0].meta['source']} writes into the parameter "
+            f"{self.parameter.meta['name']} while the model runs, and {why}, so that stages cannot "
+            "do it in step; write into a buffer, or change the parameter between steps."
+        )
+
+
+def take_out_writes(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> tuple[Settled, ...]:
+    """Take what a model writes into its parameters out of its graph.
+
+    Args:
+        graph: with its meta; changed in place. What only the writes have read is left in it.
+        constants: the tensors in the model's code, by name.
+
+    Raises:
+        TraceError: a write that would not be the same before the step.
+    """
+    writes = find_writes(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    found = [_write_of(memory, writes, order) for memory in writes.writers]
+    own = [write for write in found if write is not None]
+    for write in own:
+        _check(write, writes, constants)
+    settled = tuple(map(_settled, own))
+    for write in own:
+        for writer in reversed(write.writers):
+            writer.replace_all_uses_with(written_by(writer)[0])
+            graph.erase_node(writer)
+    return settled
+
+
+def _write_of(memory: int, writes: Writes, order: Mapping[fx.Node, int]) -> _Write | None:
+    """What is written into some memory, if that is a parameter's."""
+    members, writers = writes.members[memory], writes.writers[memory]
+    sources = [m for m in members if m.op == "placeholder"]
+    if not sources or sources[0].meta["kind"] is not Kind.PARAMETER:
+        return None
+    cone: set[fx.Node] = {sources[0]}
+    todo = list(writers)
+    while todo:
+        node = todo.pop()
+        if node in cone:
+            continue
+        cone.add(node)
+        todo += node.all_input_nodes
+        if node.meta.get("memory") != memory:
+            todo += writes.writers.get(node.meta.get("memory", -1), ())
+    in_order = tuple(sorted(cone, key=order.__getitem__))
+    return _Write(sources[0], tuple(writers), tuple(members), in_order, order)
+
+
+def _check(write: _Write, writes: Writes, constants: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a write that would not be the same before the step."""
+    for writer in write.writers:
+        returns = writer.target._schema.returns  # type: ignore[union-attr]
+        aliases = len(returns) == 1 and returns[0].alias_info is not None
+        if len(written_by(writer)) > 1 or not (aliases and returns[0].alias_info.is_write):
+            raise write.refusal("does more than that with one operator")
+    if others := write.given(Kind.PARAMETER):
+        raise write.refusal(f"what it writes depends on the parameter {others[0].meta['name']}")
+    for buffer in write.given(Kind.BUFFER):
+        if buffer.meta.get("memory") in writes.writers:
+            raise write.refusal(f"what it writes depends on the buffer {buffer.meta['name']}")
+    if any(torch.Tag.nondeterministic_seeded in _tags(node) for node in write.cone):
+        raise write.refusal("what it writes depends on random numbers")
+    depending = _depending(write)
+    for node in depending - {*write.members, *write.writers}:
+        if any(user not in write.cone for user in node.users):
+            raise write.refusal(f"what it computes for that at {node.meta['source']} is read on")
+    if write.given(Kind.COLUMN):
+        _check_lookups(write)
+    else:
+        _check_settles(write, constants)
+
+
+def _tags(node: fx.Node) -> Sequence[torch.Tag]:
+    return node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+
+
+def _depending(write: _Write) -> set[fx.Node]:
+    """The nodes of the cone that depend on the parameter."""
+    found = {write.parameter}
+    for node in write.cone:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _check_lookups(write: _Write) -> None:
+    """Of writes that depend on the batch: those into rows that nobody but their lookups reads."""
+    why = "what it writes depends on the batch"
+    limits = {writer.args[2:] for writer in write.writers}
+    if any(writer.target is not _RENORM for writer in write.writers) or len(limits) > 1:
+        raise write.refusal(why)
+    rows = {writer.args[1] for writer in write.writers}
+    for reader in write.readers():
+        if reader.target is not aten.embedding.default or reader.args[1] not in rows:
+            raise write.refusal(f"{why}, and {reader.meta['source']} reads more than these rows")
+
+
+def _check_settles(write: _Write, constants: Mapping[str, torch.Tensor]) -> None:
+    """Whoever reads the parameter must see what a second run would leave as it is."""
+    places = [write.order[writer] for writer in write.writers]
+    seen = {sum(p < write.order[r] for p in places): r for r in write.readers()}
+    for scale in _SCALES:
+        given = _made_up(write, scale, constants)
+        values = _values(write, given)
+        again = _values(write, {**given, write.parameter: values[-1].clone()})
+        if not _alike(again[-1], values[-1]):
+            raise write.refusal("writes something else every time")
+        for count, reader in seen.items():
+            if not _alike(values[count], values[-1]):
+                raise write.refusal(f"reads it before the last write at {reader.meta['source']}")
+
+
+def _made_up(
+    write: _Write, scale: float, constants: Mapping[str, torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    given = {}
+    for node in (write.parameter, *write.given(Kind.BUFFER)):
+        meta: TensorMeta = node.meta["tensor"]
+        known = constants.get(node.meta["name"])
+        numbers = scale * torch.randn(meta.shape, generator=generator)
+        is_real = meta.dtype.is_floating_point
+        # A coarse type would hide what a write changes by little.
+        dtype = torch.promote_types(meta.dtype, torch.float32) if is_real else meta.dtype
+        given[node] = numbers.to(dtype) if known is None else known.detach().cpu().clone()
+    return given
+
+
+@torch.no_grad()
+def _values(write: _Write, given: Mapping[fx.Node, torch.Tensor]) -> list[torch.Tensor]:
+    """The parameter before the first write, and after each."""
+    env: dict[fx.Node, Any] = {node: value.clone() for node, value in given.items()}
+    values = [env[write.parameter].clone()]
+    for node in write.cone:
+        if node.op != "call_function":
+            continue
+        function: Callable[..., Any] = node.target  # type: ignore[assignment]
+        kwargs = {k: "cpu" if k == "device" else v for k, v in node.kwargs.items()}
+        env[node] = function(*fx.map_arg(node.args, env.get), **fx.map_arg(kwargs, env.get))
+        if node in write.writers:
+            values.append(env[write.parameter].clone())
+    return values
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not other.is_floating_point():
+        return torch.equal(one, other)
+    error = _ROUNDING * torch.finfo(other.dtype).eps
+    return torch.allclose(one, other, rtol=error, atol=error * float(other.abs().max()))
+
+
+def _settled(write: _Write) -> Settled:
+    buffers, columns = write.given(Kind.BUFFER), write.given(Kind.COLUMN)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in (write.parameter, *buffers, *columns):
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in write.cone:
+        if node not in env:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(())
+    return Settled(
+        write.parameter.meta["name"],
+        graph,
+        tuple(node.meta["name"] for node in buffers),
+        tuple(node.meta["name"] for node in columns),
+        not columns and _is_elementwise(write),
+    )
+
+
+def _is_elementwise(write: _Write) -> bool:
+    """Whether every element is written by what it was itself, and numbers that are always so."""
+    shape = write.parameter.meta["tensor"].shape
+    depending = _depending(write)
+    for node in depending - {write.parameter}:
+        name = str(node.target).rpartition(".")[0]
+        known = torch.Tag.pointwise in _tags(node) or name in _ELEMENTWISE
+        operands = [(n.meta["tensor"].shape, n in depending) for n in node.all_input_nodes]
+        if not known or any(s != (shape if own else ()) for s, own in operands):
+            return False
+    return True

@@ -1,0 +1,371 @@
+"""Trace a model without its weights: one graph of ATen operators, the loss inside.
+
+`torch.export` runs the model once on fake tensors, so nothing is allocated and nothing computed;
+what comes out is the operators that one device would run, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from merak.core.errors import TraceError
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.ir.mutation import eliminate_dead_code, settle_writes
+from merak.graph.trace.autograd.calls import AutogradCalls
+from merak.graph.trace.autograd.func_transforms import func_by_autograd
+from merak.graph.trace.branches.conditions import Draws, draws_in_torch
+from merak.graph.trace.branches.host_random import HostDraw, HostDraws, settle_host_draws
+from merak.graph.trace.call import Call, LossFunction, call_model
+from merak.graph.trace.explain import explain
+from merak.graph.trace.exported import Exported, lift
+from merak.graph.trace.fallbacks import trace_keeping
+from merak.graph.trace.modes.autograd_functions import kept_functions, refuse_seen_through
+from merak.graph.trace.modes.constant_values import KnownNumbers
+from merak.graph.trace.modes.ctc_loss import CtcLosses
+from merak.graph.trace.modes.fakes import (
+    eager_masks,
+    fake_batch,
+    fake_weights,
+    kept_attributes,
+    no_draws_in_python,
+    own_attributes,
+    seemingly_eager,
+    unmoved_modules,
+)
+from merak.graph.trace.modes.grad_hooks import TensorHooks, keep_hooked
+from merak.graph.trace.modes.lean_export import unread_left_out
+from merak.graph.trace.modes.metadata_queries import Told
+from merak.graph.trace.modes.packed_sequences import PackedSequences
+from merak.graph.trace.modes.quiet_export import quiet_failures
+from merak.graph.trace.modes.tensor_data import DetachedData
+from merak.graph.trace.modes.value_checks import PassedChecks
+from merak.graph.trace.normalize import clean_graph, slice_neighbours
+from merak.graph.trace.opaque.aliasing import refuse_lost_writes
+from merak.graph.trace.opaque.dynamic_region import Picking, SomePicked
+from merak.graph.trace.opaque.loops import Loops
+from merak.graph.trace.opaque.operator import attach
+from merak.graph.trace.opaque.record import Real, keeping_whole
+from merak.graph.trace.opaque.selection import Keeping
+from merak.graph.trace.parameter_writes import take_out_writes
+from merak.graph.trace.traced import Trace
+from merak.graph.trace.verify import is_without_numbers
+
+
+def trace(
+    model: nn.Module,
+    columns: Mapping[str, TensorMeta],
+    *,
+    loss_fn: LossFunction | None = None,
+    loss_columns: tuple[str, ...] = (),
+    fixed: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+    autocast: torch.dtype | None = None,
+    keeping: Keeping | None = None,
+) -> Trace:
+    """Run the model once on fake tensors and write down its operators.
+
+    Args:
+        model: any module, in the mode (train or eval) to trace; its parameters may be on meta.
+        columns: the batch's tensors by the name of the model's argument, at microbatch shape.
+        loss_fn: `loss_fn(outputs, batch) -> loss`, where the model does not compute a loss itself.
+        loss_columns: columns that go to the loss function alone.
+        fixed: further keyword arguments that are no tensors, passed as they are.
+        device: device type the model will run on; fake tensors claim to be there.
+        autocast: the model's forward runs under torch.autocast with this type, its outputs become
+            float32, and the loss function is outside, as transformers.Trainer has it.
+        keeping: modules to keep whole from the first; gains those that turn out to be necessary.
+
+    Returns:
+        The trace.
+
+    Raises:
+        TraceError: the model's code cannot be traced, naming the line of it that cannot.
+    """
+    device = torch.device((device or torch.device("cpu")).type)
+    casts = None if autocast is None else partial(torch.autocast, device.type, autocast)
+    call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
+
+    keeping = Keeping() if keeping is None else keeping
+    keeping.forget_loops()
+    while True:
+        try:
+            return _traced(model, columns, call, device, keeping)
+        except TraceError as error:
+            function = error.function if isinstance(error, HostDraw) else None
+            if function is not None and function not in call.kept_whole:
+                call = replace(call, kept_whole=(*call.kept_whole, function))
+                continue
+            if type(error) is TraceError:
+                raise
+            # The others are for the way in here alone: users catch, and read, one kind.
+            raise TraceError(str(error)) from error.__cause__
+
+
+def _traced(
+    model: nn.Module,
+    columns: Mapping[str, TensorMeta],
+    call: Call,
+    device: torch.device,
+    keeping: Keeping,
+) -> Trace:
+    """One trace of all that the model may choose to run."""
+
+    def export(answers: tuple[bool, ...], keeping: Keeping) -> Trace:
+        keep_hooked(model, keeping)
+        found = export_model(model, columns, call, device, answers=answers, keeping=keeping)
+        return cleaned(found, columns)
+
+    made = trace_keeping(model, export, keeping)
+    settle_host_draws(made.graph)
+    return made
+
+
+def export_model(
+    model: nn.Module,
+    columns: Mapping[str, TensorMeta],
+    call: Call,
+    device: torch.device,
+    *,
+    symbolic: bool = False,
+    answers: tuple[bool, ...] = (),
+    keeping: Keeping | None = None,
+) -> Exported:
+    """The first half of `trace`.
+
+    Args:
+        model: as of `trace`.
+        columns: as of `trace`.
+        call: how the model is called.
+        device: where fake tensors claim to be.
+        symbolic: write sizes that depend on the batch's down as such, not as numbers.
+        answers: to the choices that the model makes by chance; further ones are False.
+        keeping: modules to keep whole.
+
+    Raises:
+        TraceError: as of `trace`.
+    """
+    names, tied = parameter_names(model)
+    loss_fn = call.loss_fn
+    _refuse_trained_loss(loss_fn)
+    keeping = Keeping() if keeping is None else keeping
+    draws = Draws(answers, keeping.by_batch)
+    runner = _Runner(model, call, draws)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    checks = PassedChecks()
+    real = Real.of(model)
+    host_draws = HostDraws(call.kept_whole)
+    with _traceable(model, columns, mode, device, draws), host_draws.recorded(model):
+        values = fake_batch(columns, mode, device)
+        try:
+            with (
+                no_draws_in_python(model),
+                kept_attributes(model) as replaced,
+                draws,
+                checks,
+                CtcLosses(),
+                PackedSequences() as packed,
+                host_draws,
+                DetachedData(),
+                AutogradCalls() as autograd_calls,
+                SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
+                TensorHooks(),
+                KnownNumbers(),
+                Loops(model, keeping.unrolled),
+                keeping_whole(model, keeping, real, device) as calls,
+                Told(packed),
+            ):
+                program = _export(runner, values, symbolic)
+        except Exception as error:
+            keeping.asks_batch |= draws.asks_batch
+            raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
+                None if isinstance(error, TraceError) else error
+            )
+    _refuse_growing(program, runner.remade)
+    autograd_calls.refuse_left_frozen()
+    checks.tell(are_sizes_checked=keeping.picking is not Picking.REFUSED)
+    attach(program.graph_module, calls)
+    return Exported(
+        program.graph_module.graph,
+        program.graph_signature,
+        program.constants,
+        runner.outputs(),
+        names,
+        tied,
+        replaced,
+        call.columns,
+        len(draws.made),
+        keeping.picking,
+    )
+
+
+@contextmanager
+def _traceable(
+    model: nn.Module,
+    columns: Mapping[str, TensorMeta],
+    mode: FakeTensorMode,
+    device: torch.device,
+    draws: Draws,
+) -> Iterator[None]:
+    """Replace, inside, the model's weights by fake ones, and functions by what a trace records."""
+    with (
+        own_attributes(model),
+        fake_weights(model, mode, device),
+        eager_masks(columns),
+        kept_functions(model),
+        unmoved_modules(),
+        func_by_autograd(),
+        draws_in_torch(model, draws),
+    ):
+        yield
+
+
+def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
+    """The second half of `trace`.
+
+    Args:
+        exported: the first half; its graph is consumed.
+        columns: the batch, as of `trace`.
+
+    Raises:
+        TraceError: as of `trace`.
+    """
+    graph = exported.graph
+    constants = lift(exported)
+    sources = clean_graph(graph, constants, exported.picking)
+    settled = take_out_writes(graph, constants)
+    settle_writes(graph)
+    eliminate_dead_code(graph)
+    slice_neighbours(graph, constants)
+    refuse_seen_through(graph)
+    refuse_lost_writes(graph)
+    names, tied = exported.parameters, exported.tied
+    # What nothing reads may be there without numbers.
+    constants = {n: t for n, t in constants.items() if not is_without_numbers(t)}
+    return Trace(
+        graph=graph,
+        outputs=exported.outputs,
+        parameters=names,
+        tied=tied,
+        constants=constants,
+        columns=dict(columns),
+        sources=sources,
+        num_choices=exported.num_choices,
+        settled=settled,
+    )
+
+
+def _export(
+    runner: _Runner, values: tuple[torch.Tensor, ...], symbolic: bool
+) -> torch.export.ExportedProgram:
+    auto = torch.export.Dim.AUTO
+    sizes = (tuple(dict.fromkeys(range(v.ndim), auto) for v in values),) if symbolic else None
+    try:
+        with quiet_failures(), unread_left_out():
+            return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
+    except TraceError:
+        raise
+    except Exception as error:
+        try:
+            with seemingly_eager(), quiet_failures(), unread_left_out():
+                return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
+        except Exception:
+            raise error from None  # of the two ways, the usual one is told
+
+
+def _call_eagerly(runner: _Runner, values: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
+    with mode:
+        runner(*values)
+
+
+def _refuse_trained_loss(loss_fn: LossFunction | None) -> None:
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise TraceError(
+            f"the loss function {type(loss_fn).__name__} has parameters of its own, which would "
+            "not be trained; make it a part of the model."
+        )
+
+
+def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, str]]:
+    """Every parameter by its first name, and the other names of tied ones (found by identity)."""
+    first: dict[int, str] = {}
+    names: dict[str, TensorMeta] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known == name:
+            shape = tuple(parameter.shape)
+            names[name] = TensorMeta(shape, parameter.dtype, parameter.requires_grad)
+        else:
+            tied[name] = known
+    return names, tied
+
+
+class _Runner(nn.Module):
+    """Calls the model with keyword arguments and returns a flat tuple of named tensors."""
+
+    def __init__(self, model: nn.Module, call: Call, draws: Draws) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+        self.draws = draws
+        self.training = model.training
+        names: list[str] = []
+        self.remade: set[str] = set()
+        # Export undoes what forward sets on a module itself.
+        self.outputs: Callable[[], tuple[str, ...]] = lambda: tuple(names)
+        self.set_outputs: Callable[[Iterable[str]], None] = lambda found: names.__setitem__(
+            slice(None), found
+        )
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch = dict(zip(self.call.columns, values, strict=True))
+        self.draws.restart(values)
+        with _written_buffers(self.model, self.remade):
+            outputs = call_model(self.model, batch, self.call)
+        self.set_outputs(outputs)
+        return (*outputs.values(), *self.draws.made)
+
+
+@contextmanager
+def _written_buffers(model: nn.Module, remade: set[str]) -> Iterator[None]:
+    """Where the model assigns a new tensor to a buffer, write that into the buffer instead.
+
+    One of another shape, or in the place of none, is a table for some shape: each run makes its
+    own.
+    """
+    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
+    yield
+    for path, module, buffers in before:
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if new is old:
+                continue
+            if old is None or new is None or new.shape != old.shape:
+                remade.add(f"{path}.{name}".removeprefix("."))
+            else:
+                old.copy_(new.detach())
+            module._buffers[name] = old
+
+
+def _refuse_growing(program: torch.export.ExportedProgram, remade: set[str]) -> None:
+    """A table that is made anew must not be read as the run before has left it.
+
+    Raises:
+        TraceError: one is.
+    """
+    read = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
+    for spec in program.graph_signature.input_specs:
+        name = (spec.target or "").removeprefix("model.")
+        if name in remade and getattr(spec.arg, "name", "") in read:
+            raise TraceError(
+                f"the buffer {name} is read, and then gets another shape, so that no two steps "
+                "are alike; let it keep its shape."
+            )

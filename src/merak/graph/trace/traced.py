@@ -1,0 +1,39 @@
+"""What a trace yields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from merak.graph.ir.ir import Settled, TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The whole model as one graph, before it is cut.
+
+    Args:
+        graph: ATen operators; placeholders carry `meta["kind"]` and `meta["name"]`; it returns the
+            tuple of the model's tensor outputs.
+        outputs: names of these outputs, in order ("loss" first where there is one).
+        parameters: every parameter of the model, by its first name.
+        tied: other names of a parameter → its first name.
+        constants: tensors the model's code made outside its buffers, by name.
+        columns: the batch it was traced with.
+        sources: files whose code the trace ran through.
+        num_choices: how many choices by chance were answered for it; what they depend on, a truth
+            each, the graph returns after the outputs. `graph.choices` makes them none.
+        settled: what is written into parameters before the graph runs.
+    """
+
+    graph: fx.Graph
+    outputs: tuple[str, ...]
+    parameters: dict[str, TensorMeta]
+    tied: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    columns: dict[str, TensorMeta]
+    sources: frozenset[str] = field(default_factory=frozenset)
+    num_choices: int = 0
+    settled: tuple[Settled, ...] = ()

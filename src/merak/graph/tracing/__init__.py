@@ -1,1 +1,0 @@
-"""From a model and a batch's shapes to one graph of ATen operators."""

@@ -1,0 +1,226 @@
+"""Splits derived from the graph alone: of every architecture, most of a block with few collectives.
+
+Each is checked against one process on all ranks in lockstep, every parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from merak.core.errors import ShardError
+from merak.core.shards import ParameterShard, join, take
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.tensor_parallel.features import Column, Replicate
+from merak.graph.tensor_parallel.placement import Sharded
+from merak.graph.tensor_parallel.report import left_whole
+from merak.graph.tensor_parallel.search.auto_shard import Deriver, Task, derive
+from merak.graph.tensor_parallel.search.cost import FORWARD, Collective, Transfer
+from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.architectures import ARCHITECTURES
+from tests.unit.graph.lockstep import assert_parity
+
+CROSS = {"t5": 4, "bart": 2, "deberta_v2": 2}
+"""Further collectives in the backward: values that several blocks read, once for each block."""
+
+ALONE = {"bert": 1, "roberta": 1, "deberta_v2": 1, "swin": 1}
+"""Layers with no partner, which cost a collective each way for themselves."""
+
+
+def blocks_of(name: str) -> int:
+    """How often a sum over the ranks is needed: once for each attention and feed-forward block."""
+    parallel = {"gpt_neox", "falcon", "falcon_new"}
+    return {"t5": 10, "bart": 10, "swin": 8}.get(name, 2 if name in parallel else 4)
+
+
+def collectives(graph: ModelGraph, weights: dict[str, Sharded], degree: int) -> list[Transfer]:
+    deriver = Deriver(graph.parameters, degree)
+    return [
+        transfer
+        for segment in graph.segments
+        for transfer in deriver(
+            Task(
+                segment,
+                {n: weights[n] for n in segment.parameters if n in weights},
+                frozenset(segment.parameters),
+            )
+        ).transfers
+        if not transfer.of_weights
+    ]
+
+
+def share_split(graph: ModelGraph, weights: dict[str, Sharded], block: str) -> float:
+    sizes = {n: math.prod(m.shape) for n, m in graph.parameters.items() if block in n}
+    return sum(size for n, size in sizes.items() if n in weights) / sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_most_of_a_block_is_split_with_few_collectives(name: str) -> None:
+    graph = cases.traced(ARCHITECTURES[name].build(), ARCHITECTURES[name].batch())
+    for degree in (2, 4):
+        check_split(name, graph, degree)
+
+
+def check_split(name: str, graph: ModelGraph, degree: int) -> None:
+    architecture = ARCHITECTURES[name]
+    weights = derive(graph, Deriver(graph.parameters, degree), {}, frozenset())
+    assert share_split(graph, weights, architecture.block) >= 0.95
+    found = collectives(graph, weights, degree)
+    blocks, alone = blocks_of(name), ALONE.get(name, 0)
+    stem = 1 if architecture.columns == "image" else 0  # pixels need no gradient
+    counts = Counter(transfer.kind in FORWARD for transfer in found)
+    assert counts[True] == blocks + alone + stem
+    assert counts[False] == blocks + alone + CROSS.get(name, 0) + (2 if name == "t5" else 0)
+    assert sum(transfer.kind is Collective.REDUCE for transfer in found) == blocks
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradients_equal_those_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture = ARCHITECTURES[name]
+    assert_parity(architecture.build(), architecture.batch(), None, 2, monkeypatch)
+
+
+def test_identical_segments_are_searched_once() -> None:
+    architecture = ARCHITECTURES["gpt2"]
+    few, many = (
+        cases.traced(architecture.build(n_layer=layers), architecture.batch()) for layers in (3, 9)
+    )
+    answers = []
+    for graph in (few, many):
+        deriver = Deriver(graph.parameters, 2)
+        answers.append(derive(graph, deriver, {}, frozenset()))
+        assert len(deriver._known) == 5  # embedding, attention, two feed-forwards, head
+    assert len(answers[1]) == 3 * len(answers[0])
+
+
+def test_heads_that_do_not_divide_stay_whole_and_the_rest_is_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    architecture = ARCHITECTURES["llama"]
+    changes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+    model = architecture.build(**changes)
+    graph = cases.traced(model, architecture.batch())
+    weights = tensor_parallel(graph, None, 2).weights
+    split = {name.split(".")[3] for name in weights}
+    assert split == {"mlp"}
+    assert_parity(model, architecture.batch(), None, 2, monkeypatch)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_fewer_kv_heads_than_ranks_cost_no_further_collective(
+    kv_heads: int, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture = ARCHITECTURES["llama"]
+    model = architecture.build(num_key_value_heads=kv_heads, attn_implementation=attention)
+    graph = cases.traced(model, architecture.batch())
+    weights = dict(tensor_parallel(graph, None, 4).weights)
+    assert not any("k_proj" in name or "v_proj" in name for name in weights)
+    assert any("q_proj" in name for name in weights)
+    kinds = Counter(transfer.kind for transfer in collectives(graph, weights, 4))
+    assert kinds == {Collective.COPY: 4, Collective.REDUCE: 4}
+    assert_parity(model, architecture.batch(), None, 4, monkeypatch)
+
+
+def test_a_feature_dict_is_kept_to_and_the_rest_derived() -> None:
+    architecture = ARCHITECTURES["llama"]
+    graph = cases.traced(architecture.build(), architecture.batch())
+    features = {"layers.0.mlp.*": Replicate(), "layers.1.mlp.up_proj": Column()}
+    weights = tensor_parallel(graph, features, 2).weights
+    assert not any("layers.0.mlp" in name for name in weights)
+    assert weights["model.layers.1.mlp.down_proj.weight"].dim == 1
+    assert weights["model.layers.0.self_attn.o_proj.weight"].dim == 1
+
+
+def test_a_fused_kv_head_stays_whole_beside_split_queries() -> None:
+    architecture = ARCHITECTURES["falcon"]
+    graph = cases.traced(architecture.build(), architecture.batch())
+    parallel = tensor_parallel(graph, None, 2)
+    name = "transformer.h.0.self_attention.query_key_value.weight"
+    _, shards = parallel(graph.segments[1])
+    assert shards[name] == ParameterShard(0, (64, 8, 8), 2, whole=(1, 2))
+    assert shards[name].ranges(1) == ((32, 64), (64, 72), (72, 80))
+    whole = torch.arange(80.0).reshape(80, 1)
+    shares = [take(whole, shards[name], rank) for rank in range(2)]
+    assert [share.shape[0] for share in shares] == [48, 48]
+    assert torch.equal(join(shares, shards[name]), whole)
+
+
+class Tower(nn.Module):
+    """Layers that no library has: fused halves, a scale per channel, and a lone layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.fused, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
+        self.scale = nn.Parameter(torch.rand(24))
+        self.lone = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).tanh()
+        left, right = self.fused(x).chunk(2, dim=-1)
+        x = x + self.down(left.sigmoid() * right * self.scale)
+        x = torch.nn.functional.layer_norm(self.lone(x), (16,))
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batch = Tower(), {"x": torch.randn(6, 8), "y": torch.randint(3, (6,))}
+    weights = tensor_parallel(cases.traced(model, batch), None, 2).weights
+    assert weights["fused.weight"].parts == (24, 24)
+    assert weights["scale"].parts == (24,)
+    assert {n.partition(".")[0] for n in weights} >= {"fused", "scale", "down", "lone"}
+    assert_parity(model, batch, None, 2, monkeypatch)
+
+
+def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Latent attention writes its keys into memory of their own, from values that every rank makes
+    # whole for its own heads.
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8,
+        qk_nope_head_dim=8, vocab_size=64, first_k_dense_replace=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config)
+    ids = torch.randint(64, (2, 8))
+    assert_parity(model, {"input_ids": ids, "labels": ids}, None, 2, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "vocabulary,split", [(9, "nothing of"), (63, "nothing but the vocabulary of")]
+)
+def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(
+    vocabulary: int, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.Mamba2Config(
+        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=1,
+        vocab_size=vocabulary, chunk_size=8, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Mamba2ForCausalLM(config)
+    ids = torch.randint(vocabulary, (2, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    graph = cases.traced(model, batch)
+    parallel = tensor_parallel(graph, None, 2)
+    assert not any(".layers." in name for name in parallel.weights)
+    assert f"tp=2 splits {split} this model" in str(left_whole(graph, parallel))
+    assert_parity(model, batch, None, 2, monkeypatch)
+
+
+def test_a_degree_that_splits_nothing_says_what_limits_it() -> None:
+    graph = cases.traced(Tower(), {"x": torch.randn(6, 8), "y": torch.randint(3, (6,))})
+    message = (
+        r"tp=7 can split nothing of this model: the outputs of .*fused\.weight into 24, .* pieces "
+        r"at the most; degrees that split something are 1, 2, 3, 4, 6, 8, 12, 16, 24\."
+    )
+    with pytest.raises(ShardError, match=message):
+        tensor_parallel(graph, None, 7)

@@ -1,0 +1,99 @@
+"""Shares of the sequence between split products: gradients of one process, no all-reduce left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core.mesh import Mesh
+from merak.graph.ir.ir import Kind, ModelGraph
+from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
+from merak.ops import collectives
+from merak.ops.collectives import copy_to, reduce_from
+from merak.plan.saved import SegmentMemories
+from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.architectures import ARCHITECTURES
+from tests.unit.graph.lockstep import assert_parity
+
+BLOCKS = {"gpt2": 4, "gpt_neox": 2, "llama": 4, "bert": 4, "t5": 10, "bart": 10}
+
+
+def split(model: nn.Module, columns: dict[str, torch.Tensor], degree: int) -> list[ModelGraph]:
+    """The model on shares of the sequence, and without them."""
+    graph = cases.traced(model, columns)
+    weights = tensor_parallel(graph, None, degree).weights
+    return [shard_model(graph, weights, degree, sequence=s)[0] for s in (True, False)]
+
+
+def all_reduces(graph: ModelGraph) -> int:
+    """All-reduces of activations and of their gradients."""
+    return sum(
+        node.target in (copy_to, reduce_from)
+        and not (source.op == "placeholder" and source.meta["kind"] is Kind.PARAMETER)
+        for segment in graph.segments
+        for node in segment.graph.nodes
+        for source in node.all_input_nodes[:1]
+    )
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_all_reduce_is_left_between_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture = ARCHITECTURES[name]
+    model, columns = architecture.build(), architecture.batch()
+    shared, whole = split(model, columns, 2)
+    assert all_reduces(whole) >= 2 * BLOCKS[name]
+    assert all_reduces(shared) == 0
+    calls = assert_parity(model, columns, None, 2, monkeypatch, sequence=True).num_calls
+    assert calls["scatter_sum"] == BLOCKS[name]
+    assert calls["gather_copied"] >= BLOCKS[name]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "swin", "deberta_v2"])
+def test_what_must_see_whole_sequences_gets_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture = ARCHITECTURES[name]
+    ranks = assert_parity(
+        architecture.build(), architecture.batch(), None, 2, monkeypatch, sequence=True
+    )
+    assert ranks.num_calls["gather_from"] > 1
+
+
+@pytest.mark.parametrize("family,attention", [("gpt2", "eager"), ("bert", "sdpa")])
+def test_dropout_has_the_pattern_of_one_process(
+    family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = cases.build(family, attention, dropout=0.2)
+    assert_parity(model, cases.batch(), None, 4, monkeypatch, sequence=True)
+
+
+@pytest.mark.parametrize("samples,length,shares", [(1, 8, True), (2, 7, True), (1, 7, False)])
+def test_lengths_that_do_not_divide(
+    samples: int, length: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where tokens do not divide, samples may; where neither do, all is whole.
+    ids = torch.randint(cases.VOCABULARY, (samples, length))
+    columns = {"input_ids": ids, "labels": ids}
+    model = cases.build("gpt2", "sdpa", dropout=0.2)
+    calls = assert_parity(model, columns, None, 2, monkeypatch, sequence=True).num_calls
+    assert calls.get("scatter_sum", 0) == (4 if shares else 0)
+    assert calls.get("reduce_from", 0) == (0 if shares else 4)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_what_is_kept_between_the_products_falls_with_the_degree(
+    degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh(1, degree, 1, 0, torch.device("cpu"), None)
+    monkeypatch.setattr(collectives, "current_mesh", lambda: mesh)
+    columns = cases.batch(padded=False)
+    shared, whole = split(cases.build("gpt2", "sdpa", dropout=0.2), columns, degree)
+    # Before a product its input and the statistics of the norm; after it the noise of dropout.
+    between = 4 * cases.BATCH * cases.SEQUENCE * (32 + 2 + 32)
+    memories = SegmentMemories(torch.device("cpu"))
+    for own, other in zip(shared.segments[1:-1], whole.segments[1:-1], strict=True):
+        (value,) = own.outputs
+        assert shared.values[value].num_bytes * degree == whole.values[value].num_bytes
+        saved, before = memories(own).saved_bytes, memories(other).saved_bytes
+        assert before - saved >= between * (degree - 1) // degree

@@ -1,0 +1,208 @@
+"""Gradients that a model takes in its own forward: segments give what eager code gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from merak.core.errors import TraceError
+from merak.graph.segment.build import GraphSource
+from merak.graph.segment.dynamic_shapes import Graphs
+from merak.graph.trace.call import Call, call_model
+from merak.graph.trace.opaque.operator import kept_calls
+from tests.unit.graph import gradient_models as g
+from tests.unit.graph import gradient_parts as parts
+from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
+
+
+def batch_for(*names: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    made = {
+        "x": torch.randn(4, g.WIDTH),
+        "other": torch.randn(4, g.WIDTH),
+        "y": torch.randint(g.CLASSES, (4,)),
+    }
+    return {name: made[name] for name in names}
+
+
+IMAGES = {"x": torch.randn(2, 3, 12, 12), "other": torch.randn(2, 3, 12, 12)}
+PARTICLES = {"x": torch.randn(2, 4, 3), "energy": torch.randn(2), "forces": torch.randn(2, 4, 3)}
+POINTS = {"x": torch.randn(5, 1), "t": torch.randn(5, 1)}
+TRANSFORMS = ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian")
+
+
+def in_float64(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.double() if t.is_floating_point() else t.clone() for n, t in batch.items()}
+
+
+def compare(model: nn.Module, batch: Mapping[str, Tensor], kept: tuple[str, ...] = ()) -> None:
+    """Loss, every gradient and every buffer of two steps, and all outputs in evaluation.
+
+    In float64, where the order in which gradients are added up does not matter.
+    """
+    model = model.double()
+    eager = copy.deepcopy(model).train()
+    call = Call(tuple(batch), {}, None, ())
+    graph = built(model, in_float64(batch))
+    assert tuple(call.place.path for call in kept_calls(graph)) == kept
+    for _ in range(2):
+        model.zero_grad()
+        eager.zero_grad()
+        torch.manual_seed(1)
+        expected = call_model(eager, in_float64(batch), call)["loss"]
+        expected.backward()
+        torch.manual_seed(1)
+        torch.testing.assert_close(Pipeline(graph, model).train(in_float64(batch)), expected)
+    found = gradients_of(model)
+    for name, known in gradients_of(eager).items():
+        gradient = found[name]
+        assert (gradient is None) == (known is None), name
+        torch.testing.assert_close(gradient, known, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+    evaluated = built(model, in_float64(batch), training=False)
+    torch.manual_seed(1)
+    outputs = call_model(eager.eval(), in_float64(batch), call)
+    torch.manual_seed(1)
+    made = Pipeline(evaluated, model).evaluate(in_float64(batch))
+    torch.testing.assert_close(made, {n: t.detach() for n, t in outputs.items()})
+
+
+@pytest.mark.parametrize(
+    "critic",
+    [
+        g.layers(nn.LeakyReLU),
+        g.layers(nn.Sigmoid, drop=0.5),
+        g.layers(nn.Softplus),
+        g.Attends(),
+        g.Deep(),
+        g.Normed(),
+    ],
+    ids=["leaky", "dropout", "softplus", "attention", "blocks", "statistics"],
+)
+def test_a_penalty_on_a_gradient(critic: nn.Module) -> None:
+    compare(g.Penalised(critic), batch_for("x", "other"))
+
+
+def test_a_penalty_on_the_gradient_of_convolutions() -> None:
+    compare(g.Penalised(g.Images()), IMAGES)
+
+
+@pytest.mark.parametrize("model", [g.FastAttack, g.GradAttribute, g.ProjectedAttack])
+def test_an_attack(model: type[nn.Module]) -> None:
+    compare(model(), batch_for("x", "y"))
+
+
+@pytest.mark.parametrize("model", [g.Balanced, g.EveryParameter, g.Adapted])
+def test_gradients_of_parameters(model: type[nn.Module]) -> None:
+    compare(model(), batch_for("x", "y"))
+
+
+def test_forces_from_an_energy() -> None:
+    compare(g.Molecules(), PARTICLES)
+
+
+def test_third_derivatives() -> None:
+    compare(g.Physics(), POINTS)
+
+
+@pytest.mark.parametrize("model", [g.Curved, g.Recomputed, g.Sampled, g.Scaled, g.Edited])
+def test_gradients_of_inputs(model: type[nn.Module]) -> None:
+    compare(model(), batch_for("x"))
+
+
+# torch itself uses what it calls deprecated, in derivatives along tangents.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_a_transform_of_functions(kind: str) -> None:
+    compare(g.Transformed(kind), batch_for("x"))
+
+
+@pytest.mark.parametrize(
+    ("part", "columns"),
+    [(parts.Slopes, ("x",)), (parts.Batched, ("x",)), (parts.Polluting, ("x", "y"))],
+)
+def test_a_part_that_no_operators_can_stand_for_is_kept_whole(
+    part: type[nn.Module], columns: tuple[str, ...]
+) -> None:
+    compare(parts.Around(part()), batch_for(*columns), kept=("part",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("batched", "it takes gradients in batches (is_grads_batched)"),
+        ("parameters", "it calls backward(), which adds to the gradients of the model's own"),
+        ("attribute", "it reads the .grad of a parameter"),
+        ("through", "cannot be written as operators (it goes through energy, which is kept whole)"),
+        ("thaws", "it lets a frozen parameter be trained"),
+        ("freezes", "sets requires_grad of a parameter of the shape (8, 6) to False"),
+    ],
+)
+def test_what_is_refused_names_its_line(kind: str, said: str) -> None:
+    text = message(parts.TopOfForward(kind), batch_for("x"))
+    assert said in text
+    if kind != "freezes":
+        assert f"{parts.__file__}:{line_of(f'# {kind}', parts.__file__)}" in text
+
+
+def test_no_parameter_keeps_a_gradient_of_a_trace() -> None:
+    model = g.Penalised()
+    built(model, batch_for("x", "other"))
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+TABLES: dict[str, Tensor] = {}
+
+
+class Cached(nn.Module):
+    """Keeps a table for all models, outside of any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = g.layers()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if "one" not in TABLES:
+            TABLES["one"] = torch.arange(float(g.WIDTH))
+        return {"loss": self.net(x * TABLES["one"]).mean()}  # reads the table
+
+
+def test_a_constant_without_numbers_is_refused() -> None:
+    TABLES.clear()
+    built(Cached(), batch_for("x"))
+    text = message(Cached(), batch_for("x"))
+    TABLES.clear()
+    assert text.startswith("the model cannot be traced at ")
+    assert f"{__file__}:{line_of('# reads the table')}: " in text
+    assert "a tensor of the shape (6,) that has no numbers" in text
+
+
+def message(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
+    with pytest.raises(TraceError) as caught:
+        built(model, batch)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def line_of(text: str, file: str = __file__) -> int:
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
+
+
+def test_other_shapes_come_from_one_trace() -> None:
+    model = g.Penalised()
+    graphs = Graphs(GraphSource(model), training=True)
+    for rows in (4, 3, 5, 6):
+        batch = {n: torch.cat([t, t])[:rows] for n, t in batch_for("x", "other").items()}
+        graph = graphs(metas(batch))
+        torch.manual_seed(1)
+        expected = model(**batch)["loss"]
+        torch.manual_seed(1)
+        torch.testing.assert_close(Pipeline(graph, model).train(batch), expected.detach())
+    assert graphs._num_traced < 4

@@ -1,0 +1,298 @@
+"""Modules kept whole: their gradients, their writes, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core.errors import TraceError
+from merak.graph.cache.value_file import ValueFile, write_values
+from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.ir.serialize import pack_model, unpack_model
+from merak.graph.program.program import compile_segment
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.trace.opaque import record as kept_record
+from merak.graph.trace.opaque.operator import KeptCall, connect, kept_calls
+from merak.graph.trace.opaque.report import kept_lines, report_kept
+
+COLUMNS = {
+    "x": TensorMeta((6, 8), torch.float32),
+    "labels": TensorMeta((6,), torch.int64),
+}
+
+
+class Branch(nn.Module):
+    """Doubles what is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return 2 * y if y.max() > 0.5 else y
+
+
+class Experts(nn.Module):
+    """Loops over the experts that were chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().squeeze(1)
+            result[rows] = self.experts[number](x[rows]) * weights[rows, None]
+        return result
+
+
+class Range(nn.Module):
+    """Keeps the largest number it has seen, and passes on what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("top", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if x.max() > self.top:
+            self.top = x.detach().max()
+        else:
+            self.top = 0.9 * self.top
+        return x, None
+
+
+class Ranged(nn.Module):
+    """A linear layer and a range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.range = Range()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.range(self.linear(x))
+        return torch.tanh(y)
+
+
+class Writes(nn.Module):
+    """Adds into what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x.clone())
+        x += 1.0 if y.max() > 0.5 else 2.0
+        return y
+
+
+class Written(nn.Module):
+    """Reads what its part has written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.part = Writes()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return self.part(y) * y
+
+
+class Model(nn.Module):
+    """Some blocks, of which one runs twice, and a loss."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + block(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+
+
+def step(model: nn.Module, graph: ModelGraph, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Run the segments, and the backward of the loss, on the model's own tensors."""
+    loss = run(model, graph, batch)[str(graph.loss)]
+    loss.backward()
+    return loss
+
+
+def run(
+    model: nn.Module, graph: ModelGraph, batch: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Run the segments; their outputs."""
+    states = dict(model.named_parameters()) | dict(model.named_buffers()) | graph.constants
+    values = dict(batch)
+    for segment in graph.segments:
+        names = (*segment.parameters, *segment.buffers, *segment.columns, *segment.inputs)
+        function = compile_segment(segment, graph.values).function
+        results = function(*((states | values)[name] for name in names))
+        values.update(zip(segment.outputs, results, strict=True))
+    return values
+
+
+@pytest.mark.parametrize("block", [Branch, Experts, Ranged, Written])
+@pytest.mark.parametrize("scale", [0.01, 5.0])
+def test_gradients_and_buffers_are_those_of_eager_code(
+    block: type[nn.Module], scale: float
+) -> None:
+    torch.manual_seed(0)
+    model = Model(block)
+    eager = copy.deepcopy(model)
+    batch = {"x": scale * torch.randn(6, 8), "labels": torch.randint(0, 3, (6,))}
+    graph = build_graph(GraphSource(model), COLUMNS, training=True)
+    loss = step(model, graph, batch)
+    expected = eager(**batch)["loss"]
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    assert len(kept_calls(graph)) == 3
+    for (name, own), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+        # An expert that nobody chose has no gradient in either.
+        assert (own.grad is None) == (other.grad is None), name
+        if own.grad is not None:
+            torch.testing.assert_close(own.grad, other.grad, msg=name)
+    for own, other in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_only_the_innermost_module_is_kept_and_the_line_is_named() -> None:
+    source = GraphSource(Model(Ranged))
+    build_graph(source, COLUMNS, training=True)
+    assert list(source.keeping.whole) == ["blocks.0.range", "blocks.1.range"]
+    assert "if x.max() > self.top:" in source.keeping.whole["blocks.0.range"]
+
+
+def test_a_graph_that_was_written_down_calls_the_modules_of_the_model_it_is_read_for() -> None:
+    torch.manual_seed(0)
+    model = Model(Branch)
+    graph = build_graph(GraphSource(model), COLUMNS, training=True)
+    batch = {"x": torch.randn(6, 8), "labels": torch.randint(0, 3, (6,))}
+    written = write_values({"graph": pack_model(graph)})
+    read = unpack_model(ValueFile(written)["graph"])
+    assert all(call.place.module is None for call in kept_calls(read))
+    connect(read, model)
+    torch.testing.assert_close(step(model, read, batch), model(**batch)["loss"])
+
+
+class Picks(nn.Module):
+    """Returns as many rows as are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y[y[:, 0] > 0].mean(0) if y.max() > 100.0 else y[y[:, 0] > 0]
+
+
+class Picked(nn.Module):
+    """Hands those rows on to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picks = Picks()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.picks(x).sum()}
+
+
+def test_sizes_that_depend_on_values_are_refused() -> None:
+    columns = {"x": COLUMNS["x"]}
+    with pytest.raises(TraceError, match="picks cannot be kept whole: what it returns has sizes"):
+        build_graph(GraphSource(Picked()), columns, training=True)
+
+
+class Kinds(nn.Module):
+    """Returns numbers without gradients beside others, and does less in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.linear(x) * scale
+        top = y.argmax(-1)
+        if self.training and int(top.max()) > 3:
+            y = y * 1.5
+        return {"y": y, "top": top, "weight": y.detach().softmax(-1), "large": y > 0}
+
+
+class Shares(nn.Module):
+    """One module under two names, called with gradients and without, and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = Kinds()
+        self.again = self.kinds
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.kinds(self.head(x), self.frozen)
+        with torch.no_grad():
+            target = self.again(x, scale=self.frozen)["y"]
+        picked = nn.functional.embedding(found["top"], self.kinds.linear.weight)
+        y = found["y"] + picked * found["weight"] * found["large"]
+        return {"loss": (self.again(y, self.frozen)["y"] - target).square().mean(), "y": y}
+
+
+def test_results_of_every_kind_shared_modules_and_no_grad() -> None:
+    torch.manual_seed(0)
+    model = Shares()
+    eager = copy.deepcopy(model)
+    batch = {"x": torch.randn(6, 8)}
+    source = GraphSource(model)
+    graph = build_graph(source, {"x": COLUMNS["x"]}, training=True)
+    assert [call.grad for call in kept_calls(graph)] == [True, False, True]
+    torch.testing.assert_close(step(model, graph, batch), eager(**batch)["loss"])
+    eager(**batch)["loss"].backward()
+    for (name, own), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, msg=name)
+    evaluated = build_graph(source, {"x": COLUMNS["x"]}, training=False)
+    with torch.no_grad():
+        found = run(model, evaluated, batch)
+        eager.eval()
+        torch.testing.assert_close(found[evaluated.outputs["y"]], eager(**batch)["y"])
+    assert model.training and model.kinds.training
+
+
+def test_what_is_kept_is_reported_once_for_modules_that_are_alike() -> None:
+    graph = build_graph(GraphSource(Model(Experts)), COLUMNS, training=True)
+    first, second = report_kept(graph)
+    assert (first.module, first.class_name, first.calls) == ("blocks.0", "Experts", 2)
+    assert (second.module, second.calls) == ("blocks.1", 1)
+    assert first.parameters == 8 * 3 + 3 + 3 * (8 * 8 + 8)
+    (line,) = kept_lines([first, second])
+    assert line.startswith("kept whole: blocks.0 and 1 more (Experts, 486 parameters): ")
+    assert f"{__file__}:" in line
+    assert "chosen.unique().tolist()" in line
+
+
+def test_of_modules_that_are_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    probe = kept_record.probe
+
+    def counted(call: KeptCall, *others: Any) -> Any:
+        tried.append(call.place.path)
+        return probe(call, *others)
+
+    monkeypatch.setattr(kept_record, "probe", counted)
+    build_graph(GraphSource(Model(Experts)), COLUMNS, training=True)
+    # The first call's argument is the batch, without a gradient; the last two calls are alike.
+    assert tried == ["blocks.0", "blocks.1"]
+    tried.clear()
+    build_graph(GraphSource(Model(Ranged)), COLUMNS, training=True)
+    assert tried == ["blocks.0.range", "blocks.1.range"]  # whose buffers hold numbers of their own
