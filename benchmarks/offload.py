@@ -28,13 +28,13 @@ from merak.core.mesh import current_mesh
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.fitting import simulated
-from merak.engine.layout import EngineOptions
 from merak.engine.ways import Pair
 from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
-from merak.plan.memory import Keeping
-from merak.plan.times import SegmentTimes, load_times, save_times
+from merak.plan.activations.fit import simulated
+from merak.plan.cost.measured_times import SegmentTimes, load_times, save_times
+from merak.plan.layout import EngineOptions
+from merak.plan.memory.model import Keeping
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4
 

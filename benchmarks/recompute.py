@@ -19,16 +19,16 @@ from tools import report
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from merak.core.mesh import Mesh
-from merak.engine.forecast import Forecast
-from merak.engine.layout import EngineOptions, Layout
-from merak.engine.plans import Plans
 from merak.graph.ir.ir import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.weights.empty_weights import empty_weights
+from merak.plan.activations.forecast import Forecast
+from merak.plan.activations.recompute import keep_ratios, paper_ratios, pipeline_costs
 from merak.plan.balance import balance
-from merak.plan.cost import SegmentCost, segment_costs
-from merak.plan.device import preset
-from merak.plan.recompute import keep_ratios, paper_ratios, pipeline_costs
+from merak.plan.cost.device import preset
+from merak.plan.cost.segment_time import SegmentCost, segment_costs
+from merak.plan.layout import EngineOptions, Layout
+from merak.plan.step_plans import Plans
 from merak.schedule.simulate.simulate import simulate
 
 NUM_GPUS, GLOBAL_BATCH, SEQUENCE = 8, 128, 1024

@@ -8,7 +8,7 @@ Five things take turns in one job, and their medians count: steps in line, in ha
 with all-reduces that take no time, which gives T_m, late ends of sleeps and the operators included;
 and one all-reduce by itself: of the whole, which a step in line waits for, and of a half, twice
 which is the formula's T_a. The last columns compare with the paper's formula and with the
-simulator's model (`merak.plan.overlap`).
+simulator's model (`merak.plan.cost.overlap`).
 
 With two GPUs the all-reduces go over NCCL, as fast as the link is, and a kernel of known length
 computes, for T_a ÷ ratio. `--profile` saves a step in halves as a Chrome trace, where the other
@@ -41,7 +41,7 @@ from merak.graph.program.program import HalvedRun, HalvedSegment, SegmentProgram
 from merak.graph.tensor_parallel import features
 from merak.ops import collectives
 from merak.parallel import ParallelModel
-from merak.plan.overlap import Layers
+from merak.plan.cost.overlap import Layers
 
 WIDTH, HIDDEN, SAMPLES = 64, 8, 8
 NAMESPACES, DEVICE, PORT = ("merak0", "merak1"), "veth", 29571

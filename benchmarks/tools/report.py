@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from merak.plan.profile import device_name
+from merak.plan.cost.benchmark import device_name
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

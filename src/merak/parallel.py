@@ -16,11 +16,11 @@ from merak.core.precision import check_autocast
 from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.layout import EngineOptions
 from merak.engine.relief import OPTIMIZER_FIX, explained
 from merak.engine.scaling import MAX_SKIPPED_STEPS, LossScale
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
+from merak.plan.layout import EngineOptions
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def parallelize(
         max_grad_norm: clip the global gradient norm to this.
         autocast: mixed precision: the model runs under torch.autocast with this type, over
             parameters of float32; float16 comes with a loss scale.
-        **options: further fields of `merak.engine.layout.EngineOptions`, such as `schedule`,
+        **options: further fields of `merak.plan.layout.EngineOptions`, such as `schedule`,
             `recompute` and `memory_budget_bytes`.
 
     Returns:

@@ -16,10 +16,10 @@ from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
-from merak.engine.layout import EngineOptions
 from merak.graph.segment.build import GraphSource
-from merak.plan.ledger import Part
-from merak.plan.storages import Storages
+from merak.plan.cost.live_storages import Storages
+from merak.plan.layout import EngineOptions
+from merak.plan.memory.ledger import Part
 
 VOCABULARY, SEQUENCE, BATCH = 64, 24, 2
 

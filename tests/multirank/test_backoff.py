@@ -18,9 +18,9 @@ from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.layout import EngineOptions
 from merak.engine.relief import explain_step
 from merak.graph.segment.build import GraphSource
+from merak.plan.layout import EngineOptions
 from tests.multirank.ranks import RankError
 from tests.multirank.test_schedules import batches, tiny_gpt2
 

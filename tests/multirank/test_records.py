@@ -10,9 +10,9 @@ from merak.core.health.timeouts import extend_timeouts
 from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.layout import EngineOptions
 from merak.engine.records import StepRecord
 from merak.graph.segment.build import GraphSource
+from merak.plan.layout import EngineOptions
 from merak.schedule.ir import Action, Kind
 from merak.schedule.simulate.timeline import measured_timeline
 from tests.multirank.test_schedules import batches, tiny_gpt2

@@ -13,9 +13,9 @@ from merak.core.mesh import init
 from merak.core.shards import join
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.layout import EngineOptions
 from merak.graph.segment.build import GraphSource
-from merak.plan.recompute import Recompute
+from merak.plan.activations.recompute import Recompute
+from merak.plan.layout import EngineOptions
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json
 from tests.multirank.compare import assert_gradients_close

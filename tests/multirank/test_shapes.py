@@ -15,8 +15,8 @@ from merak.core.mesh import init, reset
 from merak.core.shards import join
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.layout import EngineOptions
 from merak.graph.segment.build import GraphSource
+from merak.plan.layout import EngineOptions
 from merak.schedule.registry import build, names
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Layout, gpt2, llama

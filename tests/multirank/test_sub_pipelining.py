@@ -11,14 +11,14 @@ from torch import nn
 
 from merak.core.mesh import init
 from merak.data import signature
-from merak.engine import overlap
 from merak.engine.build import build_engine
-from merak.engine.layout import EngineOptions, Layout
-from merak.engine.plans import Plans
 from merak.graph.program.program import HalvedRun
 from merak.graph.segment.build import GraphSource, build_graph
+from merak.plan import sub_pipelining as overlap
+from merak.plan.cost.measured_times import SegmentTimes
+from merak.plan.layout import EngineOptions, Layout
 from merak.plan.partition import Partition
-from merak.plan.times import SegmentTimes
+from merak.plan.step_plans import Plans
 from merak.schedule.registry import build, names
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, bert, gpt2, llama

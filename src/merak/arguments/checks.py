@@ -17,8 +17,8 @@ from merak.arguments.rules import UNKNOWN, Layout, Policy, problems, refusal
 from merak.arguments.table import ACCELERATOR
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
-from merak.plan.offload import parse_offload
-from merak.plan.recompute import Mode, parse_recompute
+from merak.plan.activations.offload import parse_offload
+from merak.plan.activations.recompute import Mode, parse_recompute
 
 if TYPE_CHECKING:
     from merak.arguments.training import MerakArguments

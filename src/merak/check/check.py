@@ -31,12 +31,12 @@ from merak.check.training import (
 from merak.core.errors import MerakError, PlanError, TraceError
 from merak.core.private_files import read_own_file
 from merak.data import signature
-from merak.engine.plans import Plans
 from merak.graph.cache.value_file import ValueFile, write_values
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.trace.opaque.report import KeptWhole, report_kept
+from merak.plan.step_plans import Plans
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from merak.core.shards import ParameterShard
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.layout import EngineOptions
 from merak.graph.ir.ir import TensorMeta
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.observe import Observed, Observer
 from merak.graph.trace.call import Call, call_model
 from merak.parallel import ParallelModel, split_batch
-from merak.plan.device import preset
+from merak.plan.cost.device import preset
+from merak.plan.layout import EngineOptions
 
 Tensors = dict[str, torch.Tensor]
 

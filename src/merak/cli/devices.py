@@ -6,7 +6,7 @@ import torch
 
 from merak.cli.errors import CommandError
 from merak.core.did_you_mean import near
-from merak.plan.device import PRESETS, DeviceProfile, preset
+from merak.plan.cost.device import PRESETS, DeviceProfile, preset
 
 DEVICES = ("cpu", "cuda")
 USUAL_GPU = "h100-sxm"

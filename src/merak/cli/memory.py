@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from merak.core.mesh import Mesh
-    from merak.plan.optimizer import OptimizerFactory
+    from merak.plan.cost.optimizer_memory import OptimizerFactory
 
 _NO_LIMIT = sys.maxsize
 """A budget that everything fits: the command shows what would not fit here as well."""
@@ -171,9 +171,9 @@ def memory_report(request: Request) -> MemoryReport:
     from merak.cli.devices import planned_device
     from merak.cli.model import check_inner_fields, parse_overrides, resolve_model
     from merak.engine.build import forecast_of
-    from merak.engine.layout import EngineOptions
     from merak.graph.segment.build import GraphSource
     from merak.graph.weights.empty_weights import empty_weights
+    from merak.plan.layout import EngineOptions
 
     device, sheet = planned_device(request.device)
     mesh = _mesh(request, device)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from merak.core.units import size
 
 if TYPE_CHECKING:
-    from merak.engine.forecast import Forecast
-    from merak.plan.copies import Estimate
-    from merak.plan.device import DeviceProfile
-    from merak.plan.memory import RankMemory
+    from merak.plan.activations.forecast import Forecast
+    from merak.plan.activations.offload_time import Estimate
+    from merak.plan.cost.device import DeviceProfile
+    from merak.plan.memory.model import RankMemory
     from merak.schedule.ir import Schedule
 
 
@@ -104,9 +104,9 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
         forecast: of the job.
         cache: where measured speeds of this machine are kept.
     """
-    from merak.engine.fitting import simulated
-    from merak.engine.layout import segment_times, speeds
-    from merak.plan.memory import Keeping
+    from merak.plan.activations.fit import simulated
+    from merak.plan.layout import segment_times, speeds
+    from merak.plan.memory.model import Keeping
 
     layout, kept = forecast.layout, forecast.kept
     sheet = forecast.options.device_profile

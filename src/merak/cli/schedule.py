@@ -14,7 +14,7 @@ import typer
 from merak.cli import options
 from merak.cli.output import show
 from merak.core.errors import ScheduleError
-from merak.plan.overlap import Layers, layer_costs
+from merak.plan.cost.overlap import Layers, layer_costs
 from merak.schedule import registry
 from merak.schedule.costs import Costs, uniform
 from merak.schedule.ir import Schedule

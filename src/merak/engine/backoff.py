@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.core.health.status import phase, waiting_for_first
-from merak.engine.forecast import Forecast
-from merak.engine.layout import Layout
-from merak.engine.plans import Plans
 from merak.engine.programs import Programs
-from merak.engine.recompute import Profile, dear_operators, gigabytes, pp_that_fits
-from merak.engine.waiting import Times
 from merak.graph.program.program import Program
-from merak.plan.dear import Dear
-from merak.plan.recompute import recomputing_stages
+from merak.plan.activations.decide import Profile, dear_operators, gigabytes, pp_that_fits
+from merak.plan.activations.forecast import Forecast
+from merak.plan.activations.offload_spec import Times
+from merak.plan.activations.recompute import recomputing_stages
+from merak.plan.cost.selective_ops import Dear
+from merak.plan.layout import Layout
+from merak.plan.step_plans import Plans
 
 _SHARE_LEFT = 0.9
 """Of the peak with which a position ran out of memory, what it may hold next."""

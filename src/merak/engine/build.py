@@ -16,25 +16,12 @@ from merak.core.mesh import Mesh
 from merak.engine.arrivals import MOST_OPEN_GATHERS, Arrivals, guard
 from merak.engine.backoff import Backoff
 from merak.engine.engine import Engine
-from merak.engine.forecast import Forecast
 from merak.engine.gradients import GradientReducer, fill_buckets, is_low_precision
-from merak.engine.layout import (
-    EngineOptions,
-    Layout,
-    check_stages,
-    partition_segments,
-    segment_times,
-    speeds,
-)
 from merak.engine.offload import Offload
-from merak.engine.overlap import choose_halves, wish_for_halves
 from merak.engine.parts import KeepLess, Parts, Signature
-from merak.engine.plans import Plans
 from merak.engine.programs import Programs, check_max_shapes, num_readers, rewriter
 from merak.engine.progress import Progress
-from merak.engine.recompute import may_change, settle_recompute
 from merak.engine.records import clock_of
-from merak.engine.refusals import refuse_dropping, refuse_hooked, refuse_sharing, refuse_tied
 from merak.engine.relief import Relief
 from merak.engine.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.replicas import reduced_of
@@ -42,8 +29,6 @@ from merak.engine.settling import refuse_settling
 from merak.engine.sharded import Sharded, can_give_up, replace_parameters
 from merak.engine.sparse import warn_densified
 from merak.engine.stage import Stage
-from merak.engine.stage_costs import plans_for_costs
-from merak.engine.summary import summary
 from merak.engine.tied import Leaf, Shared, TiedGradients, find_holders
 from merak.engine.trained import Precision, TrainedParameters
 from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
@@ -55,6 +40,21 @@ from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.graph.weights.materialize import materialize
+from merak.plan.activations.decide import may_change, settle_recompute
+from merak.plan.activations.forecast import Forecast
+from merak.plan.constraints import refuse_dropping, refuse_hooked, refuse_sharing, refuse_tied
+from merak.plan.layout import (
+    EngineOptions,
+    Layout,
+    check_stages,
+    partition_segments,
+    segment_times,
+    speeds,
+)
+from merak.plan.stage_costs import plans_for_costs
+from merak.plan.step_plans import Plans
+from merak.plan.sub_pipelining import choose_halves, wish_for_halves
+from merak.plan.summary import summary
 
 
 def build_engine(

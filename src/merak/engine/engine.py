@@ -26,11 +26,11 @@ from merak.engine.relief import StepGivenUp, agree, explained
 from merak.engine.settling import settle
 from merak.engine.sparse import refuse_sparse_optimizer
 from merak.engine.stage import Microbatch
-from merak.engine.summary import idle_pipeline
 from merak.engine.surroundings import Values
 from merak.engine.trained import TrainedParameters
 from merak.engine.training import TrainingStep, Update
 from merak.graph.program.program import Program
+from merak.plan.summary import idle_pipeline
 
 _EVALUATE_LESS = (
     "use smaller batches to evaluate (per_device_eval_batch_size), or a larger pp or tp"

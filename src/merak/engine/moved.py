@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from merak.engine.layout import Layout
 from merak.engine.parts import Parts
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.program import Program
 from merak.graph.segment.buffer_kinds import written_buffers
+from merak.plan.layout import Layout
 
 
 def find_writers(layout: Layout) -> dict[str, int]:

@@ -9,7 +9,6 @@ import torch
 
 from merak.core.mesh import Mesh
 from merak.engine.gradients import GradientReducer
-from merak.engine.plans import Plans
 from merak.engine.progress import Progress
 from merak.engine.relief import Relief
 from merak.engine.replica_buffers import ReplicaBuffers
@@ -20,6 +19,7 @@ from merak.engine.trained import TrainedParameters
 from merak.engine.transfers import Transfers
 from merak.graph.ir.ir import TensorMeta
 from merak.graph.program.program import Program
+from merak.plan.step_plans import Plans
 
 Signature = tuple[tuple[str, TensorMeta], ...]
 """The columns of a microbatch and what each is, in a fixed order."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
-from merak.engine.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
 from merak.engine.loans import find_loans
 from merak.engine.moved import find_moved, find_writers
 from merak.engine.parts import Signature
@@ -40,6 +39,7 @@ from merak.graph.sub_pipelining.sub_microbatch import samples_of
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Features
 from merak.graph.tensor_parallel.report import left_whole
+from merak.plan.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from merak.core.mesh import Mesh
 from merak.engine.gradients import others_of
-from merak.engine.layout import Layout
 from merak.engine.progress import Progress
 from merak.graph.program.program import Program
 from merak.graph.segment.buffer_kinds import (
@@ -31,6 +30,7 @@ from merak.graph.segment.buffer_kinds import (
     classify_written_buffers,
     written_buffers,
 )
+from merak.plan.layout import Layout
 
 logger = logging.getLogger(__name__)
 

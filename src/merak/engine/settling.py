@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from merak.core.errors import ScheduleError
 from merak.core.shards import ParameterShard, join, take
-from merak.engine.layout import Layout
 from merak.engine.parts import Parts
 from merak.graph.ir.ir import Settled
 from merak.graph.program.codegen import runnable
 from merak.graph.program.program import Program
 from merak.graph.trace.branches.flags import optional_parameters
+from merak.plan.layout import Layout
 
 Batch = Mapping[str, torch.Tensor]
 

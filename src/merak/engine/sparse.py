@@ -19,9 +19,9 @@ from torch import fx
 from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
-from merak.engine.layout import Layout
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.segment.cut import copy_graph
+from merak.plan.layout import Layout
 
 logger = logging.getLogger(__name__)
 

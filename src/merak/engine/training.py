@@ -14,12 +14,12 @@ from merak.engine.exchange import Exchange
 from merak.engine.hollow import Hollow, num_begun
 from merak.engine.microbatches import Microbatches
 from merak.engine.parts import Parts
-from merak.engine.plans import Plan
 from merak.engine.stage import Microbatch
 from merak.engine.surroundings import Values
 from merak.engine.turns import turns_of
 from merak.engine.weights import StashedWeights
 from merak.graph.program.program import SegmentProgram
+from merak.plan.step_plans import Plan
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
 from merak.schedule.steps import (
     Compute,

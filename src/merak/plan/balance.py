@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from merak.core.errors import PlanError
-from merak.plan.critical import CriticalPath, FloatArray, critical_path
+from merak.plan.critical_path import CriticalPath, FloatArray, critical_path
 from merak.plan.partition import Partition
 
 IntArray = NDArray[np.int64]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from merak.cli.main import main
-from merak.plan.device import preset
+from merak.plan.cost.device import preset
 
 TINY = '{"n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}'
 MODEL = ["memory", "--model", "GPT2LMHeadModel", "--config", TINY, "--device", "cpu"]
@@ -16,7 +16,7 @@ MODEL = ["memory", "--model", "GPT2LMHeadModel", "--config", TINY, "--device", "
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("MERAK_CACHE", str(tmp_path))
-    monkeypatch.setattr("merak.engine.layout.measure", lambda *_: preset("a100-80gb"))
+    monkeypatch.setattr("merak.plan.layout.measure", lambda *_: preset("a100-80gb"))
 
 
 def report_of(capsys, *words):

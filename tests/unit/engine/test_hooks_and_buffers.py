@@ -14,8 +14,8 @@ from merak.core.errors import ScheduleError
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.layout import EngineOptions
 from merak.graph.segment.build import GraphSource
+from merak.plan.layout import EngineOptions
 from tests.unit.engine.models import gpt2, text_batch
 
 

@@ -14,10 +14,10 @@ from merak.core.errors import PlanError, ScheduleError, TrainingError
 from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
-from merak.engine.layout import EngineOptions
 from merak.engine.offload import LEAST_BYTES, Offload, Stash, enter
 from merak.graph.segment.build import GraphSource
-from merak.plan.device import preset
+from merak.plan.cost.device import preset
+from merak.plan.layout import EngineOptions
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 from tests.unit.graph.dropped_layers import Skipping
 
@@ -29,7 +29,7 @@ LARGE = LEAST_BYTES // 4
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Measuring the machine takes a second, and here any speeds will do.
-    monkeypatch.setattr("merak.engine.layout.measure", lambda *_: preset("a100-80gb"))
+    monkeypatch.setattr("merak.plan.layout.measure", lambda *_: preset("a100-80gb"))
     mesh.reset()
     mesh.init(device="cpu")
     yield

@@ -11,9 +11,9 @@ from torch import nn
 from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.layout import EngineOptions
 from merak.engine.offload import Offload, Stash
 from merak.graph.segment.build import GraphSource
+from merak.plan.layout import EngineOptions
 
 pytestmark = pytest.mark.gpu
 

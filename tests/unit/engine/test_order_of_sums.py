@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.layout import EngineOptions
 from merak.engine.norms import pipeline_norm
 from merak.graph.segment.build import GraphSource
+from merak.plan.layout import EngineOptions
 
 WIDTH, CPU = 24, torch.device("cpu")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from merak.core.errors import PlanError
-from merak.engine.layout import EngineOptions
-from merak.engine.overlap import wish_for_halves
+from merak.plan.layout import EngineOptions
+from merak.plan.sub_pipelining import wish_for_halves
 
 
 def test_halves_are_refused_on_shares_of_the_sequence() -> None:

@@ -18,10 +18,10 @@ import merak
 from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import forecast_of
-from merak.engine.layout import EngineOptions
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.trace import trace
 from merak.parallel import ParallelModel
+from merak.plan.layout import EngineOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ import torch
 from merak.core.errors import PlanError, ShardError
 from merak.core.mesh import Mesh
 from merak.engine.build import forecast_of
-from merak.engine.layout import EngineOptions
 from merak.graph.ir.ir import TensorMeta
 from merak.graph.segment.build import GraphSource
 from merak.graph.tensor_parallel.features import Column, Row
+from merak.plan.layout import EngineOptions
 from tests.unit.graph.odd_models import Mlp
 
 ONE = Mesh(1, 1, 1, 0, torch.device("cpu"), None)

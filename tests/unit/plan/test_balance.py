@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from merak.core.errors import PlanError
 from merak.plan.balance import balance, iteration_time, min_max
-from merak.plan.critical import critical_path
+from merak.plan.critical_path import critical_path
 from merak.plan.partition import Partition
 from merak.schedule.costs import Link, stage_costs
 from merak.schedule.registry import build

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from merak.graph.ir.ir import ModelGraph, TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque.operator import is_kept, kept_nodes, saved_bytes_of
-from merak.plan.operators import node_work
-from merak.plan.saved import SegmentMemories
+from merak.plan.cost.operators import node_work
+from merak.plan.cost.segment_memory import SegmentMemories
 
 SHAPE = (64, 32)
 

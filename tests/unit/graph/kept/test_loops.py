@@ -25,7 +25,7 @@ from merak.graph.trace.opaque.functions import FunctionModule, function_of, is_f
 from merak.graph.trace.opaque.operator import KeptCall, Place, connect, is_kept, kept_calls
 from merak.graph.trace.opaque.pytree import flatten
 from merak.graph.trace.opaque.report import kept_lines, report_kept
-from merak.plan.saved import SegmentMemories
+from merak.plan.cost.segment_memory import SegmentMemories
 
 SIZE, MOST, LONG = 6, 9, 20
 

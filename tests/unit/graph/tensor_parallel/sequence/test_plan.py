@@ -11,7 +11,7 @@ from merak.graph.ir.ir import Kind, ModelGraph
 from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
 from merak.ops import collectives
 from merak.ops.collectives import copy_to, reduce_from
-from merak.plan.saved import SegmentMemories
+from merak.plan.cost.segment_memory import SegmentMemories
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 from tests.unit.graph.lockstep import assert_parity

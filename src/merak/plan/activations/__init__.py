@@ -1,0 +1,1 @@
+"""Activations: which are saved, recomputed or offloaded, so that each stage fits its device."""

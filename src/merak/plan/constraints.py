@@ -1,0 +1,133 @@
+"""Layouts that a model or its schedule does not allow, each with its sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from torch import nn
+
+from merak.core.errors import ScheduleError
+from merak.engine.tied import find_holders
+from merak.graph.trace.branches.flags import optional_parameters
+from merak.plan.layout import EngineOptions, Layout
+from merak.schedule.ir import Kind, Schedule
+
+
+def refuse_sharing(schedule: Schedule, zero: int) -> None:
+    """An optimizer can be shared where all replicas of a stage have the same weights.
+
+    Args:
+        schedule: that of a step.
+        zero: what replicas share.
+
+    Raises:
+        ScheduleError: the schedule keeps other copies.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ScheduleError(f"zero={zero} is not a choice; use 0, 1, 2 or 3.")
+    if zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
+        raise ScheduleError(
+            f"zero={zero} shares the optimizer among the replicas of a stage, but "
+            f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
+            "zero=0, or a schedule such as '1f1b'."
+        )
+    splits = any(a.kind is Kind.WEIGHT_GRADIENT for own in schedule.actions for a in own)
+    if zero == 3 and splits:
+        raise ScheduleError(
+            f"zero=3 frees a segment's parameters when its backward ends, but schedule="
+            f"{schedule.name!r} computes gradients of weights later; use zero=2, or a schedule "
+            "such as '1f1b'."
+        )
+
+
+def refuse_tied(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
+    """Stages that are updated at different times cannot hold one parameter between them.
+
+    Args:
+        layout: the model, laid out over such stages.
+        owners: stages that read a parameter, by its name.
+
+    Raises:
+        ScheduleError: two stages read one.
+    """
+    for name, stages in owners.items():
+        if len(stages) > 1:
+            raise ScheduleError(
+                f"schedule={layout.schedule.name!r} updates stages at different times, but stages "
+                f"{', '.join(map(str, sorted(stages)))} share the parameter {name!r}; use a "
+                "synchronous schedule such as '1f1b', or a model without tied weights."
+            )
+
+
+def refuse_hooked(
+    model: nn.Module, layout: Layout, options: EngineOptions, split: Container[str], halves: bool
+) -> None:
+    """A hook on a parameter's gradient is called where autograd gives the parameter a whole one.
+
+    Args:
+        model: the model before its parameters are laid out.
+        layout: as it is laid out.
+        options: how it is run.
+        split: names of the parameters of which this rank holds a share.
+        halves: whether microbatches run in halves.
+
+    Raises:
+        ScheduleError: there is a hook, and a parameter that would not.
+    """
+    for name, parameter in model.named_parameters():
+        if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            continue
+        reason = _why_unhooked(name, layout, options)
+        if parameter.is_meta:
+            reason = "gets its numbers in another tensor; register it once the model has weights"
+        if name in split:
+            reason = f"is split over tp; give it Replicate() in the feature dict: {name}"
+        if halves:
+            reason = "gets it in two halves; use sub_pipelining='off'"
+        if reason:
+            raise ScheduleError(f"{name} has a hook on its gradient, but it {reason}.")
+
+
+def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
+    schedule = layout.schedule
+    if sum(name in segment.parameters for segment in layout.graph.segments) > 1:
+        return "is read by several segments, which sum what they give; do it in the model"
+    if options.zero == 3:
+        return "is held in shares under zero=3; use zero=2"
+    if not schedule.is_synchronous or layout.plans.splits_backwards:
+        return f"is computed apart under schedule={schedule.name!r}; use '1f1b'"
+    return ""
+
+
+def refuse_dropping(layout: Layout, zero: int) -> None:
+    """What a step may leave out has parameters without a gradient; not every layout can do that.
+
+    Args:
+        layout: the model, laid out.
+        zero: what replicas share.
+
+    Raises:
+        ScheduleError: the layout cannot.
+    """
+    optional = {s.index: frozenset(optional_parameters(s)) for s in layout.graph.segments}
+    if not any(optional.values()):
+        return
+    if zero == 3:
+        raise ScheduleError(
+            "zero=3 sums the gradients of a segment alike on all replicas, but the model drops "
+            "layers by chance, or has modules that use their parameters for some values alone "
+            "(kept whole), each replica its own; use zero=2, or switch the dropping off in the "
+            "model's config."
+        )
+    if not layout.schedule.is_synchronous:
+        return
+    always = {n for s in layout.graph.segments for n in s.parameters if n not in optional[s.index]}
+    for pipe in range(len(layout.schedule.pipes)):
+        for name, holders in find_holders(layout.readers(pipe)).items():
+            if len(holders) > 1 and name not in always:
+                raise ScheduleError(
+                    f"the parameter {name!r} is shared by layers at pipeline positions "
+                    f"{', '.join(str(h.rank) for h in reversed(holders))}, all of which a step "
+                    "may leave out, by chance or by the values of a batch; use pp=1, or switch the "
+                    "dropping off in the model's config."
+                )

@@ -1,0 +1,173 @@
+"""The speeds of the device at hand, measured in about a second and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from merak.core.errors import PlanError
+from merak.core.private_files import private_folder
+from merak.graph.cache.cache import warn_unusable
+from merak.plan.cost.device import DeviceProfile, from_json, to_json
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_PER_FIGURE = 0.12
+_ROUNDS = 7
+
+
+def measure(device: torch.device | str, cache_dir: Path | None = None) -> DeviceProfile:
+    """Measure a device, or read what an earlier call measured on this machine.
+
+    Two measurements differ by a few percent. Ranks that must come to the same plan share one:
+    measure on one rank and send the profile to the others.
+
+    Args:
+        device: "cpu", or a GPU that torch sees.
+        cache_dir: folder for measured profiles; None neither reads nor writes one.
+
+    Returns:
+        Speeds with the number of threads that torch uses now.
+
+    Raises:
+        PlanError: a device type other than "cpu" and "cuda", or a file that is no profile.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise PlanError(f"device={str(device)!r} cannot be measured; use 'cpu' or 'cuda'.")
+    if cache_dir is None:
+        return _measure(device)
+    path = cache_dir / f"profile-{_machine_key(device)}.json"
+    try:
+        kept = path.read_text()
+    except OSError:
+        kept = None
+    if kept is not None:
+        return from_json(kept, str(path))
+    profile = _measure(device)
+    try:
+        _write_whole(path, to_json(profile))
+    except OSError as error:
+        warn_unusable(cache_dir, error.strerror or str(error))
+    else:
+        logger.info("Measured %s; kept in %s", profile.name, path)
+    return profile
+
+
+def _machine_key(device: torch.device) -> str:
+    """What a measurement depends on."""
+    machine = (device.type, device_name(device), torch.__version__, str(torch.get_num_threads()))
+    parts = [
+        *machine,
+        *DeviceProfile.__slots__,
+    ]  # which another version of Merak may have others of
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def device_name(device: torch.device) -> str:
+    """The device's model, as its driver or the operating system calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that other processes see whole or not at all; the last writer wins."""
+    private_folder(path.parent)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def _measure(device: torch.device) -> DeviceProfile:
+    on_gpu = device.type == "cuda"
+    dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if on_gpu else [])]
+    size = 4096 if on_gpu else 512
+    rates = {}
+    for dtype in dtypes:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        rates[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / _seconds(device, a.mm, b)
+    large = torch.randn((16 if on_gpu else 1) * 2**24, device=device)
+    copy = torch.empty_like(large)
+    small = torch.randn(2**22 if on_gpu else 2**14, device=device)
+    one = torch.zeros(1, device=device)
+    # Of a GPU's, a part: torch never gives pinned memory back.
+    part = large[: large.numel() // (8 if on_gpu else 1)]
+    overhead_s = _seconds(device, one.add, 1.0)
+    function_s = _seconds(device, torch.nn.functional.gelu, small)
+    random_s = _seconds(device, small.bernoulli_, 0.9)
+    return DeviceProfile(
+        name=device_name(device),
+        device_type=device.type,
+        flops_per_s=MappingProxyType(rates),
+        memory_bytes_per_s=2 * large.nbytes / _seconds(device, copy.copy_, large),
+        functions_per_s=small.numel() / max(function_s - overhead_s, overhead_s),
+        randoms_per_s=small.numel() / max(random_s - overhead_s, overhead_s),
+        overhead_s=overhead_s,
+        host_bytes_per_s=part.nbytes / _seconds(device, _both_ways(part, copy[: len(part)])),
+    )
+
+
+def _both_ways(large: torch.Tensor, copy: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Copies a tensor to pinned host memory, and meanwhile as much back into another."""
+    on_gpu = large.device.type == "cuda"
+    out, back = (torch.empty(large.shape, pin_memory=on_gpu) for _ in range(2))
+    if not on_gpu:
+        return lambda: back.copy_(large)
+    ways = [torch.cuda.Stream(large.device) for _ in range(2)]
+
+    def both() -> torch.Tensor:
+        for way, target, source in zip(ways, (out, copy), (large, back), strict=True):
+            with torch.cuda.stream(way):
+                target.copy_(source, non_blocking=True)
+        return out
+
+    return both
+
+
+def _seconds(
+    device: torch.device, work: Callable[..., torch.Tensor], *args: torch.Tensor | float
+) -> float:
+    """Seconds of one call: the best of several rounds of calls, for others share the machine."""
+    calls = max(1, round(_SECONDS_PER_FIGURE / _ROUNDS / max(_round(device, work, args, 3), 1e-7)))
+    return min(_round(device, work, args, calls) for _ in range(_ROUNDS))
+
+
+def _round(
+    device: torch.device,
+    work: Callable[..., torch.Tensor],
+    args: tuple[torch.Tensor | float, ...],
+    calls: int,
+) -> float:
+    with torch.no_grad():
+        work(*args)
+        _finish(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            work(*args)
+        _finish(device)
+    return (time.perf_counter() - start) / calls
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,89 @@
+"""What an optimizer holds for its parameters, found by letting it step on fake ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from merak.core.health.status import speaks
+from merak.graph.ir.ir import TensorMeta
+from merak.plan.cost.live_storages import Storages
+
+logger = logging.getLogger(__name__)
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_UNKNOWN_COPIES = 2
+"""Copies of the parameters that are counted for an optimizer that cannot step on fake ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """What an optimizer holds and takes.
+
+    Args:
+        state_bytes: for each parameter, what it keeps from step to step.
+        taken_bytes: the most it takes beyond that while it steps.
+    """
+
+    state_bytes: tuple[int, ...]
+    taken_bytes: int
+
+
+def optimizer_memory(
+    factory: OptimizerFactory | None, parameters: Sequence[TensorMeta], device: torch.device
+) -> OptimizerMemory:
+    """What an optimizer holds and takes for some parameters.
+
+    Args:
+        factory: makes the optimizer; None where there is none.
+        parameters: those that are trained.
+        device: where they are.
+    """
+    if factory is None or not parameters:
+        return OptimizerMemory((0,) * len(parameters), 0)
+    try:
+        return _step(factory, parameters, device)
+    except Exception as error:
+        # Somebody's own optimizer may look at numbers, which fakes do not have.
+        log = logger.warning if speaks() else logger.debug
+        log(
+            "The memory of the optimizer is not known before it runs (%s: %s); counted are %d "
+            "copies of the parameters.",
+            type(error).__name__,
+            str(error).partition("\n")[0],
+            _UNKNOWN_COPIES,
+        )
+        return OptimizerMemory(tuple(_UNKNOWN_COPIES * meta.num_bytes for meta in parameters), 0)
+
+
+def _step(
+    factory: OptimizerFactory, metas: Sequence[TensorMeta], device: torch.device
+) -> OptimizerMemory:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        parameters = [
+            nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device)) for meta in metas
+        ]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+    known = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    # Outside of the mode: counts of steps are then real numbers, which optimizers look at.
+    optimizer = factory(parameters)
+    optimizer.step()
+    state = [_state_bytes(optimizer, parameter) for parameter in parameters]
+    kept = [t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, torch.Tensor)]
+    with Storages([*known, *kept]) as storages:
+        optimizer.step()
+    return OptimizerMemory(tuple(state), storages.peak_bytes)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
+    leaves = tree_leaves(dict(optimizer.state.get(parameter, {})))
+    return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, torch.Tensor))

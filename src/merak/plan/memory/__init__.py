@@ -1,0 +1,1 @@
+"""The memory model: what a rank holds while it runs its steps."""

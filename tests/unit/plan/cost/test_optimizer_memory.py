@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from merak.graph.ir.ir import TensorMeta
+from merak.plan.cost.optimizer_memory import optimizer_memory
+
+PARAMETERS = [TensorMeta((100, 10), torch.float32, True), TensorMeta((7,), torch.float32, True)]
+CPU = torch.device("cpu")
+COUNT = 4
+"""Bytes of a count of steps."""
+
+
+@pytest.mark.parametrize(
+    ("options", "copies", "extra"),
+    [
+        ({"cls": torch.optim.AdamW}, 2, COUNT),
+        ({"cls": torch.optim.AdamW, "foreach": True}, 2, COUNT),
+        ({"cls": torch.optim.AdamW, "fused": True}, 2, COUNT),
+        ({"cls": torch.optim.AdamW, "amsgrad": True}, 3, COUNT),
+        ({"cls": torch.optim.SGD}, 0, 0),
+        ({"cls": torch.optim.SGD, "momentum": 0.9}, 1, 0),
+        ({"cls": torch.optim.Adagrad}, 1, COUNT),
+    ],
+)
+def test_state_is_that_of_the_optimizer_itself(options, copies, extra):
+    chosen = dict(options)
+    cls = chosen.pop("cls")
+    found = optimizer_memory(lambda p: cls(p, lr=0.1, **chosen), PARAMETERS, CPU)
+    assert found.state_bytes == tuple(copies * meta.num_bytes + extra for meta in PARAMETERS)
+
+
+def test_taken_bytes_are_those_of_a_real_step():
+    from merak.plan.cost.live_storages import Storages
+
+    def adam(parameters):
+        return torch.optim.AdamW(parameters, lr=0.1, foreach=True)
+
+    found = optimizer_memory(adam, PARAMETERS, CPU)
+    real = [torch.nn.Parameter(torch.ones(meta.shape)) for meta in PARAMETERS]
+    for parameter in real:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = adam(real)
+    optimizer.step()
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    with Storages([*real, *(p.grad for p in real), *state]) as storages:
+        optimizer.step()
+    assert found.taken_bytes == storages.peak_bytes > 0
+
+
+def test_one_that_looks_at_numbers_counts_two_copies(caplog):
+    class Looks(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if float(parameter.sum()) > 0:
+                        parameter.zero_()
+
+    found = optimizer_memory(lambda p: Looks(p, lr=0.1), PARAMETERS, CPU)
+    assert found.state_bytes == tuple(2 * meta.num_bytes for meta in PARAMETERS)
+    assert "is not known before it runs" in caplog.text
+
+
+def test_no_optimizer_holds_nothing():
+    assert optimizer_memory(None, PARAMETERS, CPU).state_bytes == (0, 0)

@@ -1,0 +1,121 @@
+"""The summary before the first step, and the hint that a pipeline is idle."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core.mesh import Mesh
+from merak.engine.build import forecast_of
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.segment.build import GraphSource
+from merak.plan.layout import EngineOptions
+from merak.plan.step_plans import Plans
+from merak.plan.summary import bubble, describe_mesh, idle_pipeline, summary
+from tests.unit.graph import families
+
+SAMPLE = (
+    ("input_ids", TensorMeta((2, 16), torch.int64)),
+    ("labels", TensorMeta((2, 16), torch.int64)),
+)
+
+
+def drawn(mesh: Mesh, **options: object) -> list[str]:
+    chosen = EngineOptions(segments_per_stage=None, num_microbatches=4, **options)  # type: ignore[arg-type]
+    model: nn.Module = families.gpt2(2)
+    return summary(forecast_of(GraphSource(model), SAMPLE, mesh, chosen), SAMPLE).splitlines()
+
+
+def mesh_of(dp: int, tp: int, pp: int) -> Mesh:
+    return Mesh(dp, tp, pp, 0, torch.device("cpu"), None)
+
+
+def test_a_job_in_a_few_lines() -> None:
+    lines = drawn(mesh_of(1, 2, 2))
+    parameters = sum(p.numel() for p in families.gpt2(2).parameters())
+    assert lines[0].startswith("GPT2LMHeadModel: ") and lines[0].endswith(" segments")
+    assert f"{parameters:,} parameters" in lines[0]
+    assert lines[1].strip() == (
+        "1f1b: 4 microbatches of 2 × 16 for each step and replica, bubble 20% of all time"
+    )
+    head, *rows = [line.split("  ") for line in lines[2:]]
+    assert [cell.strip() for cell in head if cell.strip()] == [
+        "ranks", "stages", "segments", "parameters", "forecast memory of a rank"
+    ]  # fmt: skip
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [row[:2] for row in cells] == [["0–1", "0"], ["2–3", "1"]]
+    assert all(row[-1].endswith((" kB", " MB")) for row in cells)
+    assert len({len(line) for line in lines[3:]}) == 1  # numbers are aligned
+
+
+def test_one_rank_has_no_bubble() -> None:
+    lines = drawn(mesh_of(1, 1, 1))
+    assert "bubble" not in lines[1] and len(lines) == 4
+
+
+def test_ranks_with_several_stages() -> None:
+    lines = drawn(mesh_of(2, 1, 2), schedule="zero_bubble_v")
+    assert [line.split()[:3] for line in lines[3:]] == [
+        ["0–1", "0,", "3"],
+        ["2–3", "1–2", lines[4].split()[2]],
+    ]
+
+
+def test_memory_that_cannot_be_foreseen_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("looks at numbers")
+
+    monkeypatch.setattr("merak.plan.activations.forecast.MemoryModel", fail)
+    assert all(line.endswith(" unknown") for line in drawn(mesh_of(1, 1, 2))[3:])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("1", "4 ranks on 1 host (cpu): dp 1 × tp 2 × pp 2"),
+     ("2", "4 ranks on 2 hosts (cpu): dp 1 × tp 2 × pp 2")],
+)  # fmt: skip
+def test_a_mesh_in_a_line(monkeypatch: pytest.MonkeyPatch, hosts: str, expected: str) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+    assert describe_mesh(mesh_of(1, 2, 2)) == expected
+
+
+def test_an_idle_pipeline_is_told_of_with_a_fix() -> None:
+    said = idle_pipeline(Plans("1f1b", 4, 1), "gradient_accumulation_steps")
+    assert said == (
+        "gradient_accumulation_steps=1 gives the pipeline of 4 ranks 1 microbatch a step, which "
+        "leaves them idle 75% of the time; gradient_accumulation_steps=16 would leave 16%."
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches"), [("1f1b", 1, 1), ("1f1b", 4, 4), ("zero_bubble_v", 4, 8)]
+)
+def test_a_pipeline_that_is_busy_is_not(schedule: str, pp: int, microbatches: int) -> None:
+    assert idle_pipeline(Plans(schedule, pp, microbatches), "num_microbatches") is None
+
+
+def test_a_schedule_from_a_file_is_told_of_without_figures(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    from merak.schedule.registry import build
+    from merak.schedule.serialize import to_text
+
+    path.write_text(to_text(build("1f1b", 4, 2)))
+    said = idle_pipeline(Plans(str(path), 4, 2), "num_microbatches")
+    assert said is not None and said.endswith("; use more, such as num_microbatches=16.")
+
+
+def test_the_bubble_is_the_schedules() -> None:
+    assert bubble(Plans("1f1b", 4, 12).base.schedule) == pytest.approx(3 / 15)
+
+
+def test_progress_has_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "merak.core.announce"):
+        drawn(mesh_of(1, 1, 2))
+    said = [record.getMessage() for record in caplog.records if "announce" in record.name]
+    assert said[0] == "tracing GPT2LMHeadModel …"
+    assert said[1].startswith("tracing GPT2LMHeadModel took ") and "segments" in said[1]
+    assert said[2] == "planning …" and said[3].startswith("planning took ")
