@@ -28,7 +28,7 @@ from merak.core.mesh import current_mesh
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.ways import Pair
+from merak.engine.segments.copy_streams import Pair
 from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.activations.fit import simulated

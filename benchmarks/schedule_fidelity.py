@@ -35,8 +35,8 @@ from torch import nn
 import merak
 from merak.core.errors import ScheduleError
 from merak.engine.engine import Engine
-from merak.engine.progress import Progress
-from merak.engine.records import HostClock, StepRecord
+from merak.engine.health.status import Progress
+from merak.engine.health.step_records import HostClock, StepRecord
 from merak.parallel import ParallelModel
 from merak.schedule.action_table import tabulate
 from merak.schedule.costs import stage_costs

@@ -16,8 +16,8 @@ from merak.core.precision import check_autocast
 from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.relief import OPTIMIZER_FIX, explained
-from merak.engine.scaling import MAX_SKIPPED_STEPS, LossScale
+from merak.engine.health.oom import OPTIMIZER_FIX, explained
+from merak.engine.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
 from merak.plan.layout import EngineOptions

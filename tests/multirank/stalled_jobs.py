@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import merak
-from merak.checkpoint import parts, state
+from merak.checkpoint import dcp as parts
+from merak.checkpoint import state
 from merak.core.health import failure, watchdog
 from merak.engine import build  # noqa: F401  # imported once, before ranks are forked
 from merak.parallel import ParallelModel

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from merak.checkpoint.export import save_pretrained
+from merak.checkpoint.save_pretrained import save_pretrained
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_frozen import low_rank_llama
 from tests.multirank.training import llama

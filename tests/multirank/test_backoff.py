@@ -18,7 +18,7 @@ from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.relief import explain_step
+from merak.engine.health.oom import explain_step
 from merak.graph.segment.build import GraphSource
 from merak.plan.layout import EngineOptions
 from tests.multirank.ranks import RankError
@@ -111,7 +111,7 @@ def one_step(
     engine = build_engine(GraphSource(model, cache_dir=cache), sample, mesh, options)
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    with injected(fault or Fault("merak.engine.whole.call", ()), mesh.rank, engine):
+    with injected(fault or Fault("merak.engine.segments.run.call", ()), mesh.rank, engine):
         losses = engine.train_step(
             3, [sample] * count, every[mesh.dp_rank :: mesh.dp], 1.0 / (count * mesh.dp)
         )
@@ -155,8 +155,8 @@ def compare(
     return fewer
 
 
-CALL, PROPAGATE = "merak.engine.whole.call", "merak.engine.whole.propagate"
-BUFFER = "merak.engine.sharded.make_buffer"
+CALL, PROPAGATE = "merak.engine.segments.run.call", "merak.engine.segments.run.propagate"
+BUFFER = "merak.engine.zero.fsdp.make_buffer"
 SUM = "merak.ops.collectives._all_reduce"
 
 
@@ -219,7 +219,7 @@ def test_sums_over_tp_are_completed(pool, tmp_path):
     off, on = (("sub_pipelining", "off"),), (("sub_pipelining", "on"),)
     faults = [Fault(SUM, (1,), n, options=off) for n in (1, 10, 25)]
     faults += [Fault(CALL, (0,), 9, options=off)]
-    halves = "merak.engine.interleave."
+    halves = "merak.engine.segments.run_sub_pipelined."
     faults += [Fault(f"{halves}start_sum", (1,), n, options=on) for n in (1, 20)]
     faults += [Fault(f"{halves}propagate", (0,), 5, options=on)]
     faults += [Fault(SUM, (0,), 12, schedule="zero_bubble_h1", options=off)]
@@ -300,7 +300,7 @@ def test_where_a_step_cannot_be_run_again_the_error_says_what_to_do(pool, tmp_pa
 
 def test_memory_that_stays_short_does_not_collect_a_tied_gradient_twice(pool, tmp_path):
     """Neither the sum of a tied gradient nor what follows it has room, whatever is let go."""
-    fault = Fault("merak.engine.tied.add_gradient", (0,), 1, 10**6)
+    fault = Fault("merak.engine.comm.tied_gradients.add_gradient", (0,), 1, 10**6)
     with pytest.raises(RankError) as caught:
         pool.run(compare, 2, (1, 1, 2), [fault], tmp_path)
     text = str(caught.value)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from merak.checkpoint.export import save_pretrained
+from merak.checkpoint.save_pretrained import save_pretrained
 from merak.checkpoint.state import load_state, save_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh, init

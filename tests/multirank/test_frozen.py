@@ -151,7 +151,7 @@ class Costs:
 
     def __enter__(self) -> Counter[str]:
         self._patches = [
-            mock.patch("merak.engine.gradients.dist.all_reduce", self.all_reduce),
+            mock.patch("merak.engine.comm.gradient_buckets.dist.all_reduce", self.all_reduce),
             mock.patch.object(self._transfers, "send", self.send),
             saved_tensors_hooks(self.save, lambda tensor: tensor),
         ]

@@ -121,8 +121,8 @@ def test_tensor_parallel_jobs_train_the_same(pool):
 
 def test_a_step_that_runs_out_of_memory_runs_again(pool, tmp_path):
     away = (("offload_activations", "full"),)
-    faults = [Fault("merak.engine.whole.call", (1,), 3, options=away)]
-    faults += [Fault("merak.engine.offloaded.backward", (0,), 2, options=away)]
+    faults = [Fault("merak.engine.segments.run.call", (1,), 3, options=away)]
+    faults += [Fault("merak.engine.segments.run_offloaded.backward", (0,), 2, options=away)]
     check(pool, (1, 1, 2), faults, tmp_path)
 
 

@@ -10,7 +10,7 @@ from merak.core.health.timeouts import extend_timeouts
 from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.records import StepRecord
+from merak.engine.health.step_records import StepRecord
 from merak.graph.segment.build import GraphSource
 from merak.plan.layout import EngineOptions
 from merak.schedule.ir import Action, Kind

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import merak
-from merak.engine import whole
-from merak.engine.arrivals import Arrivals
+from merak.engine.segments import run as whole
+from merak.engine.zero.param_all_gather import Arrivals
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_zero import make, share
 

@@ -26,7 +26,7 @@ from merak.core.errors import ArgumentsError, MerakError
 from merak.core.health.status import phase, waiting, waiting_for_all
 from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
-from merak.engine.scaling import MAX_SKIPPED_STEPS
+from merak.engine.loss_scale import MAX_SKIPPED_STEPS
 from merak.graph.tensor_parallel.feature_file import parse_features
 
 CACHE_VARIABLE = "MERAK_CACHE"

@@ -234,7 +234,7 @@ def _set_buffers(model: nn.Module, values: Tensors) -> None:
 
 
 def _join_replicas(model: nn.Module, replicas: Sequence[Tensors]) -> None:
-    """Give a model the buffers that all replicas go on with; see `engine.replica_buffers`."""
+    """Give a model the buffers that all replicas go on with; see `engine.comm.replica_buffers`."""
     if len(replicas) == 1:
         return
     means = {

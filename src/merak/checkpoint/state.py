@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from merak.checkpoint.optimizer import (
+from merak.checkpoint.dcp import State, load_parts, part_of, read_index, save_parts, shape_of
+from merak.checkpoint.optimizer_state import (
     PREFIX,
     fill_optimizer,
     hyperparameters,
     optimizer_parts,
     optimizer_targets,
 )
-from merak.checkpoint.parts import State, load_parts, part_of, read_index, save_parts, shape_of
 from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
 from merak.core.health.status import during

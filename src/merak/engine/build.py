@@ -13,28 +13,28 @@ from merak.core.announce import announce, announced, is_announcing
 from merak.core.errors import ScheduleError
 from merak.core.health.status import phase
 from merak.core.mesh import Mesh
-from merak.engine.arrivals import MOST_OPEN_GATHERS, Arrivals, guard
-from merak.engine.backoff import Backoff
+from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets, is_low_precision
+from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
+from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
+from merak.engine.comm.sparse_gradients import warn_densified
+from merak.engine.comm.stage_replicas import reduced_of
+from merak.engine.comm.tied_gradients import Leaf, Shared, TiedGradients, find_holders
 from merak.engine.engine import Engine
-from merak.engine.gradients import GradientReducer, fill_buckets, is_low_precision
-from merak.engine.offload import Offload
+from merak.engine.health.oom import Relief
+from merak.engine.health.oom_replan import Backoff
+from merak.engine.health.status import Progress
+from merak.engine.health.step_records import clock_of
+from merak.engine.health.watchdog import check_limit, set_limit, watch
+from merak.engine.local_programs import Programs, check_max_shapes, num_readers, rewriter
+from merak.engine.parameter_writes import refuse_settling
 from merak.engine.parts import KeepLess, Parts, Signature
-from merak.engine.programs import Programs, check_max_shapes, num_readers, rewriter
-from merak.engine.progress import Progress
-from merak.engine.records import clock_of
-from merak.engine.relief import Relief
-from merak.engine.replica_buffers import ReplicaBuffers, stage_buffers
-from merak.engine.replicas import reduced_of
-from merak.engine.settling import refuse_settling
-from merak.engine.sharded import Sharded, can_give_up, replace_parameters
-from merak.engine.sparse import warn_densified
+from merak.engine.segments.activation_offload import Offload
 from merak.engine.stage import Stage
-from merak.engine.tied import Leaf, Shared, TiedGradients, find_holders
-from merak.engine.trained import Precision, TrainedParameters
-from merak.engine.transfers import Transfers, channels_of, channels_of_pipe
-from merak.engine.turns import Turns
-from merak.engine.watch import check_limit, set_limit, watch
-from merak.engine.weights import LiveWeights, StashedWeights, Weights
+from merak.engine.weight_versions import LiveWeights, StashedWeights, Weights
+from merak.engine.zero.fsdp import Sharded, can_give_up, replace_parameters
+from merak.engine.zero.param_all_gather import MOST_OPEN_GATHERS, Arrivals, guard
+from merak.engine.zero.parameters import Precision, TrainedParameters
+from merak.engine.zero.unshard_order import Turns
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features

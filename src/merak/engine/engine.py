@@ -13,22 +13,22 @@ import torch.distributed as dist
 from merak.core.errors import ScheduleError
 from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
+from merak.engine.comm.buffer_sync import bring
+from merak.engine.comm.eval_parameters import borrow
+from merak.engine.comm.gradient_norm import clip_gradients, gradient_norm
+from merak.engine.comm.sparse_gradients import refuse_sparse_optimizer
+from merak.engine.comm.stage_io import Exchange
 from merak.engine.evaluation import evaluate_microbatch, start_gathers
-from merak.engine.exchange import Exchange
+from merak.engine.health.oom import StepGivenUp, agree, explained
+from merak.engine.health.step_records import StepRecord, gather_records
 from merak.engine.indices import check_indices
-from merak.engine.loans import borrow
 from merak.engine.microbatches import Microbatches
-from merak.engine.moved import bring
-from merak.engine.norms import clip_gradients, gradient_norm
+from merak.engine.parameter_writes import settle
 from merak.engine.parts import Parts, Signature
-from merak.engine.records import StepRecord, gather_records
-from merak.engine.relief import StepGivenUp, agree, explained
-from merak.engine.settling import settle
-from merak.engine.sparse import refuse_sparse_optimizer
+from merak.engine.segments.context import Values
 from merak.engine.stage import Microbatch
-from merak.engine.surroundings import Values
-from merak.engine.trained import TrainedParameters
-from merak.engine.training import TrainingStep, Update
+from merak.engine.training_step import TrainingStep, Update
+from merak.engine.zero.parameters import TrainedParameters
 from merak.graph.program.program import Program
 from merak.plan.summary import idle_pipeline
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from merak.engine.exchange import Exchange
+from merak.engine.comm.stage_io import Exchange
 from merak.engine.parts import Parts
+from merak.engine.segments.context import Values
 from merak.engine.stage import Microbatch
-from merak.engine.surroundings import Values
-from merak.engine.turns import turns_of
+from merak.engine.zero.unshard_order import turns_of
 from merak.graph.program.program import Program
 from merak.schedule.ir import Kind
 from merak.schedule.steps import Payload, Receive, Send

@@ -8,8 +8,8 @@ import torch
 
 from merak.core.mesh import Mesh
 from merak.core.random import own_random_state, set_random_state
+from merak.engine.segments.context import Values
 from merak.engine.stage import Microbatch
-from merak.engine.surroundings import Values
 from merak.graph.program.program import Program, SegmentProgram
 
 

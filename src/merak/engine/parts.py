@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from merak.core.mesh import Mesh
-from merak.engine.gradients import GradientReducer
-from merak.engine.progress import Progress
-from merak.engine.relief import Relief
-from merak.engine.replica_buffers import ReplicaBuffers
-from merak.engine.sharded import Sharded
+from merak.engine.comm.gradient_buckets import GradientReducer
+from merak.engine.comm.p2p import Transfers
+from merak.engine.comm.replica_buffers import ReplicaBuffers
+from merak.engine.comm.tied_gradients import TiedGradients
+from merak.engine.health.oom import Relief
+from merak.engine.health.status import Progress
 from merak.engine.stage import Stage
-from merak.engine.tied import TiedGradients
-from merak.engine.trained import TrainedParameters
-from merak.engine.transfers import Transfers
+from merak.engine.zero.fsdp import Sharded
+from merak.engine.zero.parameters import TrainedParameters
 from merak.graph.ir.ir import TensorMeta
 from merak.graph.program.program import Program
 from merak.plan.step_plans import Plans

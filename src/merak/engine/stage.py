@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from merak.engine import interleave, whole
-from merak.engine.offload import Offload
-from merak.engine.surroundings import BeginSums, InShares, Surroundings, Values, no_sums
-from merak.engine.weights import Leaves, Weights
+from merak.engine.segments import run as whole
+from merak.engine.segments import run_sub_pipelined as interleave
+from merak.engine.segments.activation_offload import Offload
+from merak.engine.segments.context import BeginSums, InShares, Surroundings, Values, no_sums
+from merak.engine.weight_versions import Leaves, Weights
 from merak.graph.program.program import HalvedRun, Program, SegmentProgram, StageProgram
 from merak.graph.program.split_backward import WeightGradients
 
@@ -31,7 +32,8 @@ class Microbatch:
         random_key: names the microbatch among all of the job, for its random draws.
         scale: the factor of its loss in the step's loss.
         loss_scale: a further factor of its gradients, which the step's end takes out.
-        lent: in evaluation, parameters that other ranks hold; see `merak.engine.loans`.
+        lent: in evaluation, parameters that other ranks hold; see
+        `merak.engine.comm.eval_parameters`.
     """
 
     program: Program

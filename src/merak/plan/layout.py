@@ -11,7 +11,7 @@ import torch.distributed as dist
 from merak.core.errors import PlanError
 from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh
-from merak.engine.tied import Reader
+from merak.engine.comm.tied_gradients import Reader
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.program import Rewrite
 from merak.graph.tensor_parallel.features import Features

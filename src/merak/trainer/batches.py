@@ -13,8 +13,8 @@ from merak.core.errors import DataError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.data import BatchSignature, signature, union
-from merak.engine.gradients import others_of
-from merak.engine.progress import Progress
+from merak.engine.comm.gradient_buckets import others_of
+from merak.engine.health.status import Progress
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from merak.checkpoint.export import check_saves
+from merak.checkpoint.save_pretrained import check_saves
 from merak.core.errors import WeightsError
 from merak.data import check_not_empty, example_batch
 from merak.trainer.columns import check_batch

@@ -13,7 +13,7 @@ import torch
 
 from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
-from merak.engine.scaling import LossScale
+from merak.engine.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from merak.checkpoint.parts import is_complete
+from merak.checkpoint.dcp import is_complete
 from merak.core.errors import WeightsError
 
 logger = logging.getLogger(__name__)

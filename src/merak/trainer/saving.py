@@ -19,13 +19,13 @@ from transformers import Trainer
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput
 
-from merak.checkpoint.export import save_pretrained
+from merak.checkpoint.save_pretrained import save_pretrained
 from merak.checkpoint.state import load_state, save_state
 from merak.checkpoint.writing import writing_into
 from merak.core.health.status import phase, waiting_for_all
 from merak.core.mesh import Mesh
 from merak.engine.engine import Engine
-from merak.engine.scaling import LossScale
+from merak.engine.loss_scale import LossScale
 from merak.trainer.refusals import refuse_no_steps
 from merak.trainer.resuming import RANKS_FOLDER, check_whole, checkpoint_to_resume, unreadable
 

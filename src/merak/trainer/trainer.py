@@ -29,9 +29,9 @@ from merak.core.mesh import current_mesh
 from merak.data import check_not_empty, example_batch, shard_loader, split_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
+from merak.engine.health.oom import explain_step
 from merak.engine.local import LocalParameters
-from merak.engine.relief import explain_step
-from merak.engine.scaling import LossScale
+from merak.engine.loss_scale import LossScale
 from merak.graph.segment.build import GraphSource
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.weights.empty_weights import empty_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.checkpoint.parts import part_of_rows
+from merak.checkpoint.dcp import part_of_rows
 from merak.core.shards import ParameterShard, RowShare, take
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
-from merak.checkpoint import parts
-from merak.checkpoint.parts import Part, part_of
+from merak.checkpoint import dcp as parts
+from merak.checkpoint.dcp import Part, part_of
 from merak.checkpoint.state import load_state, save_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh

@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import nn
 
+from merak.engine.segments.context import Values
 from merak.engine.stage import Microbatch, Stage
-from merak.engine.surroundings import Values
-from merak.engine.weights import LiveWeights
+from merak.engine.weight_versions import LiveWeights
 from merak.graph.ir.ir import ModelGraph, TensorMeta
 from merak.graph.program.program import Program, SegmentProgram, compile_program
 from merak.graph.program.split_backward import WeightGradients

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.norms import pipeline_norm
+from merak.engine.comm.gradient_norm import pipeline_norm
 from merak.graph.segment.build import GraphSource
 from merak.plan.layout import EngineOptions
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from merak.engine.segments.context import Values
 from merak.engine.stage import Stage
-from merak.engine.surroundings import Values
 from merak.graph.ir.ir import ModelGraph
 from tests.unit.engine.models import (
     Skips,

@@ -7,8 +7,8 @@ import torch
 
 from merak.core import mesh
 from merak.core.errors import DataError
-from merak.engine.progress import Progress
-from merak.engine.records import HostClock
+from merak.engine.health.status import Progress
+from merak.engine.health.step_records import HostClock
 from merak.trainer.batches import Agreement, Council
 
 

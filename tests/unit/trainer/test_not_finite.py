@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from merak.core.errors import TrainingError
-from merak.engine.scaling import LossScale
+from merak.engine.loss_scale import LossScale
 from merak.trainer.not_finite import SkippedSteps
 
 NAN, INF = math.nan, math.inf

@@ -220,8 +220,10 @@ class Program:
         fixed_values: what `fixed` has computed, once it has.
         settled: what is written into parameters before the stages run.
         fixed_versions: those that the buffers it read had then, which count what is written.
-        moved: of evaluation, buffers that training writes elsewhere; see `merak.engine.moved`.
-        loans: of evaluation, parameters that other ranks hold; see `merak.engine.loans`.
+        moved: of evaluation, buffers that training writes elsewhere; see
+        `merak.engine.comm.buffer_sync`.
+        loans: of evaluation, parameters that other ranks hold; see
+        `merak.engine.comm.eval_parameters`.
         ranges: what its columns hold indices of.
     """
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
-from merak.engine.tied import Holder, find_holders
+from merak.engine.comm.tied_gradients import Holder, find_holders
 from merak.graph.program.program import Program, Rewrite, compile_program
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.activations.recompute import Parts, Position, fill_partly, recomputing_stages

@@ -1,9 +1,10 @@
 """How long an iteration takes where activations are copied to host memory and back, on paper.
 
 The simulator of schedules knows stages; copies begin and end between segments. So every rank's
-actions are run segment by segment here, with the rules of `merak.engine.offload`: what a segment
-saved leaves while the next one computes, computation waits for it before the one after that, and it
-comes back while the segment behind it goes backward.
+actions are run segment by segment here, with the rules of
+`merak.engine.segments.activation_offload`: what a segment saved leaves while the next one computes,
+computation waits for it before the one after that, and it comes back while the segment behind it
+goes backward.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """How long tensor parallel layers take, with their all-reduces in line or beside the other half.
 
 A layer computes for T_m forward and 2 T_m backward, and sums over the ranks for T_a in each
-direction. In line that is T_m + T_a and 2 T_m + T_a. In halves (`engine.interleave`) the halves
-take turns: each computes while the other's sum is under way, and the next turn begins when both are
-done. Only the first half's first computation and the second half's last sum stand alone.
+direction. In line that is T_m + T_a and 2 T_m + T_a. In halves
+(`engine.segments.run_sub_pipelined`) the halves take turns: each computes while the other's sum is
+under way, and the next turn begins when both are done. Only the first half's first computation and
+the second half's last sum stand alone.
 
 Source: Merak (IEEE TPDS), section 5.3.
 """

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merak.engine.gradients import gradient_dtype, sum_in_float32
-from merak.engine.offload import can_move, storages_of
+from merak.engine.comm.gradient_buckets import gradient_dtype, sum_in_float32
+from merak.engine.segments.activation_offload import can_move, storages_of
 from merak.graph.ir.ir import Kind, Segment, TensorMeta
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by

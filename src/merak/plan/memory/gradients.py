@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from merak.engine.gradients import MOST_OPEN_BUCKETS
+from merak.engine.comm.gradient_buckets import MOST_OPEN_BUCKETS
 from merak.graph.program.program import SegmentProgram
 from merak.plan.memory.context import SharedHere, Surroundings, parameters_of
 from merak.plan.memory.ledger import Ledger, Part, Window

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from merak.core.mesh import Mesh, pretended
-from merak.engine.arrivals import MOST_OPEN_GATHERS
+from merak.engine.zero.param_all_gather import MOST_OPEN_GATHERS
 from merak.graph.ir.ir import TensorMeta
 from merak.graph.program.program import Program, offloading
 from merak.plan.cost.device import DeviceProfile

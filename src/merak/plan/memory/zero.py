@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from merak.engine.shares import row_share
+from merak.engine.zero.row_shards import row_share
 from merak.graph.ir.ir import TensorMeta
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -1,0 +1,212 @@
+"""The state of any torch optimizer, by parameter name and in parts of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from merak.checkpoint.dcp import Part, State, part_of, part_of_rows
+from merak.core.errors import WeightsError
+from merak.graph.weights.holders import RankView, whole_shape
+
+PREFIX = "optimizer/"
+"""Keys are `optimizer/parameter name/optimizer's key`."""
+
+MASTER = "merak-master"
+"""The key of the precise copy that is stepped in a parameter's place; no optimizer's own."""
+
+MARK = "@"
+"""After the key of a tensor that cannot be divided: which part of the parameter it is for."""
+
+
+def hyperparameters(optimizer: Optimizer, view: RankView) -> dict[str, dict[str, Any]]:
+    """For every parameter of the optimizer by name, what its group says (learning rate, …)."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        said = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        found.update((_name(parameter, view), said) for parameter in group["params"])
+    return found
+
+
+def optimizer_parts(optimizer: Optimizer, view: RankView) -> State:
+    """What the optimizer keeps for each parameter, to be saved.
+
+    A tensor of the parameter's shape is split like it. One of another shape, kept for a part of a
+    parameter, means that part alone and can only be loaded for it.
+    """
+    state: State = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = _name(parameter, view)
+            if view.stepped_of(name).is_master:
+                state[f"{PREFIX}{name}/{MASTER}"] = _part(parameter, name, view)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                full_key = f"{PREFIX}{name}/{key}"
+                if not isinstance(value, torch.Tensor):
+                    state[full_key] = value
+                elif value.shape == parameter.shape:
+                    state[full_key] = _part(value, name, view)
+                elif value.numel() <= 1 or name not in view.shards:
+                    state[full_key] = part_of(value, None, 0)
+                else:
+                    state[full_key + _part_mark(name, view)] = part_of(value, None, 0)
+    return state
+
+
+def optimizer_targets(
+    optimizer: Optimizer, view: RankView, index: Metadata
+) -> tuple[State, dict[str, torch.Tensor]]:
+    """Memory for what a checkpoint has for this optimizer's parameters.
+
+    Returns:
+        What is to be loaded, and the tensors that it is loaded into, both by key.
+
+    Raises:
+        WeightsError: it was saved for parts of a parameter that are not this rank's.
+    """
+    names = {_name(p, view) for group in optimizer.param_groups for p in group["params"]}
+    state: State = {}
+    tensors: dict[str, torch.Tensor] = {}
+    foreign: set[str] = set()
+    for key in index.state_dict_metadata:
+        name, _ = _split_key(key)
+        if name not in names:
+            continue
+        entry = index.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            state[key] = None
+        elif _is_foreign(key, tuple(entry.size), name, view):
+            foreign.add(key)
+        else:
+            tensors[key], state[key] = _target(key, entry, name, view)
+    for key in sorted(foreign):
+        if _split_key(key) not in map(_split_key, state):
+            raise WeightsError(
+                f"{key.removeprefix(PREFIX)} of the optimizer has not the shape of its parameter "
+                "and was saved under another tensor parallel degree, so it cannot be divided; "
+                "resume with the degree it was saved with."
+            )
+    return state, tensors
+
+
+def fill_optimizer(
+    optimizer: Optimizer,
+    view: RankView,
+    loaded: State,
+    groups: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Give an optimizer what was loaded for it.
+
+    Args:
+        optimizer: over parameters of the model.
+        view: what this rank holds.
+        loaded: its state by key, tensors in their places.
+        groups: hyperparameters by parameter name.
+
+    Raises:
+        WeightsError: its groups are not those that were saved.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    for key, value in loaded.items():
+        name, state_key = _split_key(key)
+        if state_key != MASTER:
+            values.setdefault(name, {})[state_key] = value
+        elif view.stepped_of(name).is_master:
+            view.stepped_of(name).tensor.detach().copy_(value)
+    packed = optimizer.state_dict()
+    states: dict[int, dict[str, Any]] = {}
+    for packed_group, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        names = [_name(parameter, view) for parameter in group["params"]]
+        packed_group.update(_common(names, groups))
+        for number, name in zip(packed_group["params"], names, strict=True):
+            if name in values:
+                states[number] = values[name]
+    optimizer.load_state_dict({**packed, "state": states})
+    _keep_dtypes(optimizer, view, values)
+
+
+def _keep_dtypes(
+    optimizer: Optimizer, view: RankView, values: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Undo torch's cast of the state to the parameter's dtype where it was saved in another."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kept = optimizer.state.get(parameter, {})
+            for key, value in values.get(_name(parameter, view), {}).items():
+                now = kept.get(key)
+                if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                    kept[key] = value.to(now.device)
+
+
+def _common(names: Sequence[str], groups: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What all parameters of a group said of themselves when they were saved."""
+    for name in names:
+        if name not in groups:
+            raise WeightsError(
+                f"The optimizer trains {name}, but the one that was saved did not; resume with "
+                "the same trainable parameters."
+            )
+        if groups[name] != groups[names[0]]:
+            raise WeightsError(
+                f"{names[0]} and {name} are in one group of the optimizer, but were saved from "
+                "groups with other hyperparameters; resume with the same groups."
+            )
+    return groups[names[0]] if names else {}
+
+
+def _target(
+    key: str, entry: TensorStorageMetadata, name: str, view: RankView
+) -> tuple[torch.Tensor, Part]:
+    parameter, shard = view.tensors[name], view.shards.get(name)
+    size, dtype = tuple(entry.size), entry.properties.dtype
+    if MARK not in key and size == whole_shape(parameter, shard):
+        shape = view.stepped_of(name).tensor.shape
+        # Zeros for the padding of a split vocabulary, of which nothing is stored.
+        made = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        return made, _part(made, name, view)
+    made = torch.empty(size, dtype=dtype, device=parameter.device)
+    return made, part_of(made, None, 0)
+
+
+def _part(value: torch.Tensor, name: str, view: RankView) -> Part:
+    """A tensor of the shape of what is stepped of a parameter here, as a part of the whole."""
+    shard, rows = view.shards.get(name), view.stepped_of(name).rows
+    if rows is None:
+        return part_of(value, shard, view.shard_index)
+    return part_of_rows(value, rows, view.tensors[name], shard, view.shard_index)
+
+
+def _is_foreign(key: str, size: tuple[int, ...], name: str, view: RankView) -> bool:
+    """Whether a tensor belongs to a part of its parameter that this rank does not hold."""
+    shard = view.shards.get(name)
+    if MARK in key:
+        return shard is None or not key.endswith(_part_mark(name, view))
+    whole = whole_shape(view.tensors[name], shard)
+    return shard is not None and size != whole and math.prod(size) > 1
+
+
+def _part_mark(name: str, view: RankView) -> str:
+    return f"{MARK}{view.shard_index}of{view.shards[name].degree}"
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    """The parameter and the optimizer's own key; ("", "") for a key of something else."""
+    if not key.startswith(PREFIX):
+        return "", ""
+    name, _, state_key = key.removeprefix(PREFIX).rpartition("/")
+    return name, state_key.partition(MARK)[0]
+
+
+def _name(parameter: torch.Tensor, view: RankView) -> str:
+    name = view.names.get(id(parameter))
+    if name is None:
+        raise WeightsError(
+            f"The optimizer has a parameter of shape {tuple(parameter.shape)} that the model does "
+            "not have; build it over the parameters of the model."
+        )
+    return name

@@ -1,0 +1,1 @@
+"""Communication between ranks: activations, gradients, tied parameters, norms, buffers."""

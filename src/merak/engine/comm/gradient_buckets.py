@@ -1,0 +1,285 @@
+"""Gradients across ranks: summed over data parallel replicas and over the replicas of a stage.
+
+A stage's gradients are reduced in buckets, each as soon as the last microbatch's backward has
+passed the segments in it, while the earlier segments still compute. Which buckets there are, and in
+which order a rank starts them, is the same on all ranks that share them, whatever microbatches each
+of them has had.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from merak.engine.health.oom import Relief
+from merak.engine.health.status import Progress
+from merak.engine.zero.row_shards import pack_all
+
+Bucket = tuple[torch.nn.Parameter, ...]
+"""Parameters whose gradients are summed together."""
+
+MOST_OPEN_BUCKETS = 2
+"""Buckets under way at a time where they are summed after every microbatch to save memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageGradients:
+    """What is reduced of one stage, and over whom.
+
+    Args:
+        group: all ranks that hold the same part of the stage; None for a single one.
+        buckets: parameters that are summed together, in the order in which they become final.
+        optional: ids of parameters that chance may leave out of a step; they then get no gradient,
+            as in one process, rather than zeros, which an optimizer would step.
+    """
+
+    group: dist.ProcessGroup | None
+    buckets: tuple[Bucket, ...]
+    optional: frozenset[int] = frozenset()
+
+
+def fill_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Part parameters into buckets of one dtype each, in their order.
+
+    Args:
+        parameters: those without a gradient to come are left out.
+        bucket_bytes: a bucket is full as soon as it holds this much.
+    """
+    buckets: list[list[torch.nn.Parameter]] = []
+    size = bucket_bytes
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if size >= bucket_bytes or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return tuple(tuple(bucket) for bucket in buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A bucket that is being summed.
+
+    Args:
+        stage: of its parameters.
+        work: tells when it is done.
+        sent: this rank's gradients, which must stay until then.
+        flat: the sums that come, or this replica's share of them.
+        bucket: the parameters.
+        having: on how many ranks each of them has a gradient, and what tells when that is known;
+            None where they always have one.
+    """
+
+    stage: int
+    work: dist.Work
+    sent: torch.Tensor
+    flat: torch.Tensor
+    bucket: Bucket
+    having: tuple[torch.Tensor, dist.Work] | None = None
+
+    def absent(self) -> frozenset[int]:
+        """Ids of the parameters that have no gradient anywhere; waits until that is known."""
+        if self.having is None:
+            return frozenset()
+        counts, work = self.having
+        work.wait()
+        pairs = zip(self.bucket, counts.tolist(), strict=True)
+        return frozenset(id(parameter) for parameter, count in pairs if not count)
+
+
+class GradientReducer:
+    """Sums gradients in buckets, without waiting until told to.
+
+    A bucket takes the place of the gradients in it, so that they are never held twice.
+
+    Args:
+        stages: this rank's stages.
+        progress: told of every wait.
+        stepped: by id of a parameter, what this replica's optimizer steps of it, and so the only
+            rows whose sums it gets; None for whole sums on every replica.
+        relief: what happens where there is no memory for a bucket.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageGradients],
+        progress: Progress,
+        stepped: Mapping[int, torch.nn.Parameter] | None = None,
+        relief: Relief | None = None,
+    ) -> None:
+        self._relief = relief or Relief()
+        # Whether sums are taken after every microbatch, so that there is never more than its share
+        # between them. All replicas then have equally many, and start buckets in the same order.
+        self.every_microbatch = False
+        self._stepped = stepped
+        self._stages = stages
+        self._progress = progress
+        self._queue: deque[int] = deque()
+        # Of every stage: buckets still to start, and what is final.
+        self._left: dict[int, deque[Bucket]] = {}
+        self._final: dict[int, set[int]] = {}
+        self._open: deque[_Sum] = deque()
+
+    def start_step(self, order: Iterable[int]) -> None:
+        """A step begins.
+
+        Args:
+            order: the stages in the order of their reductions, the same on all ranks that share
+                several of them.
+        """
+        self._queue = deque(order)
+        for stage in self._stages:
+            self._refill(stage)
+
+    def ready(self, stage: int, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Some of a stage's gradients are final on this rank, of a microbatch or of all."""
+        final, left = self._final[stage], self._left[stage]
+        final.update(id(parameter) for parameter in parameters)
+        if not self.every_microbatch and (not self._queue or self._queue[0] != stage):
+            return  # another stage comes first on all ranks
+        while left and all(id(p) in final for p in left[0]):
+            self._start(stage, left.popleft())
+
+    def complete(self, stage: int) -> None:
+        """All of a stage's gradients are final; a parameter without one gives zeros."""
+        turn = self._queue.popleft()
+        assert turn == stage, f"stage {stage} is reduced when it is the turn of {turn}"
+        self._start_rest(stage)
+        self._refill(stage)  # an asynchronous schedule reduces it several times in a step
+
+    def microbatch_done(self, stage: int) -> None:
+        """Sum what a stage has of a microbatch that is not its last, if that is asked for."""
+        if self.every_microbatch:
+            self._start_rest(stage)
+            self._refill(stage)
+
+    def wait(self) -> None:
+        """Put the sums in the place of the gradients."""
+        while self._open:
+            self._relief.allocate(partial(self._take, self._open.popleft()))
+
+    def _take(self, found: _Sum) -> None:
+        stage = found.stage
+        peers = others_of(self._stages[stage].group)
+        with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
+            found.work.wait()
+        if self._stepped is not None:
+            self._take_shares(found)
+            return
+        pieces = found.flat.split([p.numel() for p in found.bucket])
+        absent = found.absent()
+        for parameter, piece in zip(found.bucket, pieces, strict=True):
+            if id(parameter) not in absent:
+                parameter.grad = piece.view_as(parameter)
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._open.clear()
+        self._queue.clear()
+        self._left.clear()
+        self._final.clear()
+
+    def _refill(self, stage: int) -> None:
+        reduced = self._stages[stage]
+        self._left[stage] = deque(reduced.buckets if reduced.group is not None else ())
+        self._final[stage] = set()
+
+    def _start_rest(self, stage: int) -> None:
+        left = self._left[stage]
+        while left:
+            self._start(stage, left.popleft())
+
+    def _start(self, stage: int, bucket: Bucket) -> None:
+        self._relief.allocate(partial(self._begin, stage, bucket))
+
+    def _begin(self, stage: int, bucket: Bucket) -> None:
+        while self.every_microbatch and len(self._open) >= MOST_OPEN_BUCKETS:
+            self._take(self._open.popleft())
+        # A replica without a microbatch, or a parameter that took no part, gives zeros.
+        having = self._count(stage, bucket)
+        gradients = [dense(p.grad) if p.grad is not None else no_gradient(p) for p in bucket]
+        for parameter in bucket:
+            parameter.grad = None
+        group = self._stages[stage].group
+        if self._stepped is None:
+            rows = [gradient.reshape(-1) for gradient in gradients]
+            flat = torch.cat(rows) if len(rows) > 1 else rows[0]
+            everything = flat
+            work = dist.all_reduce(flat, group=group, async_op=True)
+        else:
+            everything = pack_all(gradients, dist.get_world_size(group))
+            flat = everything.new_empty(everything.numel() // dist.get_world_size(group))
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            work = scatter(flat, everything, group=group, async_op=True)
+        assert work is not None
+        self._open.append(_Sum(stage, work, everything, flat, bucket, having))
+
+    def _count(self, stage: int, bucket: Bucket) -> tuple[torch.Tensor, dist.Work] | None:
+        """Start to count on how many ranks each parameter has a gradient."""
+        reduced = self._stages[stage]
+        if not any(id(p) in reduced.optional for p in bucket):
+            return None
+        own = [p.grad is not None or id(p) not in reduced.optional for p in bucket]
+        counts = torch.tensor(own, dtype=torch.int32, device=bucket[0].device)
+        work = dist.all_reduce(counts, group=reduced.group, async_op=True)
+        assert work is not None
+        return counts, work
+
+    def _take_shares(self, found: _Sum) -> None:
+        assert self._stepped is not None
+        start = 0
+        absent = found.absent()
+        for parameter in found.bucket:
+            stepped = self._stepped[id(parameter)]
+            piece = found.flat[start : start + stepped.numel()].view_as(stepped)
+            start += stepped.numel()
+            if stepped.numel() and id(parameter) not in absent:
+                add_gradient(stepped, piece)
+
+
+def others_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The global ranks of a group without this one."""
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(rank for rank in ranks if rank != dist.get_rank())
+
+
+def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add to a parameter's gradient, as autograd does."""
+    if parameter.grad is None:
+        parameter.grad = gradient.to(gradient_dtype(parameter))
+    else:
+        parameter.grad += gradient
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that can be summed with others of any kind."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What a parameter's gradient is summed in."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def no_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros in the place of a gradient that is not there."""
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
+
+
+def is_low_precision(parameter: torch.Tensor) -> bool:
+    """Whether gradients of its own type would lose what many microbatches add."""
+    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+def sum_in_float32(leaves: Iterable[torch.Tensor]) -> None:
+    """Let gradients of low precision be summed over microbatches and ranks in float32."""
+    for leaf in leaves:
+        if leaf.requires_grad and is_low_precision(leaf) and leaf.grad is None:
+            leaf.grad_dtype = torch.float32

@@ -1,0 +1,136 @@
+"""Activations and gradients between pipeline positions: posted ahead, never waited for early."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from merak.core.health.status import waiting_for_all
+from merak.core.mesh import Mesh
+from merak.engine.health.oom import Relief
+from merak.engine.health.status import Progress
+from merak.graph.ir.ir import TensorMeta
+from merak.schedule.steps import Payload, Receive, Send, Step
+
+Channel = tuple[Payload, bool]
+"""What is carried, and whether from a lower to a higher rank; each has a group of its own."""
+
+
+class Transfers:
+    """The point-to-point traffic of one rank of one pipeline.
+
+    Each channel is a process group of its own: transfers of one channel between two ranks complete
+    in the order in which both sides post them, and never wait for those of another.
+
+    Args:
+        mesh: the grid of ranks.
+        progress: told of every wait.
+        relief: what happens where there is no memory for a buffer.
+        max_open_sends: sends whose buffers may be held at a time.
+    """
+
+    def __init__(
+        self, mesh: Mesh, progress: Progress, relief: Relief, max_open_sends: int = 64
+    ) -> None:
+        self.mesh = mesh
+        self._progress = progress
+        self._relief = relief
+        self._max_open_sends = max_open_sends
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._sends: deque[tuple[Send, list[dist.Work], list[torch.Tensor]]] = deque()
+        self._arriving: dict[Receive, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Make the groups of some channels; called alike on every rank of the job."""
+        mesh = self.mesh
+        for channel in sorted(set(channels), key=lambda c: (c[0].value, c[1])):
+            if channel in self._groups or mesh.pp == 1:
+                continue
+            stride = mesh.dp * mesh.tp
+            lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
+            with waiting_for_all("a group of ranks with"):
+                self._groups[channel], _ = dist.new_subgroups_by_enumeration(lines)
+
+    def send(self, step: Send, tensors: Sequence[torch.Tensor]) -> None:
+        """Start to send some values, in order."""
+        group = self._groups[step.payload, self.mesh.pp_rank < step.peer]
+        peer = self.mesh.rank_at(step.peer)
+        # What is only marked as conjugated or negated would arrive as it lies in memory.
+        buffers = self._relief.allocate(
+            lambda: [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
+        )
+        works = [_started(dist.isend(buffer, peer, group)) for buffer in buffers]
+        self._sends.append((step, works, buffers))
+        if len(self._sends) > self._max_open_sends:
+            self._wait_for_oldest_send()
+
+    def post(self, step: Receive, metas: Sequence[TensorMeta], device: torch.device) -> None:
+        """Start to receive some values, in order, into new tensors."""
+        group = self._groups[step.payload, step.peer < self.mesh.pp_rank]
+        peer = self.mesh.rank_at(step.peer)
+        buffers = self._relief.allocate(
+            lambda: [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
+        )
+        works = [_started(dist.irecv(buffer, peer, group)) for buffer in buffers]
+        self._arriving[step] = (works, buffers)
+
+    def is_posted(self, step: Receive) -> bool:
+        """Whether a receive has been posted and not yet taken."""
+        return step in self._arriving
+
+    def take(self, step: Receive) -> list[torch.Tensor]:
+        """The values of a receive posted before, as soon as they are there."""
+        works, buffers = self._arriving.pop(step)
+        with self._progress.waiting(f"{_named(step)} from", (self.mesh.rank_at(step.peer),)):
+            _wait(works)
+        return buffers
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._sends:
+            self._wait_for_oldest_send()
+
+    def _wait_for_oldest_send(self) -> None:
+        step, works, _ = self._sends.popleft()
+        peer = self.mesh.rank_at(step.peer)
+        with self._progress.waiting(f"{_named(step)} to be taken by", (peer,)):
+            _wait(works)
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._sends.clear()
+        self._arriving.clear()
+
+
+def channels_of(steps: Iterable[Iterable[Step]]) -> set[Channel]:
+    """The channels that the steps of all ranks of a pipeline use."""
+    return {
+        (step.payload, rank < step.peer)
+        for rank, own in enumerate(steps)
+        for step in own
+        if isinstance(step, Send)
+    }
+
+
+def channels_of_pipe(ranks: Sequence[int]) -> set[Channel]:
+    """The channels that a forward through stages on some ranks uses."""
+    return {(Payload.ACTIVATION, a < b) for a, b in pairwise(ranks) if a != b}
+
+
+def _named(step: Send | Receive) -> str:
+    """What a transfer carries, in words."""
+    return f"the {step.payload.value} of microbatch {step.microbatch} of stage {step.stage}"
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a rank outside a group took part in its transfer"
+    return work
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()

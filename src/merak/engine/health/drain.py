@@ -1,0 +1,302 @@
+"""The rest of a step that a rank has given up: it takes part in what others wait for, with zeros.
+
+What it sends and receives is in the plan, and how large that is in the program. What the ranks of a
+tensor parallel group sum inside their segments is in the segments alone; so these run on, on
+tensors without numbers, and only their collectives are carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from merak.core.mesh import Mesh
+from merak.engine.comm.stage_io import Exchange
+from merak.engine.segments.context import Values
+from merak.engine.stage import Microbatch, Stage
+from merak.engine.weight_versions import Leaves, LiveWeights
+from merak.engine.zero.fsdp import Sharded
+from merak.engine.zero.unshard_order import has_turn
+from merak.graph.ir.ir import Kind as ValueKind
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.program.program import Program, SegmentProgram
+from merak.graph.program.split_backward import WeightGradients
+from merak.graph.trace.branches.flags import is_choice
+from merak.schedule.ir import Action, Kind, Schedule
+from merak.schedule.steps import Payload, Receive
+
+SegmentDone = Callable[[SegmentProgram], None]
+
+
+def num_begun(mesh: Mesh) -> int:
+    """How many collectives this rank has begun with its tensor parallel peers."""
+    group = mesh.group("tp")
+    # torch's stubs leave it out; every backend counts.
+    return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+class Hollow:
+    """Performs actions without computing anything.
+
+    Args:
+        mesh: the grid of ranks.
+        stages: this rank's.
+        exchange: the values between stages.
+        schedule: of the step.
+        microbatches: of the step.
+        sharded: the parameters of which replicas hold shares; None for none.
+    """
+
+    def __init__(  # one argument for each thing that it takes part in
+        self,
+        mesh: Mesh,
+        stages: Mapping[int, Stage],
+        exchange: Exchange,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        sharded: Sharded | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._exchange = exchange
+        self._schedule = schedule
+        self._microbatches = microbatches
+        self._shares = None if sharded is None else HollowShares(sharded)
+        self._shadow: Shadow | None = None
+        if mesh.group("tp") is not None:
+            self._shadow = Shadow(mesh.device, stages, schedule, microbatches, self._shares)
+
+    def catch_up(self, before: Sequence[Action]) -> None:
+        """Come to where the rank stands.
+
+        Args:
+            before: the actions that the rank has performed, in order.
+        """
+        if self._shadow is not None:
+            done = [(a.stage, a.microbatch) for a in before if a.kind in _GOING_BACK]
+            for action in before:
+                if (action.stage, action.microbatch) not in done:
+                    self._shadow.perform(action, lambda segment: None, None)
+
+    def act(self, action: Action, segment_done: SegmentDone, num_done: int = 0) -> None:
+        """Perform an action, or the rest of one.
+
+        Args:
+            action: what to perform.
+            segment_done: called after each segment of a backward, last segment first.
+            num_done: how many of its collectives over tp the rank has begun already.
+        """
+        stage, number = action.stage, action.microbatch
+        goes_back = action.kind in _GOING_BACK
+        if action.kind is Kind.FORWARD:
+            self._drop(Payload.ACTIVATION, stage - 1, number)
+        elif goes_back:
+            self._drop(Payload.GRADIENT, stage + 1, number)
+        if self._shadow is not None:
+            self._shadow.perform(action, segment_done, num_done)
+        else:
+            self._take_part(action, segment_done)
+        if action.kind is Kind.FORWARD and stage + 1 < self._schedule.num_stages:
+            self._give(Payload.ACTIVATION, action, self._program(number).stages[stage].sent)
+        elif goes_back and stage > 0:
+            received = self._program(number).stages[stage].received
+            self._give(Payload.GRADIENT, action, self._program(number).gradients_of(received))
+
+    def _take_part(self, action: Action, segment_done: SegmentDone) -> None:
+        """Gather and sum with the replicas, segment by segment, and tell of every backward."""
+        goes_back = action.kind in _GOING_BACK
+        recomputes = self._schedule.recompute[action.stage]
+        segments = self._program(action.microbatch).stages[action.stage].segments
+        for segment in reversed(segments) if goes_back else segments:
+            if self._shares is not None and has_turn(segment, action.kind, recomputes):
+                self._shares.begin(segment.segment.parameters)
+                self._shares.end(segment.segment.parameters)
+            if goes_back:
+                segment_done(segment)
+
+    def _program(self, number: int) -> Program:
+        return self._microbatches[number].program
+
+    def _drop(self, payload: Payload, producer: int, number: int) -> None:
+        if 0 <= producer < self._schedule.num_stages:
+            peer = self._schedule.rank_of(producer, number)
+            self._exchange.drop(Receive(payload, producer, number, peer), self._program(number))
+
+    def _give(self, payload: Payload, action: Action, names: Sequence[str]) -> None:
+        metas = {name: self._program(action.microbatch).values[name] for name in names}
+        zeros = {
+            name: torch.zeros(meta.shape, dtype=meta.dtype, device=self._mesh.device)
+            for name, meta in metas.items()
+        }
+        self._exchange.give(payload, action.stage, action.microbatch, zeros)
+
+
+_GOING_BACK = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))
+
+
+class HollowShares:
+    """Parameters in shares as a rank gathers them that computes nothing: for its replicas alone.
+
+    Args:
+        sharded: those parameters.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = sharded
+        self.takes_part = True
+        sharded.give_up()
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Gather with the others what nobody reads here."""
+        if self.takes_part:
+            with _disable_current_modes():
+                self._sharded.begin(names, hollow=True)
+
+    def call(
+        self,
+        names: Sequence[str],
+        weights: Leaves,
+        compute: Callable[[Leaves], tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Call a segment with parameters that have no numbers."""
+        return compute(weights)
+
+    def end(self, names: Sequence[str]) -> None:
+        """Give zeros to the sums of gradients."""
+        if self.takes_part:
+            with _disable_current_modes():
+                self._sharded.end(names, hollow=True)
+
+
+class Shadow:
+    """A rank's stages on tensors without numbers, whose collectives others take part in.
+
+    Args:
+        device: where the tensors claim to be.
+        stages: the rank's own.
+        schedule: of the step.
+        microbatches: of the step.
+        shares: what gathers the parameters of which replicas hold shares; None for none.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stages: Mapping[int, Stage],
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        shares: HollowShares | None,
+    ) -> None:
+        self._device = device
+        self._shares = shares
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._collectives = _Collectives(device)
+        self._schedule = schedule
+        self._stages = {number: self._imitate(stage) for number, stage in stages.items()}
+        self._microbatches = [self._microbatch(microbatch) for microbatch in microbatches]
+
+    def perform(self, action: Action, segment_done: SegmentDone, num_done: int | None) -> None:
+        """Perform an action.
+
+        Args:
+            action: what to perform.
+            segment_done: as of `Hollow.act`.
+            num_done: how many of its collectives are left out at first; None for all of them.
+        """
+
+        def done(segment: SegmentProgram) -> None:
+            with _disable_current_modes():
+                segment_done(segment)
+
+        stage, number = self._stages[action.stage], action.microbatch
+        microbatch = self._microbatches[number]
+        program = microbatch.program.stages[action.stage]
+        self._collectives.num_left_out = num_done
+        if self._shares is not None:
+            self._shares.takes_part = num_done is not None
+        with self._mode, self._collectives:
+            if action.kind is Kind.FORWARD:
+                keep = not self._schedule.recompute[action.stage]
+                stage.forward(number, microbatch, self._values(program.received, microbatch), keep)
+            elif action.kind is Kind.RECOMPUTE:
+                stage.recompute(number, microbatch)
+            elif action.kind in _GOING_BACK:
+                names = microbatch.program.gradients_of(program.sent)
+                gradients = self._values(names, microbatch)
+                loss = microbatch.program.loss
+                if loss in program.results.values():
+                    gradients |= self._values([str(loss)], microbatch)
+                stage.backward(number, microbatch, gradients, done)
+
+    def _values(self, names: Iterable[str], microbatch: Microbatch) -> Values:
+        return {name: self._fake(microbatch.program.values[name]) for name in names}
+
+    def _fake(self, like: TensorMeta | torch.Tensor) -> torch.Tensor:
+        with self._mode:
+            return torch.empty(tuple(like.shape), dtype=like.dtype, device=self._device)
+
+    def _imitate(self, stage: Stage) -> Stage:
+        weights = {}
+        with self._mode:
+            for name, real in stage.weights.live.items():
+                weights[name] = torch.nn.Parameter(self._fake(real), real.requires_grad)
+        buffers = {name: self._fake(real) for name, real in stage.buffers.items()}
+        own = LiveWeights(weights, ())
+        shares = self._shares
+        return Stage(stage.index, own, buffers, WeightGradients(), self._device, shares)
+
+    def _microbatch(self, real: Microbatch) -> Microbatch:
+        columns: Values = {}
+        derived: Values = {}
+        for stage in real.program.stages.values():
+            for program in stage.segments:
+                for node in program.segment.graph.find_nodes(op="placeholder"):
+                    kind, name = node.meta["kind"], node.meta["name"]
+                    if kind in (ValueKind.COLUMN, ValueKind.DERIVED):
+                        into = columns if kind is ValueKind.COLUMN else derived
+                        into[name] = self._fake(node.meta["tensor"])
+                        if is_choice(node):  # of which collectives there are
+                            into[name] = real.derived[name]
+        return Microbatch(real.program, columns, derived, real.random_key)
+
+
+class _Collectives(TorchDispatchMode):
+    """Carries out the collectives of tensors without numbers, with zeros in their place.
+
+    Args:
+        device: where the zeros are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_left_out: int | None = 0
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call an operator; a collective on zeros, or not at all where it is to be left out."""
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        if self.num_left_out is None or self.num_left_out > 0:
+            if self.num_left_out is not None:
+                self.num_left_out -= 1
+            work: Any = FakeWork().boxed()
+            return (args[0], work) if len(func._schema.returns) == 2 else work
+        with _disable_current_modes():
+            result = func(*tree_map(self._zeros, args), **(kwargs or {}))
+        return (args[0], result[1]) if len(func._schema.returns) == 2 else result
+
+    def _zeros(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.zeros(value.shape, dtype=value.dtype, device=self._device)

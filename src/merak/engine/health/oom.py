@@ -1,0 +1,188 @@
+"""When memory runs out inside a training step: the rank gives up the step, and not the job.
+
+Other ranks wait for what this one sends and reduces. So it lets go of the step's activations, which
+leaves room, and takes part in all that is left of the step with zeros
+(`merak.engine.health.drain`). At the step's end the ranks agree that it counts for nothing, and run
+it again with a plan that needs less (`merak.engine.health.oom_replan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from merak.core.errors import TrainingError
+from merak.core.mesh import Mesh
+
+_Made = TypeVar("_Made")
+
+
+class StepGivenUp(Exception):
+    """Some rank ran out of memory in a step; raised on every rank.
+
+    Args:
+        reasons: by pipeline position, the words of the error there.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__("memory ran out")
+        self.reasons = reasons
+
+
+class Relief:
+    """Whether this rank has run out of memory in the step that runs, and what it does then.
+
+    Args:
+        is_armed: whether a step may be given up; else errors pass.
+    """
+
+    def __init__(self, is_armed: bool = False) -> None:
+        self.is_armed = is_armed
+        self.reason: str | None = None
+        self._release: Callable[[], None] = _nothing
+
+    def start_step(self, release: Callable[[], None]) -> None:
+        """A step begins.
+
+        Args:
+            release: lets go of the activations that this rank holds for it.
+        """
+        self.reason = None
+        self._release = release
+
+    def takes(self, error: BaseException) -> bool:
+        """Whether an error is one that a step may be given up for."""
+        return self.is_armed and is_out_of_memory(error)
+
+    def give_up(self, reason: str) -> None:
+        """Give the step up, and let go of its activations.
+
+        Called when the error is no longer handled: it holds what the frames that it passed hold.
+
+        Args:
+            reason: the error's own words.
+        """
+        if self.reason is None:
+            self.reason = reason
+        self._release()
+        torch.cuda.empty_cache()
+
+    def allocate(self, make: Callable[[], _Made]) -> _Made:
+        """Do what needs memory and others wait for; where there is none, make room and do it then.
+
+        Args:
+            make: may be called twice; what it gives in a step that is given up counts for nothing.
+        """
+        try:
+            return make()
+        except Exception as error:
+            if not self.takes(error):
+                raise
+            reason = str(error)
+        self.give_up(reason)
+        with self.for_good():
+            return make()
+
+    @contextmanager
+    def for_good(self) -> Iterator[None]:
+        """Inside, memory that is short although the step's activations are gone ends the job.
+
+        What is done here for others has then been done in part, and can't be begun anew.
+
+        Raises:
+            TrainingError: it is.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(
+                f"memory ran out ({error}) although all activations of the step had been let go "
+                f"before ({self.reason}); use a larger pp or tp, or zero=1 or more, so that a rank "
+                "holds fewer parameters, gradients and states."
+            ) from error
+
+
+@contextmanager
+def explained(what: str, fix: str) -> Iterator[None]:
+    """Inside, an error that says that memory ran out becomes one that says what to do.
+
+    Args:
+        what: what ran out of memory, the beginning of a sentence.
+        fix: the end of it.
+
+    Raises:
+        TrainingError: memory ran out.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingError(f"{what} ran out of memory ({error}); {fix}.") from error
+
+
+def explain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer's step say what to do when it runs out of memory."""
+    step: Callable[..., Any] = type(optimizer).step
+
+    @wraps(step)
+    def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with explained("the optimizer's step", OPTIMIZER_FIX):
+            return step(self, *args, **kwargs)
+
+    # A method, as learning rate schedulers, which wrap it as well, expect it to be.
+    optimizer.step = MethodType(explained_step, optimizer)  # type: ignore[method-assign]
+
+
+OPTIMIZER_FIX = (
+    "some of its parameters may have been stepped already, so that it cannot be run again; use "
+    "zero=1 or more, whose replicas share its states, a larger pp or tp, or an optimizer with "
+    "less state"
+)
+"""What to do about an optimizer that runs out of memory."""
+
+
+def agree(relief: Relief, mesh: Mesh) -> None:
+    """Let all ranks know whether one of them has given the step up; called alike on every rank.
+
+    Raises:
+        StepGivenUp: on every rank, if so.
+    """
+    own = None if relief.reason is None else (mesh.pp_rank, relief.reason)
+    said: list[Any] = [own]
+    if mesh.device_mesh is not None:
+        flag = torch.tensor([float(own is not None)], device=mesh.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        if not float(flag):
+            return
+        said = [None] * mesh.world_size
+        dist.all_gather_object(said, own)
+    reasons = dict(found for found in said if found is not None)
+    if reasons:
+        raise StepGivenUp(reasons)
+
+
+_NO_MEMORY = (
+    "can't allocate memory",  # the CPU's allocator
+    "CUDA error: out of memory",  # what is allocated past torch's allocator: pinned memory, say
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,173 @@
+"""After a step that ran out of memory: a plan that keeps fewer activations, the same on all ranks.
+
+The estimate that the plan rests on does not see what a kernel takes inside, what fragments of the
+allocator lose, and what other programs take of the device. So a position that ran out gets a
+smaller budget, and what it keeps is chosen again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch.distributed as dist
+
+from merak.core.errors import PlanError
+from merak.core.health.status import phase, waiting_for_first
+from merak.engine.local_programs import Programs
+from merak.graph.program.program import Program
+from merak.plan.activations.decide import Profile, dear_operators, gigabytes, pp_that_fits
+from merak.plan.activations.forecast import Forecast
+from merak.plan.activations.offload_spec import Times
+from merak.plan.activations.recompute import recomputing_stages
+from merak.plan.cost.selective_ops import Dear
+from merak.plan.layout import Layout
+from merak.plan.step_plans import Plans
+
+_SHARE_LEFT = 0.9
+"""Of the peak with which a position ran out of memory, what it may hold next."""
+
+_MOST_WORDS = 160
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Less:
+    """What is still kept, as `Layout` has it; or why there is nothing left to give up."""
+
+    kept: frozenset[int] = frozenset()
+    partly: Mapping[int, Dear] = field(default_factory=dict)
+    problem: str | None = None
+
+
+class Backoff:
+    """Gives up kept activations, step by step, where memory runs out.
+
+    Args:
+        forecast: the job as it was laid out.
+        times: of the segments.
+        profile: of the devices.
+        programs: what this rank runs.
+    """
+
+    def __init__(
+        self, forecast: Forecast, times: Times, profile: Profile, programs: Programs
+    ) -> None:
+        self._forecast = forecast
+        self._times = times
+        self._profile = profile
+        self._programs = programs
+
+    def keep_less(self, step: int, reasons: Mapping[int, str]) -> tuple[Plans, Program]:
+        """Let some segments recompute that kept their activations; called alike on every rank.
+
+        Args:
+            step: the job's step that ran out of memory.
+            reasons: by pipeline position that did, the words of the error.
+
+        Returns:
+            The plans to go on with, and the program of an ordinary microbatch.
+
+        Raises:
+            PlanError: everything recomputes already where memory ran out.
+        """
+        mesh, layout = self._forecast.mesh, self._forecast.layout
+        decided: list[_Less] = [_Less()]
+        if mesh.rank == 0:
+            try:
+                with phase("choosing what to keep less of"):
+                    decided = [self._less(step, reasons)]
+            except PlanError as error:
+                decided = [_Less(problem=str(error))]
+        if mesh.device_mesh is not None:
+            with waiting_for_first("what to keep less of"):
+                dist.broadcast_object_list(decided, src=0)
+        less = decided[0]
+        if less.problem is not None:
+            raise PlanError(less.problem)
+        plans = layout.plans.recomputing(recomputing_stages(layout.partition, less.kept))
+        layout = replace(
+            layout,
+            plans=plans,
+            kept=less.kept,
+            partly=less.partly,
+            offloaded=layout.offloaded & less.kept,
+        )
+        if mesh.rank == 0:
+            self._say(step, reasons, layout)
+        self._forecast = replace(self._forecast, layout=layout)
+        self._programs.choose(layout)
+        return plans, self._programs.base
+
+    def _less(self, step: int, reasons: Mapping[int, str]) -> _Less:
+        forecast = self._forecast
+        dear = {**dear_operators(forecast, self._profile), **forecast.layout.partly}
+        kept, partly = forecast.kept, frozenset(forecast.layout.partly)
+        for rank, reason in sorted(reasons.items()):
+            own = frozenset(forecast.segments_of(rank)) - forecast.untrained
+            if not own & (kept | partly):
+                raise PlanError(self._hopeless(step, rank, reason))
+            whole, some = self._choose_less(rank, dear)
+            # What another position has to give up on a stage of both, this one may as well.
+            kept -= own - whole
+            partly = (partly - own) | (some - kept)
+        return _Less(kept, {index: dear[index] for index in partly - kept})
+
+    def _choose_less(
+        self, rank: int, dear: Mapping[int, Dear]
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """The best choice for a position that needs less than the present one."""
+        forecast = self._forecast
+        schedule = forecast.layout.schedule
+        most = forecast.ranks(schedule, forecast.kept)[rank].peak.total_bytes
+        budget = int(_SHARE_LEFT * most)
+        while True:
+            whole, some = forecast.fill_one(
+                rank, schedule, self._times(), budget, dear, self._offloaded
+            )
+            partly = {index: dear[index] for index in some}
+            needed = forecast.ranks(schedule, whole | forecast.untrained, partly)[rank].peak
+            if needed.total_bytes < most or not whole | some:
+                return whole, some
+            budget = int(_SHARE_LEFT * budget)
+
+    def _offloaded(self, kept: frozenset[int]) -> frozenset[int]:
+        """Of segments that keep their activations, those that do so in host memory."""
+        return kept & self._forecast.layout.offloaded
+
+    def _hopeless(self, step: int, rank: int, reason: str) -> str:
+        forecast = self._forecast
+        peak = forecast.ranks(forecast.layout.schedule, forecast.kept)[rank].peak
+        needed = peak.total_bytes
+        pp = pp_that_fits(forecast, int(_SHARE_LEFT * needed), self._times)
+        fix = f"use pp={pp} or" if pp else "use"
+        return (
+            f"step {step} ran out of memory on pipeline position {rank} ({_first(reason)}), where "
+            f"every segment recomputes and {gigabytes(needed)} were foreseen at {peak.at}; {fix} a "
+            "larger tp or a smaller microbatch."
+        )
+
+    def _say(self, step: int, reasons: Mapping[int, str], layout: Layout) -> None:
+        before = self._forecast
+        for rank, reason in sorted(reasons.items()):
+            own = frozenset(before.segments_of(rank))
+            some = len(own & frozenset(layout.partly))
+            logger.warning(
+                "step %d ran out of memory on pipeline position %d (%s); it runs again with the "
+                "activations of %d of its %d segments kept, and no longer of %d%s.",
+                step,
+                rank,
+                _first(reason),
+                len(own & layout.kept),
+                len(own),
+                len(own & before.kept),
+                f", and of {some} a part" if some else "",
+            )
+
+
+def _first(reason: str) -> str:
+    """The beginning of an error's words."""
+    line = " ".join(reason.split())
+    return line if len(line) <= _MOST_WORDS else line[:_MOST_WORDS] + "…"

@@ -1,0 +1,227 @@
+"""The programs of a rank: the model's segments as it runs them, for every shape it meets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import torch
+import torch.distributed as dist
+
+from merak.core.errors import ArgumentsError, TraceError
+from merak.core.mesh import Mesh
+from merak.core.shards import ParameterShard
+from merak.engine.comm.buffer_sync import find_moved, find_writers
+from merak.engine.comm.eval_parameters import find_loans
+from merak.engine.comm.sparse_gradients import densify, find_densified
+from merak.engine.parts import Signature
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.program.index_ranges import find_ranges
+from merak.graph.program.program import (
+    NOTHING_CHOSEN,
+    Arrange,
+    Choices,
+    Loan,
+    Program,
+    Rewrite,
+    arrange_whole,
+    compile_program,
+)
+from merak.graph.program.split_backward import WeightGradients, defer_weights
+from merak.graph.program.sub_pipelined import arrange_in_halves
+from merak.graph.segment.build import GraphSource
+from merak.graph.segment.dynamic_shapes import Graphs
+from merak.graph.sub_pipelining.sub_microbatch import samples_of
+from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
+from merak.graph.tensor_parallel.features import Features
+from merak.graph.tensor_parallel.report import left_whole
+from merak.plan.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
+
+logger = logging.getLogger(__name__)
+
+
+class Programs:
+    """What this rank runs for a signature; traced when a shape is first met, then kept.
+
+    All ranks of a pipeline meet the same shapes in the same order, so they keep the same ones.
+
+    Args:
+        source: the model.
+        mesh: the grid of ranks.
+        layout: which segments form which stage.
+        parallel: what tensor parallelism does to segments; None for nothing.
+        in_halves: whether microbatches run in halves, where they can.
+        options: how many shapes are kept beside the planned one (of more, those met last), and
+            what looks into segments.
+    """
+
+    def __init__(
+        self,
+        source: GraphSource,
+        mesh: Mesh,
+        layout: Layout,
+        parallel: TensorParallel | None,
+        in_halves: bool,
+        options: EngineOptions,
+    ) -> None:
+        self.source = source
+        graph = layout.graph
+        self.own_stages = layout.schedule.stages_of(mesh.pp_rank)
+        self.owners = stages_of_parameters(graph, layout.partition)
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.mesh = mesh
+        self._partition = layout.partition
+        self._writers = find_writers(layout) if options.trains else {}
+        self._stage_rank = layout.stage_rank
+        self._choices = _choices(layout)
+        self._in_halves = in_halves
+        self.waiting = {stage: WeightGradients() for stage in self.own_stages}
+        self._parallel = parallel
+        self._observer = options.observer
+        self._zero = options.zero
+        self._splits_backwards = layout.plans.splits_backwards
+        self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
+        self.densified = find_densified(layout, mesh)
+        self._graph = graph
+        self._base_key = (tuple(graph.columns.items()), options.trains)
+        self.base = self._compile(graph, options.trains)
+        self._graphs = {
+            mode: Graphs(source, training=mode, first=graph if mode is options.trains else None)
+            for mode in (True, False)
+        }
+        self._others = lru_cache(maxsize=options.max_shapes)(self._make)
+        self._max_shapes = options.max_shapes
+        self._num_made = 0
+        self._seconds = 0.0
+
+    def _make_rewrites(self, parallel: TensorParallel | None) -> dict[int, list[Rewrite]]:
+        rewrites: dict[int, list[Rewrite]] = {}
+        for stage in self.own_stages:
+            rewrites[stage] = [parallel] if parallel else []
+            if self.densified:
+                rewrites[stage].append(partial(densify, self.densified))
+            if self._splits_backwards:
+                rewrites[stage].append(partial(_defer, self._shared, self.waiting[stage]))
+            if self._observer is not None:
+                rewrites[stage].append(self._observer)
+        return rewrites
+
+    def __call__(self, signature: Signature, training: bool) -> Program:
+        """What to run for a signature, in training or evaluation."""
+        if (signature, training) == self._base_key:
+            return self.base
+        return self._others(signature, training)
+
+    def _make(self, signature: Signature, training: bool) -> Program:
+        started = time.perf_counter()
+        graph = self._graphs[training](dict(signature))
+        program = self._compile(graph, training)
+        self._num_made += 1
+        self._seconds += time.perf_counter() - started
+        if self._num_made == 2 * self._max_shapes:
+            self._warn()
+        return program
+
+    def _warn(self) -> None:
+        if dist.is_initialized() and dist.get_rank():
+            return
+        logger.warning(
+            "Batches of %d shapes have been prepared for, which took %.0f s, and max_shapes=%d are "
+            "kept; pad to few lengths (pad_to_multiple_of of the data collator), batch samples of "
+            "like length (train_sampling_strategy='group_by_length'), or raise max_shapes.",
+            self._num_made,
+            self._seconds,
+            self._max_shapes,
+        )
+
+    def choose(self, layout: Layout) -> None:
+        """From now on other segments, and operators of others, keep what they compute."""
+        self._choices = _choices(layout)
+        self.base = self._compile(self._graph, self._base_key[1])
+        self._others.cache_clear()
+
+    def _compile(self, graph: ModelGraph, training: bool) -> Program:
+        bounds = stage_bounds(graph, self.owners, self._partition)
+        loans = self._loans(graph, bounds, training)
+        # A graph that was cut otherwise has other segments: there nothing is kept by number.
+        is_same = len(graph.segments) == self._partition.num_segments
+        choices = self._choices if is_same and training else NOTHING_CHOSEN
+        arrange: Arrange = arrange_whole
+        if self._in_halves and graph.loss is not None:
+            samples = samples_of(graph.segments, batch_size(graph))
+            arrange = partial(arrange_in_halves, samples)
+        parallel = self._parallel
+        ranges = find_ranges(graph)
+        if parallel is not None:
+            graph, parallel = parallel.fit(graph)
+        program = compile_program(graph, bounds, self._make_rewrites(parallel), choices, arrange)
+        device = self.mesh.device
+        moved = find_moved(self._writers, self._stage_rank, graph, bounds) if not training else {}
+        constants = {n: t.to(device) for n, t in graph.constants.items()}
+        return replace(program, constants=constants, moved=moved, loans=loans, ranges=ranges)
+
+    def _loans(self, graph: ModelGraph, bounds: Sequence[int], training: bool) -> tuple[Loan, ...]:
+        """What ranks lend each other, in evaluations.
+
+        Raises:
+            TraceError: a training step would need it too, or replicas hold shares.
+        """
+        loans = find_loans(self.owners, self._stage_rank, graph, bounds)
+        if loans and (training or self._zero == 3):
+            raise TraceError(
+                f"{loans[0].name} is read on another stage in this mode or shape of the model than "
+                "in the one that the job was planned with; use a smaller pp, or "
+                + ("one batch shape." if training else "zero=2.")
+            )
+        return loans
+
+
+def _choices(layout: Layout) -> Choices:
+    partly = {index: dear.names for index, dear in layout.partly.items()}
+    return Choices(layout.kept, partly, layout.offloaded)
+
+
+def check_max_shapes(max_shapes: int) -> None:
+    """Refuse a number of shapes to keep that is none.
+
+    Raises:
+        ArgumentsError: it is below 1.
+    """
+    if max_shapes < 1:
+        raise ArgumentsError(
+            f"max_shapes={max_shapes} is no number of shapes to keep; use 1 or more."
+        )
+
+
+def batch_size(graph: ModelGraph) -> int:
+    """Samples of a microbatch: the first size of most of its columns."""
+    sizes = Counter(meta.shape[0] for meta in graph.columns.values() if meta.shape)
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def rewriter(
+    graph: ModelGraph, features: Features | None, tp: int, *, sequence: bool = False
+) -> TensorParallel | None:
+    """How this job makes segments tensor parallel; every rank checks the whole model."""
+    if tp == 1:
+        return None
+    parallel = tensor_parallel(graph, features, tp, sequence=sequence)
+    left = left_whole(graph, parallel)
+    if left is not None and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning("%s", left)
+    return parallel
+
+
+def _defer(
+    kept: frozenset[str], waiting: WeightGradients, segment: Segment
+) -> tuple[Segment, dict[str, ParameterShard]]:
+    return defer_weights(segment, kept, waiting), {}
+
+
+def num_readers(graph: ModelGraph) -> Counter[str]:
+    """How many segments read each parameter."""
+    return Counter(name for segment in graph.segments for name in segment.parameters)

@@ -1,0 +1,103 @@
+"""Runs one segment whose activations wait in host memory; see `merak.engine.segments.activation_offload`.
+
+Its autograd graph holds neither its inputs nor its outputs: gradients enter at the edges of the
+graph, and those of the inputs are left by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from merak.engine.segments.activation_offload import Offload, Stash, enter
+from merak.engine.segments.context import Sums, Values
+from merak.graph.program.program import SegmentProgram
+
+Saving = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
+"""Inside, autograd saves for the host; not tensors that are given here."""
+
+Run = Callable[[Sequence[torch.Tensor], Saving], tuple[torch.Tensor, ...]]
+"""Runs a segment on its inputs."""
+
+
+@dataclass(slots=True)
+class Away:
+    """A segment's forward, kept for its backward without its activations.
+
+    Args:
+        stash: the activations, wherever they are.
+        edges: by name of an output that carries a gradient, where that enters.
+        entries: by name of an input that carries one, where what later readers gave enters.
+        gradients: of the inputs, once the backward has been run.
+    """
+
+    stash: Stash = field(default_factory=Stash)
+    edges: dict[str, GradientEdge] = field(default_factory=dict)
+    entries: dict[str, GradientEdge] = field(default_factory=dict)
+    gradients: Values = field(default_factory=dict)
+
+
+def forward(program: SegmentProgram, values: Values, offload: Offload, run: Run) -> Away:
+    """Run a segment forward.
+
+    Args:
+        program: the segment.
+        values: what it reads of others; gains its outputs.
+        offload: what moves its activations.
+        run: runs it.
+    """
+    assert program.offload is not None
+    segment, away = program.segment, Away()
+    carries, inputs = program.gradient_inputs, [values[name] for name in segment.inputs]
+    entered = enter(segment.inputs, inputs, carries, away.gradients)
+    away.entries.update(
+        (name, get_gradient_edge(value))
+        for name, value in zip(segment.inputs, entered, strict=True)
+        if value.requires_grad
+    )
+    outputs = run(entered, lambda held: offload.saving(away.stash, held))
+    values.update(zip(segment.outputs, (output.detach() for output in outputs), strict=True))
+    for name, output in zip(segment.outputs, outputs, strict=True):
+        if output.requires_grad:
+            away.edges[name] = get_gradient_edge(output)
+    offload.give(away.stash, [values[name] for name in program.offload])
+    return away
+
+
+def backward(
+    program: SegmentProgram,
+    away: Away,
+    gradients: Values,
+    offload: Offload,
+    sums: Callable[[], Sums] = tuple,
+) -> None:
+    """Run a segment's backward.
+
+    Args:
+        program: the segment.
+        away: from the forward.
+        gradients: by name; loses those of the outputs and gains those of the inputs.
+        offload: what moves its activations.
+        sums: as of `whole.propagate`.
+    """
+    offload.fetch(away.stash)
+    found = [(n, gradients.pop(n)) for n in program.segment.outputs if n in gradients]
+    found = [(name, gradient) for name, gradient in found if name in away.edges]
+    if not found:
+        return
+    # As in `whole.propagate`: later readers' sum is the first that the graph adds to.
+    known = [(edge, gradients.pop(n)) for n, edge in away.entries.items() if n in gradients]
+    roots: list[tuple[Any, torch.Tensor]] = [
+        *sums(),
+        *known,
+        *((away.edges[name], gradient) for name, gradient in found),
+    ]
+    torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+    for name in program.segment.inputs:
+        if name in away.gradients:
+            gradients[name] = away.gradients.pop(name)

@@ -1,0 +1,134 @@
+"""The weights that a stage computes with: its parameters, or an earlier version of them.
+
+Synchronous schedules compute with the parameters themselves. Asynchronous ones update them while
+microbatches are under way: a microbatch's backward uses the weights of its forward, so a version
+is kept for as long as a microbatch needs it.
+
+Source: arXiv:1806.03377 (PipeDream), section 3.3; arXiv:2006.09503 (PipeDream-2BW), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from merak.engine.comm.gradient_buckets import add_gradient, gradient_dtype
+from merak.engine.zero.param_all_gather import Arrivals, Awaited
+
+Leaves = Mapping[str, torch.Tensor]
+
+
+class LiveWeights:
+    """The parameters themselves.
+
+    Args:
+        parameters: by name, at least those that the stage's segments read.
+        shared: names whose gradient is collected apart, since several segments read them.
+        arrivals: what the parameters wait for before they are read; None for nothing.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        shared: Collection[str],
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        # A shared parameter enters each stage as a leaf of its own over the same memory.
+        self.shared = {
+            name: parameters[name].detach().requires_grad_(parameters[name].requires_grad)
+            for name in parameters
+            if name in shared
+        }
+        for name, leaf in self.shared.items():
+            leaf.grad_dtype = parameters[name].grad_dtype
+        leaves = {**parameters, **self.shared}
+        self.live: Leaves = leaves if arrivals is None else Awaited(leaves, arrivals)
+
+    def of(self, number: int) -> Leaves:
+        """What a microbatch computes with."""
+        return self.live
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        for leaf in self.shared.values():
+            leaf.grad = None
+
+
+class StashedWeights:
+    """Versions of a stage's parameters, each kept while a microbatch needs it.
+
+    Only when the parameters are updated while a microbatch still needs the present version do they
+    move to new memory: there are never more copies than versions in use.
+
+    Args:
+        parameters: of the stage, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.live: Leaves = parameters
+        self._parameters = parameters
+        self._current = 0
+        self._version_of: Sequence[int] = ()
+        self._needed: Counter[int] = Counter()
+        self._leaves: dict[int, Leaves] = {}
+
+    @property
+    def num_versions(self) -> int:
+        """Versions held now."""
+        return len(self._leaves)
+
+    def start_step(self, version_of: Sequence[int]) -> None:
+        """A run begins with the present parameters as version 0.
+
+        Args:
+            version_of: the version that each microbatch of the run uses.
+        """
+        self._current = 0
+        self._version_of = version_of
+        self._needed = Counter(version_of)
+        self._leaves = {0: self._alias()}
+
+    def of(self, number: int) -> Leaves:
+        """What a microbatch computes with."""
+        return self._leaves[self._version_of[number]]
+
+    def finished(self, number: int) -> None:
+        """A microbatch's last action here is done: add its gradients to the parameters'."""
+        version = self._version_of[number]
+        for name, leaf in self._leaves[version].items():
+            if leaf.grad is not None:
+                add_gradient(self._parameters[name], leaf.grad)
+                leaf.grad = None
+        self._needed[version] -= 1
+        if not self._needed[version] and version != self._current:
+            del self._leaves[version]
+
+    def before_update(self) -> None:
+        """The optimizer is about to write the parameters: save the version that they are."""
+        if self._needed[self._current]:
+            for parameter in self._parameters.values():
+                if parameter.requires_grad:  # what is frozen is the same in all versions
+                    parameter.data = parameter.data.clone()
+        else:
+            del self._leaves[self._current]
+        self._current += 1
+        self._leaves[self._current] = self._alias()
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._leaves.clear()
+
+    def _alias(self) -> Leaves:
+        """Leaves over the parameters' memory, whose graphs do not see the optimizer's writes."""
+        leaves = {
+            name: parameter.data.requires_grad_(parameter.requires_grad)
+            for name, parameter in self._parameters.items()
+        }
+        for name, leaf in leaves.items():
+            leaf.grad_dtype = gradient_dtype(self._parameters[name])
+        return leaves
+
+
+Weights = LiveWeights | StashedWeights

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from merak.core.mesh import Mesh, init, reset
+from merak.engine.health.status import Progress, Wait
+from merak.engine.health.step_records import DeviceClock, HostClock, clock_of, gather_records
+from merak.schedule.ir import parse_action
+from merak.schedule.registry import build
+from merak.schedule.simulate.timeline import measured_timeline
+
+SCHEDULE = build("1f1b", 1, 2)
+FORWARD, BACKWARD = parse_action("0F0"), parse_action("0B0")
+
+
+class LateClock:
+    """A device that the host runs ahead of: marks are numbers that `passed` reaches one by one."""
+
+    runs_behind = True
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.passed = 0
+
+    def mark(self) -> int:
+        self.taken += 1
+        return self.taken
+
+    def is_past(self, mark: int) -> bool:
+        return mark <= self.passed
+
+    def seconds(self, marks: Sequence[int]) -> list[float]:
+        self.passed = self.taken
+        return [mark / 10 for mark in marks]
+
+
+def run_step(progress: Progress, number: int) -> None:
+    with progress.step(number):
+        progress.planned(SCHEDULE)
+        with progress.action(FORWARD):
+            with progress.waiting("the activation from", (3,)):
+                pass
+            progress.started()
+        with progress.action(BACKWARD):
+            pass
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    reset()
+    made = init(device="cpu")
+    reset()
+    return made
+
+
+def test_the_last_steps_are_kept(mesh: Mesh) -> None:
+    progress = Progress(HostClock(), 2)
+    for number in range(5):
+        run_step(progress, number)
+    kept = gather_records(progress.records, mesh)
+    assert [step.step for step in kept] == [3, 4]
+    assert [action for action, _, _ in kept[1].records[0]] == [FORWARD, BACKWARD]
+    (_, first, second), (_, third, fourth) = kept[1].records[0]
+    assert kept[0].records[0][-1][2] <= first <= second <= third <= fourth
+    assert kept[1].makespan_s == fourth - first
+    assert measured_timeline(kept[1].schedule, kept[1].records).end_s == fourth - first
+
+
+def test_nothing_is_kept_where_nothing_is_recorded(mesh: Mesh) -> None:
+    progress = Progress(HostClock(), 0)
+    run_step(progress, 0)
+    assert gather_records(progress.records, mesh) == ()
+
+
+def test_a_step_that_fails_leaves_nothing(mesh: Mesh) -> None:
+    progress = Progress(HostClock(), 2)
+    with pytest.raises(KeyError), progress.step(0):
+        progress.planned(SCHEDULE)
+        with progress.action(FORWARD):
+            raise KeyError
+    assert not progress.standing.is_engines
+    run_step(progress, 1)
+    assert [step.step for step in gather_records(progress.records, mesh)] == [1]
+
+
+def test_a_device_is_read_late_and_its_waits_do_not_count(mesh: Mesh) -> None:
+    clock = LateClock()
+    progress = Progress(clock, 1)
+    run_step(progress, 0)
+    assert clock.passed == 0
+    # Marks: 1 the forward begins, 2 it has waited, 3 it starts, 4 it ends; 5 and 6 the backward.
+    (step,) = gather_records(progress.records, mesh)
+    assert step.records[0] == ((FORWARD, 0.3, 0.4), (BACKWARD, 0.5, 0.6))
+    assert clock.passed == 6
+
+
+def test_where_a_device_stands_behind_its_host() -> None:
+    clock = LateClock()
+    progress = Progress(clock, 1)
+    run_step(progress, 7)
+    assert not progress.standing.is_engines  # the host is done
+    standing = progress.device_standing()
+    assert standing is not None
+    assert (standing.phase, standing.action) == ("step 7", FORWARD)
+    assert standing.wait == Wait("the activation from", (3,))
+    clock.passed = 3
+    standing = progress.device_standing()
+    assert standing is not None
+    assert (standing.action, standing.wait) == (FORWARD, None)
+    clock.passed = 4
+    standing = progress.device_standing()
+    assert standing is not None
+    assert standing.action == BACKWARD
+    clock.passed = 6
+    assert progress.device_standing() is None
+    assert not progress.behind
+
+
+def test_where_a_host_stands() -> None:
+    progress = Progress(HostClock(), 1)
+    assert not progress.standing.is_engines
+    with progress.waiting("what batches there are on", (1, 2)):
+        assert progress.standing.is_engines
+        assert progress.standing.wait == Wait("what batches there are on", (1, 2))
+    with progress.step(3), progress.action(FORWARD):
+        before = progress.standing
+        with progress.waiting("the activation from", (3,)):
+            assert progress.standing.action == FORWARD
+        after = progress.standing
+        assert after.wait is None
+        assert after.since_s > before.since_s  # an action's own work is timed from its last wait
+    assert not progress.standing.is_engines
+    assert not progress.behind
+
+
+@pytest.mark.gpu
+def test_a_gpus_events_are_read_on_the_hosts_clock() -> None:
+    clock = DeviceClock(torch.device("cuda", 0))
+    clock.seconds([clock.mark()])  # the first use of a device takes long
+    before = time.perf_counter()
+    first = clock.mark()
+    torch.cuda._sleep(200_000_000)  # cycles
+    second = clock.mark()
+    assert not clock.is_past(second)
+    left = time.perf_counter()
+    start, end = clock.seconds([first, second])
+    after = time.perf_counter()
+    assert clock.is_past(second)
+    assert before - 1e-3 < start < left < end < after + 1e-3
+    assert clock_of(torch.device("cuda", 0)).runs_behind
+    assert not clock_of(torch.device("cpu")).runs_behind

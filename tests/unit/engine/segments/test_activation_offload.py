@@ -1,0 +1,324 @@
+"""Activations in host memory: what moves and comes back, and that gradients do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core import mesh
+from merak.core.errors import PlanError, ScheduleError, TrainingError
+from merak.data import signature
+from merak.engine.build import build_engine, forecast_of
+from merak.engine.engine import Engine
+from merak.engine.segments.activation_offload import LEAST_BYTES, Offload, Stash, enter
+from merak.graph.segment.build import GraphSource
+from merak.plan.cost.device import preset
+from merak.plan.layout import EngineOptions
+from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
+from tests.unit.graph.dropped_layers import Skipping
+
+CPU = torch.device("cpu")
+LARGE = LEAST_BYTES // 4
+"""Numbers of float32 that are worth a copy."""
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Measuring the machine takes a second, and here any speeds will do.
+    monkeypatch.setattr("merak.plan.layout.measure", lambda *_: preset("a100-80gb"))
+    mesh.reset()
+    mesh.init(device="cpu")
+    yield
+    mesh.reset()
+
+
+class Normed(nn.Module):
+    """Layers whose forward writes into buffers, for images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(4))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for convolution, norm in zip(self.convolutions, self.norms):
+            x = x + torch.relu(norm(convolution(x)))
+        return {"loss": nn.functional.cross_entropy(self.head(x.mean((2, 3))), y)}
+
+
+def draws(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def images(seed: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(4, 3, 6, 6, generator=draws(seed)), "y": torch.arange(4) % 3}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]]]] = {
+    "gpt2": (lambda: gpt2(dropout=0.2), lambda seed: text_batch(8, mask=True, seed=seed)),
+    "skips": (Skips, lambda seed: number_batch(64, seed=seed)),
+    "normed": (Normed, images),
+    "dropping": (Skipping, lambda seed: {"x": torch.randn(64, 4, generator=draws(seed))}),
+}
+
+
+def engine_of(family: str, autocast: torch.dtype | None = None, **options: Any) -> Engine:
+    make, batch = MODELS[family]
+    torch.manual_seed(0)
+    chosen = EngineOptions(**{"num_microbatches": 3, "schedule": "gpipe", **options})
+    source = GraphSource(make(), autocast=autocast)
+    return build_engine(source, signature(batch(0)).columns, mesh.current_mesh(), chosen)
+
+
+def train(engine: Engine, family: str, loss_scale: float = 1.0) -> list[torch.Tensor]:
+    """Losses, gradients and buffers of one step."""
+    batches = [MODELS[family][1](seed) for seed in range(3)]
+    columns = [signature(batch).columns for batch in batches]
+    losses = engine.train_step(0, columns, batches, 1 / 3, None, loss_scale)
+    (stage,) = engine._parts.stages.values()
+    assert stage.num_in_flight == 0
+    found = [p.grad.clone() for p in engine.parameters.values() if p.grad is not None]
+    return [losses, *found, *(buffer.clone() for buffer in engine._parts.buffers.values())]
+
+
+def moved_bytes(engine: Engine) -> list[int]:
+    """Sizes of all copies to the host from now on."""
+    offload = engine._parts.stages[0].offload
+    assert offload is not None
+    sizes: list[int] = []
+    make = offload._in_host
+
+    def in_host(num_bytes: int) -> torch.Tensor:
+        sizes.append(num_bytes)
+        return make(num_bytes)
+
+    offload._in_host = in_host  # type: ignore[method-assign]
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"recompute": "0.5"}),
+        ("gpt2", {"autocast": torch.bfloat16}),
+        ("gpt2", {"autocast": torch.float16, "schedule": "zero_bubble_h1"}),
+        ("skips", {}),
+        ("skips", {"schedule": "zero_bubble_h1"}),
+        ("normed", {}),
+        ("normed", {"recompute": "1,3"}),
+        ("dropping", {}),
+    ],
+)
+def test_gradients_are_the_same_to_the_last_bit(family: str, options: dict[str, Any]) -> None:
+    scale = 2.0**10 if options.get("autocast") is torch.float16 else 1.0
+    expected = train(engine_of(family, **options), family, scale)
+    engine = engine_of(family, **options, offload_activations="full")
+    sizes = moved_bytes(engine)
+    found = train(engine, family, scale)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert len(sizes) >= 3 and min(sizes) >= LEAST_BYTES
+
+
+@pytest.mark.parametrize("family", ["gpt2", "skips", "normed"])
+def test_as_much_moves_as_was_foreseen(family: str) -> None:
+    make, batch = MODELS[family]
+    columns = signature(batch(0)).columns
+    options = EngineOptions(offload_activations="full")
+    place = mesh.current_mesh()
+    foreseen = forecast_of(GraphSource(make()), columns, place, options).moved_bytes()
+    engine = build_engine(GraphSource(make()), columns, place, options)
+    sizes = moved_bytes(engine)
+    engine.train_step(0, [columns], [batch(0)], 1.0)
+    # The last segment's backward comes at once, and its activations are on their way all the same.
+    assert sum(sizes) == sum(foreseen.values()) > 0
+
+
+class Late:
+    """Copies that are made as late as anybody may wait for them; until then there is nothing."""
+
+    def __init__(self) -> None:
+        self._marks: list[list[Any]] = []
+
+    def copy(self, pairs: Any, after: Any = ()) -> list[Any]:
+        for target, _ in pairs:
+            target.fill_(255)  # NaN
+        self._marks.append([*after, *pairs])
+        return self._marks[-1]
+
+    def wait(self, mark: list[Any]) -> None:
+        for item in mark:
+            if isinstance(item, list):
+                self.wait(item)
+            else:
+                item[0].copy_(item[1])
+        mark.clear()
+
+    def drain(self) -> None:
+        for mark in self._marks:
+            self.wait(mark)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble_h1"])
+def test_nothing_is_read_before_its_copy_is_complete(schedule: str) -> None:
+    expected = train(engine_of("gpt2", schedule=schedule), "gpt2")
+    engine = engine_of("gpt2", schedule=schedule, offload_activations="full")
+    offload = engine._parts.stages[0].offload
+    assert offload is not None
+    offload._out, offload._back = Late(), Late()
+    assert all(map(torch.equal, train(engine, "gpt2"), expected))
+    assert offload._back._marks and not any(offload._back._marks), "all of them were waited for"
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    engine = engine_of("gpt2", offload_activations="full")
+    expected = train(engine, "gpt2")
+    engine.trained.clear_gradients()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = engine.parameters["transformer.h.0.ln_1.weight"].register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        train(engine, "gpt2")
+    handle.remove()
+    engine.trained.clear_gradients()
+    assert all(map(torch.equal, train(engine, "gpt2"), expected))
+
+
+class Square(torch.autograd.Function):
+    """Saves what it is told to save."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*saved)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.seen = ctx.saved_tensors
+        return (gradient * sum(saved.sum() for saved in ctx.seen), *(None,) * len(ctx.seen))
+
+
+def save(offload: Offload, stash: Stash, *saved: torch.Tensor) -> torch.Tensor:
+    with offload.saving(stash, []):
+        made: torch.Tensor = Square.apply(torch.ones(1, requires_grad=True), *saved)  # type: ignore[no-untyped-call]
+    return made
+
+
+def test_views_of_one_storage_are_one_copy() -> None:
+    offload, stash = Offload(CPU), Stash()
+    whole = torch.arange(4.0 * LARGE)
+    total = whole[2:].sum() + whole.view(2, -1).t().sum()
+    made = save(offload, stash, whole[2:], whole.view(2, -1).t())
+    offload.give(stash, [])
+    del whole
+    for _ in range(2):
+        offload.turn()
+    (moved,) = stash.alive()
+    assert moved.here is None and moved.host is not None
+    assert moved.host.numel() == 16 * LARGE
+    offload.fetch(stash)
+    (node,) = [made.grad_fn]
+    views = node.saved_tensors
+    assert [tuple(v.shape) for v in views] == [(4 * LARGE - 2,), (2 * LARGE, 2)]
+    assert views[0].untyped_storage()._cdata == views[1].untyped_storage()._cdata
+    assert sum(v.sum() for v in views) == total
+
+
+def test_what_two_segments_save_is_copied_once() -> None:
+    offload, first, second = Offload(CPU), Stash(), Stash()
+    shared = torch.ones(LARGE)
+    made = [save(offload, stash, shared) for stash in (first, second)]
+    assert first.alive() == second.alive()
+    offload.give(first, [])
+    offload.turn()
+    offload.give(second, [])
+    del shared
+    for _ in range(2):
+        offload.turn()
+    offload.fetch(second)
+    made.pop().backward()
+    assert first.alive()[0].here is not None, "it is on the device already"
+    offload.fetch(first)
+    made.pop().backward()
+    assert not first.alive() and not second.alive()
+
+
+def test_parameters_and_small_tensors_stay() -> None:
+    offload, stash = Offload(CPU), Stash()
+    weight = nn.Parameter(torch.ones(LARGE))
+    held = torch.ones(2, LARGE)
+    with offload.saving(stash, [held]):
+        Square.apply(torch.ones(1, requires_grad=True), weight, torch.ones(LARGE - 1), held[1])  # type: ignore[no-untyped-call]
+    assert not stash.alive()
+
+
+def test_values_that_others_hold_are_not_copied() -> None:
+    offload, stash = Offload(CPU), Stash()
+    value = torch.ones(LARGE)
+    made = save(offload, stash, value)
+    offload.give(stash, [value])
+    for _ in range(2):
+        offload.turn()
+    assert stash.alive()[0].host is None
+    offload.fetch(stash)
+    made.backward()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_writing_into_what_was_saved_is_found(moves: bool) -> None:
+    """As autograd finds it where there are no hooks."""
+    offload, stash = Offload(CPU), Stash()
+    value = torch.ones(LARGE if moves else 3)
+    made = save(offload, stash, value)
+    value.add_(1)
+    with pytest.raises(TrainingError, match="written in place after the forward had saved it"):
+        offload.give(stash, [])
+        made.backward()
+
+
+VALUES = {
+    "dense": lambda: torch.randn(4, 3, 2),
+    "permuted": lambda: torch.randn(4, 3, 2).permute(2, 0, 1),
+    "a slice": lambda: torch.randn(4, 6, 2)[:, ::2],
+    "expanded": lambda: torch.randn(4, 1, 2).expand(4, 3, 2),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("function", [torch.sum, lambda x: (x.transpose(-1, -2) * 3).sum()])
+def test_gradients_of_inputs_are_laid_out_as_inside_a_graph(value: str, function: Any) -> None:
+    tensor = VALUES[value]()
+    expected: list[torch.Tensor] = []
+    inner = tensor.detach().requires_grad_().clone()
+    inner.register_hook(expected.append)
+    function(inner).backward()
+    found: dict[str, torch.Tensor] = {}
+    (entered,) = enter(["x"], [tensor], [True], found)
+    function(entered).backward()
+    assert torch.equal(found["x"], expected[0])
+    assert found["x"].stride() == expected[0].stride()
+
+
+def test_halves_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="sub_pipelining='on' runs them in halves"):
+        engine_of("gpt2", offload_activations="full", sub_pipelining="on")
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"schedule": "early_recompute"}])
+def test_nothing_to_move_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="'full' moves activations that are kept, but every seg"):
+        engine_of("gpt2", offload_activations="full", **options)
+
+
+def test_a_listed_segment_that_recomputes_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"names segment 2 \(.*\), which recomputes and has noth"):
+        engine_of("gpt2", offload_activations="1,2", recompute="2,3")

@@ -1,0 +1,106 @@
+"""Activations in host memory on a GPU: pinned, beside the computation, and off the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core import mesh
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.segments.activation_offload import Offload, Stash
+from merak.graph.segment.build import GraphSource
+from merak.plan.layout import EngineOptions
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, SAMPLES, LAYERS, COUNT = 512, 4096, 8, 4
+CYCLES = 500_000_000
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    mesh.reset()
+    mesh.init(device="cuda")
+    yield
+    mesh.reset()
+
+
+class Layers(nn.Module):
+    """Layers with residuals and dropout, whose activations are much larger than their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = x + nn.functional.dropout(nn.functional.gelu(layer(x)), 0.1)
+        return {"loss": nn.functional.cross_entropy(x, y)}
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    x = torch.randn(SAMPLES, WIDTH, generator=draws)
+    return {"x": x.cuda(), "y": torch.randint(0, WIDTH, (SAMPLES,), generator=draws).cuda()}
+
+
+def step(away: str | None) -> tuple[list[torch.Tensor], int]:
+    """Losses and gradients of a second step, and the most bytes it held beyond its start."""
+    torch.manual_seed(0)
+    options = EngineOptions(schedule="gpipe", num_microbatches=COUNT, offload_activations=away)
+    batches = [batch(seed) for seed in range(COUNT)]
+    columns = [signature(one).columns for one in batches]
+    engine = build_engine(GraphSource(Layers()), columns[0], mesh.current_mesh(), options)
+    for number in range(2):
+        engine.trained.clear_gradients()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        losses = engine.train_step(number, columns, batches, 1 / COUNT)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    gradients = [p.grad.clone() for p in engine.parameters.values() if p.grad is not None]
+    return [losses, *gradients], peak
+
+
+def test_gradients_are_the_same_and_the_device_holds_less() -> None:
+    expected, most = step(None)
+    found, least = step("full")
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert least < most / 2
+
+
+def test_copies_run_beside_the_computation_from_and_to_pinned_memory() -> None:
+    offload, stash = Offload(torch.device("cuda", 0)), Stash()
+    x = torch.randn(SAMPLES, WIDTH, device="cuda", requires_grad=True)
+    with offload.saving(stash, []):
+        made = (x * 2).exp()  # saves its result
+    expected = made.detach().clone()
+    offload.give(stash, [])
+    torch.cuda.synchronize()
+    (moved,) = stash.alive()
+    offload.turn()
+    torch.cuda._sleep(CYCLES)
+    assert moved.left is not None and moved.host is not None
+    moved.left.synchronize()
+    assert not torch.cuda.current_stream().query(), "the copy waits for what is computed meanwhile"
+    assert moved.host.is_pinned()
+    edge = torch.autograd.graph.get_gradient_edge(made)
+    del made
+    offload.turn()
+    assert moved.here is None
+    torch.cuda.synchronize()
+    offload.begin_fetch(stash)
+    torch.cuda._sleep(CYCLES)
+    assert stash.came is not None
+    stash.came.synchronize()
+    assert not torch.cuda.current_stream().query(), "the copy waits for what is computed meanwhile"
+    offload.fetch(stash)
+    torch.autograd.backward([edge], [torch.ones_like(expected)])
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected * 2)
