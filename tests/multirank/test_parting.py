@@ -15,9 +15,9 @@ from torch import nn
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, check_model
 from merak.check.check import trace_job
-from merak.check.parting import Part, alike, find_parting
-from merak.check.training import observe_on_ranks
-from merak.cli.small import Request, small_version
+from merak.check.first_divergence import Part, alike, find_parting
+from merak.check.runs import observe_on_ranks
+from merak.zoo.check_by_name import Request, small_version
 from tests.multirank.ranks import RankPool
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from merak.check import CheckOptions, Job, Layout, Workshop, check_against
-from merak.cli.small import Request, small_version
+from merak.zoo.check_by_name import Request, small_version
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.zoo.architectures import architectures

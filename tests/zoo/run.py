@@ -21,8 +21,8 @@ import torch
 
 from merak.check import CheckOptions, CheckReport, Job, Layout, Workshop, check_against
 from merak.check.reference import with_reference
-from merak.check.small import Trained
-from merak.cli.small import Request, small_version
+from merak.zoo.check_by_name import Request, small_version
+from merak.zoo.smallest import Trained
 from tests.multirank.ranks import RankPool
 from tests.zoo.architectures import architectures
 from tests.zoo.plain.models import BY_NAME, case_of

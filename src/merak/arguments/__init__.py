@@ -1,6 +1,6 @@
 """Training arguments: `MerakArguments`, and what becomes of every field of transformers' own."""
 
-from merak.arguments.alone import single_process_accelerate
+from merak.arguments.single_process import single_process_accelerate
 from merak.arguments.training import MerakArguments, check_arguments, default_trace_cache
 
 __all__ = [

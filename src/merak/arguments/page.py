@@ -9,9 +9,9 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 
-from merak.arguments.alone import REFUSED_VARIABLES
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.rules import Layout, Policy, Rule
+from merak.arguments.single_process import REFUSED_VARIABLES
 from merak.arguments.table import ACCELERATOR, SECTIONS, SEQ2SEQ
 from merak.arguments.training import OWN_FIELDS, MerakArguments
 

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 
-from merak.arguments.alone import fresh_state
 from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
 from merak.arguments.kinds import kind_problems
 from merak.arguments.ranges import range_problems
 from merak.arguments.rules import problems, raise_first
+from merak.arguments.single_process import fresh_state
 from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError, MerakError
 from merak.core.health.status import phase, waiting, waiting_for_all

@@ -3,7 +3,7 @@
 from merak.check.case import Case
 from merak.check.check import CheckReport, Workshop, check_against, check_model
 from merak.check.reference import EagerError
-from merak.check.training import CheckOptions, Job, Layout
+from merak.check.runs import CheckOptions, Job, Layout
 
 __all__ = [
     "Case",

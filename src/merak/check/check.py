@@ -15,11 +15,11 @@ import torch
 
 from merak.check.case import Case
 from merak.check.compare import TOLERANCE, Disagreement, exact_tolerance
+from merak.check.first_divergence import alike, find_parting
+from merak.check.float64 import computing_in
 from merak.check.judge import Verdict, judge
-from merak.check.parting import alike, find_parting
-from merak.check.precision import computing_in
 from merak.check.reference import with_reference
-from merak.check.training import (
+from merak.check.runs import (
     CheckOptions,
     Job,
     Layout,

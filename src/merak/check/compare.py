@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from merak.check.training import Outcome, Tensors
+from merak.check.runs import Outcome, Tensors
 from merak.core.shards import join
 
 TOLERANCE = 1e-5

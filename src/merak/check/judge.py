@@ -14,8 +14,8 @@ from merak.check.compare import (
     output_distances,
     whole,
 )
-from merak.check.place import Place, latest
-from merak.check.training import Job, Outcome
+from merak.check.runs import Job, Outcome
+from merak.check.source_place import Place, latest
 from merak.graph.ir.ir import ModelGraph
 
 KINDS = ("gradients", "parameters", "buffers")

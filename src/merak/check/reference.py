@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from merak.check.case import Case
-from merak.check.training import CheckOptions, Job, Outcome, loss_of, train_alone
+from merak.check.runs import CheckOptions, Job, Outcome, loss_of, train_alone
 from merak.core.errors import MerakError
 from merak.core.missing_packages import missing_package
 

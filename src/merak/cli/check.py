@@ -9,7 +9,7 @@ import typer
 
 from merak.cli import options
 from merak.cli.output import show, stdout_to_stderr
-from merak.cli.warm import ranks_prepared
+from merak.launch.forkserver import ranks_prepared
 
 if TYPE_CHECKING:
     from merak.check import CheckReport
@@ -49,10 +49,10 @@ def check(  # one argument for each option
     """
     with ranks_prepared(dp * tp * pp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
-        from merak.cli.launch import under_torchrun
-        from merak.cli.model import parse_overrides
-        from merak.cli.small import Request, check_named
         from merak.core.health import failure
+        from merak.launch.ranks import under_torchrun
+        from merak.zoo.check_by_name import Request, check_named
+        from merak.zoo.model_source import parse_overrides
 
         if under_torchrun():
             failure.install()  # of all ranks, the first to fail speaks

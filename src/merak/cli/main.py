@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import typer
 
 from merak.cli.check import check
-from merak.cli.errors import RunError
 from merak.cli.memory import memory
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
+from merak.launch.errors import RunError
 
 BAD_INPUT = 2
 """The exit code for input that makes no sense."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from merak.cli import options
-from merak.cli.errors import CommandError
 from merak.cli.memory_report import MemoryReport, page, report_on
 from merak.cli.output import show, stdout_to_stderr
+from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     import torch
@@ -167,13 +167,13 @@ def memory_report(request: Request) -> MemoryReport:
     """
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
-    from merak.cli.batch import example_arguments, example_columns
-    from merak.cli.devices import planned_device
-    from merak.cli.model import check_inner_fields, parse_overrides, resolve_model
     from merak.engine.build import forecast_of
     from merak.graph.segment.build import GraphSource
     from merak.graph.weights.empty_weights import empty_weights
+    from merak.launch.devices import planned_device
     from merak.plan.layout import EngineOptions
+    from merak.zoo.batches.batch import example_arguments, example_columns
+    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
 
     device, sheet = planned_device(request.device)
     mesh = _mesh(request, device)

@@ -144,13 +144,13 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     """
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
-    from merak.cli.batch import example_arguments, example_columns
-    from merak.cli.model import check_inner_fields, parse_overrides, resolve_model
     from merak.graph.segment.build import GraphSource, build_timed
     from merak.graph.tensor_parallel.apply import derived
     from merak.graph.tensor_parallel.report import report_splits
     from merak.graph.trace.opaque.report import report_kept
     from merak.graph.weights.empty_weights import empty_weights
+    from merak.zoo.batches.batch import example_arguments, example_columns
+    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
 
     changes = parse_overrides(request.config)
     source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)

@@ -43,11 +43,11 @@ def train(
 
     Starts the ranks on this machine, or joins those that torchrun started.
     """
-    from merak.cli.job import Job, check_job, run_job
-    from merak.cli.launch import Work, run_ranks, under_torchrun
-    from merak.cli.recipe import read_recipe
+    from merak.cli.recipe.job import Job, check_job, run_job
+    from merak.cli.recipe.recipe import read_recipe
     from merak.core.announce import announce, show_announcements
     from merak.core.health import failure
+    from merak.launch.ranks import Work, run_ranks, under_torchrun
 
     if under_torchrun():
         failure.install()  # of all ranks, the first to fail speaks

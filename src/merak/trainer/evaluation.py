@@ -19,7 +19,7 @@ from merak.data import BatchSignature, example_batch, shard_loader, without_plai
 from merak.data.fetch import is_iterable
 from merak.engine.engine import Engine
 from merak.graph.trace.outputs import LOSS, nested
-from merak.trainer.batches import Agreement, Batch, Council
+from merak.trainer.batch_agreement import Agreement, Batch, Council
 from merak.trainer.tokens import TOKENS, TokenCounter
 
 

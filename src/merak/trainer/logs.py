@@ -14,7 +14,7 @@ from transformers.training_args import trainer_log_levels
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
-    from merak.trainer.batches import Council
+    from merak.trainer.batch_agreement import Council
 
 _PASSIVE = "passive"
 _GB = 1e9

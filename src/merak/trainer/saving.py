@@ -26,8 +26,8 @@ from merak.core.health.status import phase, waiting_for_all
 from merak.core.mesh import Mesh
 from merak.engine.engine import Engine
 from merak.engine.loss_scale import LossScale
-from merak.trainer.refusals import refuse_no_steps
 from merak.trainer.resuming import RANKS_FOLDER, check_whole, checkpoint_to_resume, unreadable
+from merak.trainer.unsupported import refuse_no_steps
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments

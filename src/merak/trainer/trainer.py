@@ -30,28 +30,28 @@ from merak.data import check_not_empty, example_batch, shard_loader, split_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.health.oom import explain_step
-from merak.engine.local import LocalParameters
 from merak.engine.loss_scale import LossScale
 from merak.graph.segment.build import GraphSource
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.layout import EngineOptions
 from merak.plan.summary import describe_mesh
-from merak.trainer.batches import Agreement, Council
+from merak.trainer.batch_agreement import Agreement, Council
 from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.not_finite import SkippedSteps
-from merak.trainer.refusals import (
+from merak.trainer.optimizer_like import similar_optimizer
+from merak.trainer.optimizer_view import LocalParameters
+from merak.trainer.saving import Saving
+from merak.trainer.tokens import TOKENS, TokenCounter
+from merak.trainer.unsupported import (
     in_one_sentence,
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
 )
-from merak.trainer.saving import Saving
-from merak.trainer.similar import similar_optimizer
-from merak.trainer.tokens import TOKENS, TokenCounter
 
 logger = logging.getLogger(__name__)
 

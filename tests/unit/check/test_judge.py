@@ -22,10 +22,10 @@ from merak.check.compare import (
 )
 from merak.check.judge import Verdict, judge
 from merak.check.reference import reference, with_reference
-from merak.check.small import Version, first_that_trains
-from merak.check.training import Outcome, train_alone
+from merak.check.runs import Outcome, train_alone
 from merak.core.errors import MerakError
 from merak.core.shards import ParameterShard
+from merak.zoo.smallest import Version, first_that_trains
 
 OPTIONS = CheckOptions(num_microbatches=2, steps=2)
 

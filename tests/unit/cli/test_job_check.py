@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from merak.cli import launch
 from merak.cli.main import main
 from merak.core import mesh as meshes
+from merak.launch import ranks as launch
 
 SMALL = {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 32}
 

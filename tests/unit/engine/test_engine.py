@@ -15,9 +15,9 @@ from merak.core.errors import ArgumentsError, DataError, PlanError, TraceError
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.local import LocalParameters
 from merak.graph.segment.build import GraphSource
 from merak.plan.layout import EngineOptions
+from merak.trainer.optimizer_view import LocalParameters
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 
 

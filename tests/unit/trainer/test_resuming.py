@@ -10,9 +10,9 @@ import torch
 from transformers import TrainerState
 
 from merak.core.errors import ArgumentsError, WeightsError
-from merak.trainer.refusals import in_one_sentence, refuse_no_steps
 from merak.trainer.resuming import checkpoint_to_resume
 from merak.trainer.saving import _load
+from merak.trainer.unsupported import in_one_sentence, refuse_no_steps
 
 
 def make(output_dir: Path, step: int) -> Path:

@@ -81,7 +81,7 @@ UNDER_TORCHRUN = RANKS + "\nwork(sys.argv[1])\n"
 COMMAND = (
     RANKS
     + """
-from merak.cli.launch import Work, run_ranks
+from merak.launch.ranks import Work, run_ranks
 from merak.cli.main import app, main
 
 @app.command("hold")

@@ -1,0 +1,376 @@
+"""The same few training steps twice: in one process as it is, and on ranks through Merak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from transformers import PreTrainedModel
+
+from merak.check.case import Case
+from merak.check.float64 import computing_in
+from merak.core.mesh import Mesh, init
+from merak.core.shards import ParameterShard
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.engine import Engine
+from merak.graph.ir.ir import TensorMeta
+from merak.graph.segment.build import GraphSource
+from merak.graph.segment.observe import Observed, Observer
+from merak.graph.trace.call import Call, call_model
+from merak.parallel import ParallelModel, split_batch
+from merak.plan.cost.device import preset
+from merak.plan.layout import EngineOptions
+
+Tensors = dict[str, torch.Tensor]
+
+Place = tuple[int, int, int]
+"""A rank's dp, tp and pp coordinates."""
+
+LEARNING_RATE = 0.05
+MOMENTUM = 0.9
+BALANCED_FOR = "a100-80gb"
+"""The device whose speeds decide which segments are a stage: alike on every machine."""
+
+MAX_GRAD_NORM = 1.0
+"""The norm that gradients are clipped to: deep models without it make chaos of any rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees of a check.
+
+    Args:
+        dp: data parallel degree.
+        tp: tensor parallel degree.
+        pp: pipeline parallel degree.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """How long and how a check trains.
+
+    Args:
+        schedule: name of the pipeline schedule.
+        num_microbatches: microbatches of a step of one replica.
+        microbatch: samples of a microbatch.
+        steps: optimizer steps.
+        seed: of the weights and batches.
+        device: where ranks compute; None takes what the machine has.
+        backend: what carries tensors between ranks; None takes what fits the device.
+        sequence_parallel: whether tensor parallel ranks hold shares of the sequence.
+        evaluate: whether to evaluate before, between and after the steps as well.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 4
+    microbatch: int = 4
+    steps: int = 3
+    seed: int = 42
+    device: str | None = None
+    backend: str | None = None
+    sequence_parallel: bool = False
+    evaluate: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a step's batch of one replica."""
+        return self.num_microbatches * self.microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A check.
+
+    Args:
+        case: what to train.
+        layout: on which ranks.
+        options: how.
+        dtype: floating point type of weights and inputs.
+        ragged: whether the last batch that is evaluated has fewer samples than the others.
+    """
+
+    case: Case
+    layout: Layout = field(default_factory=Layout)
+    options: CheckOptions = field(default_factory=CheckOptions)
+    dtype: torch.dtype = torch.float32
+    ragged: bool = True
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a step's batch, over all replicas."""
+        return self.options.num_samples * self.layout.dp
+
+    def model(self) -> nn.Module:
+        """The model as training begins."""
+        model = self.case.model(self.options.seed)
+        if self.dtype == torch.float64 and isinstance(model, PreTrainedModel):
+            model.set_experts_implementation("batched_mm")  # grouped products know no float64
+        model._apply(self._converted)
+        return model
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight in the type that is asked for; `Module.to` would make complex ones real."""
+        if tensor.is_complex():
+            return tensor.to(self.dtype.to_complex())
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def batch(self, step: int, num_samples: int) -> Tensors:
+        """The batch of all replicas for a step."""
+        found = self.case.batch(step, num_samples)
+        return {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in found.items()}
+
+    def evaluation_batches(self) -> list[Tensors]:
+        """What is evaluated: a whole batch, and a last one, with fewer samples if it is ragged."""
+        most = self.options.microbatch
+        sizes = (most, max(1, most - 1) if self.ragged else most)
+        return [self.batch(self.options.steps + i, size) for i, size in enumerate(sizes)]
+
+    def sample(self) -> dict[str, TensorMeta]:
+        """The columns of a microbatch."""
+        return dict(signature(self.batch(0, self.options.microbatch)).columns)
+
+    def source(self, device: torch.device, cache: Path) -> GraphSource:
+        """The model, to be traced for a device; the trace is kept in a folder ranks share."""
+        model = self.model()
+        case = self.case
+        own = (case.loss_fn, case.loss_columns)
+        return GraphSource(model, *own, fixed=case.fixed, device=device, cache_dir=cache)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one process saw of a training run.
+
+    Args:
+        losses: of every step.
+        gradients: of the first step, after clipping; parameters that got none are left out.
+        parameters: after the last step.
+        buffers: floating point ones, after the last step, as far as this process answers for them.
+        evaluations: the model's outputs in evaluation, by what they are called in reports,
+            as far as this process makes them.
+        shards: how parameters lie over tp.
+        place: the rank's dp, tp and pp coordinates.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: Tensors = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    evaluations: Tensors = field(default_factory=dict)
+    shards: Mapping[str, ParameterShard] = field(default_factory=dict)
+    place: Place = (0, 0, 0)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of both sides.
+
+    Linear in the gradients: one that divides by their size, as Adam does, makes of a gradient that
+    is zero but for rounding a whole step in a random direction.
+    """
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def train_alone(job: Job) -> Outcome:
+    """Train in this process, in plain PyTorch.
+
+    Args:
+        job: what to train; replicas' batches are further microbatches. Replicas run at the same
+            time: each starts from the buffers that all had before the step.
+    """
+    options = job.options
+    model = job.model()
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(p for p in parameters.values() if p.requires_grad)
+    outcome = Outcome()
+    _evaluate_alone(job, model, 0, outcome)
+    for step in range(options.steps):
+        optimizer.zero_grad(set_to_none=True)
+        batch = job.batch(step, job.num_samples)
+        microbatches = split_batch(batch, options.num_microbatches * job.layout.dp)
+        before, after, total = _all_buffers(model), [], 0.0
+        for number, microbatch in enumerate(microbatches):
+            if number and number % options.num_microbatches == 0:
+                after.append(_all_buffers(model))
+                _set_buffers(model, before)
+            with computing_in(job.dtype):
+                loss = loss_of(job.case, model, microbatch) / len(microbatches)
+            loss.backward()
+            total += float(loss.detach())
+        _join_replicas(model, [*after, _all_buffers(model)])
+        nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM)
+        if step == 0:
+            outcome.gradients = _gradients(parameters)
+        optimizer.step()
+        outcome.losses.append(total)
+        _evaluate_alone(job, model, step + 1, outcome)
+    outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}
+    outcome.buffers = _buffers(model)
+    return outcome
+
+
+def _all_buffers(model: nn.Module) -> Tensors:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@torch.no_grad()
+def _set_buffers(model: nn.Module, values: Tensors) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
+def _join_replicas(model: nn.Module, replicas: Sequence[Tensors]) -> None:
+    """Give a model the buffers that all replicas go on with; see `engine.comm.replica_buffers`."""
+    if len(replicas) == 1:
+        return
+    means = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for name in ("running_mean", "running_var")
+    }
+    joined = dict(replicas[0])
+    for name in means & joined.keys():
+        joined[name] = torch.stack([values[name] for values in replicas]).mean(0)
+    _set_buffers(model, joined)
+
+
+def loss_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a microbatch, as the user's own loop would take it.
+
+    Raises:
+        KeyError: the model returns no loss.
+    """
+    return _outputs_of(case, model, microbatch)["loss"]
+
+
+def _outputs_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]) -> Tensors:
+    call = Call(tuple(microbatch), dict(case.fixed), case.loss_fn, case.loss_columns)
+    return call_model(model, dict(microbatch), call)
+
+
+@torch.no_grad()
+def _evaluate_alone(job: Job, model: nn.Module, num_steps: int, outcome: Outcome) -> None:
+    if not job.options.evaluate:
+        return
+    model.eval()
+    for number, batch in enumerate(job.evaluation_batches()):
+        with computing_in(job.dtype):
+            outputs = _outputs_of(job.case, model, batch)
+        outcome.evaluations |= _named(outputs, num_steps, number)
+    model.train()
+
+
+def _evaluate_on_ranks(job: Job, engine: Engine, num_steps: int, outcome: Outcome) -> None:
+    if not job.options.evaluate:
+        return
+    batches = job.evaluation_batches()
+    signatures = [signature(batch).columns for batch in batches]
+    with computing_in(job.dtype):
+        for columns in signatures:
+            engine.outputs(columns)  # traced now, if it has not been yet
+        found = list(engine.evaluate(signatures, batches))
+    for number, outputs in enumerate(found):
+        outcome.evaluations |= _named(outputs, num_steps, number)
+
+
+def _named(outputs: Mapping[str, torch.Tensor], num_steps: int, number: int) -> Tensors:
+    """Outputs by the names that reports have for them."""
+    when = f"of evaluation batch {number} after {num_steps} steps"
+    return {f"{n} {when}": t.detach().to("cpu", copy=True) for n, t in outputs.items()}
+
+
+def train_on_ranks(job: Job, cache: Path) -> Outcome:
+    """Train through Merak; called alike on every rank.
+
+    Args:
+        job: what to train.
+        cache: folder in which ranks share the trace.
+
+    Raises:
+        MerakError: the model cannot be traced, or does not fit the degrees.
+    """
+    layout, options = job.layout, job.options
+    mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
+    parallel = _parallelize(job, mesh, cache)
+    outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
+    _evaluate_on_ranks(job, parallel.engine, 0, outcome)
+    for step in range(options.steps):
+        with computing_in(job.dtype):  # inside of modules that are kept whole
+            outcome.losses.append(float(parallel.step(_own_share(job, mesh, step))))
+        if step == 0:
+            outcome.gradients = _gradients(parallel.engine.parameters)
+        _evaluate_on_ranks(job, parallel.engine, step + 1, outcome)
+    engine = parallel.engine
+    outcome.parameters = {n: p.detach().cpu() for n, p in engine.parameters.items()}
+    held = engine.held()
+    outcome.buffers = {n: b for n, b in _buffers(parallel.model).items() if n in held}
+    outcome.shards = dict(engine.shards)
+    return outcome
+
+
+def observe_on_ranks(job: Job, cache: Path) -> tuple[Place, Observed]:
+    """What this rank's operators yield, and the gradients of that, in one step through Merak."""
+    layout, options = job.layout, job.options
+    mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
+    observer = Observer()
+    parallel = _parallelize(job, mesh, cache, observer)
+    with computing_in(job.dtype):
+        parallel.step(_own_share(job, mesh, 0))
+    return (mesh.dp_rank, mesh.tp_rank, mesh.pp_rank), observer.observed
+
+
+def _own_share(job: Job, mesh: Mesh, step: int) -> Tensors:
+    """The batch of this rank's replica."""
+    num_samples = job.options.num_samples
+    first = mesh.dp_rank * num_samples
+    batch = job.batch(step, job.num_samples)
+    return {n: t[first:][:num_samples] if t.ndim else t for n, t in batch.items()}
+
+
+def _parallelize(
+    job: Job, mesh: Mesh, cache: Path, observer: Observer | None = None
+) -> ParallelModel:
+    """As `merak.parallelize`, with a trace that all ranks share."""
+    source = job.source(mesh.device, cache)
+    sample = tuple(job.sample().items())
+    chosen = EngineOptions(
+        schedule=job.options.schedule,
+        num_microbatches=job.options.num_microbatches,
+        seed=job.options.seed,
+        sequence_parallel=job.options.sequence_parallel,
+        device_profile=preset(BALANCED_FOR),
+        sub_pipelining="auto" if observer is None else "off",
+        observer=observer,
+    )
+    with computing_in(job.dtype):  # a rank may find no trace that it could share
+        engine = build_engine(source, sample, mesh, chosen)
+    return ParallelModel(
+        source.model, engine, chosen.num_microbatches, make_optimizer, MAX_GRAD_NORM
+    )
+
+
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
+    found = {name: p.grad for name, p in parameters.items()}
+    return {name: g.detach().to("cpu", copy=True) for name, g in found.items() if g is not None}
+
+
+def _buffers(model: nn.Module) -> Tensors:
+    """Floating point buffers that checkpoints have; others are tables, made when they are read."""
+    saved = model.state_dict(keep_vars=True)
+    found = {n: b for n, b in model.named_buffers() if n in saved}
+    return {n: b.detach().cpu() for n, b in found.items() if b.is_floating_point()}

@@ -1,0 +1,280 @@
+"""What every rank of `merak train` does with a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+import torch
+from transformers import (
+    DataCollatorForLanguageModeling,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerState,
+    default_data_collator,
+)
+from transformers.models.auto import modeling_auto as auto
+
+import merak
+from merak.arguments.draft import DraftArguments
+from merak.arguments.folders import make_output_folder
+from merak.cli.recipe.corpus import Corpus, check_tokenizer, pack_corpus
+from merak.cli.recipe.recipe import DataRecipe, Recipe
+from merak.cli.recipe.texts import Texts, find_source
+from merak.cli.train import TrainReport
+from merak.core.announce import announced, show_announcements
+from merak.core.mesh import Mesh, current_mesh, pretended
+from merak.launch.devices import check_backend, device_of
+from merak.launch.errors import CommandError
+from merak.trainer.resuming import checkpoint_to_resume
+from merak.trainer.unsupported import refuse_no_steps
+from merak.zoo.model_source import ModelSource, check_inner_fields, resolve_model
+
+HELD_OUT_SPLITS = ("validation", "eval", "test")
+"""Splits of a saved dataset that are evaluated with, the first that is there."""
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of a config that a fresh model takes from its tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A recipe, and where it runs.
+
+    Args:
+        recipe: what is trained.
+        backend: "gloo" or "nccl"; None for what fits the device.
+        device: "cpu" or "cuda"; None for what the machine has.
+    """
+
+    recipe: Recipe
+    backend: str | None
+    device: str | None
+
+
+def check_job(job: Job) -> None:
+    """Look at all of a recipe before ranks are started for it, as they would.
+
+    Raises:
+        MerakError: something in it is wrong; what only the data can tell is not looked at.
+    """
+    recipe = job.recipe
+    device = device_of(job.device)
+    check_backend(job.backend, device)
+    if device.type == "cuda" and recipe.parallel.num_ranks > torch.cuda.device_count():
+        raise CommandError(
+            f"the recipe's degrees need {recipe.parallel.num_ranks} GPUs, but here are "
+            f"{torch.cuda.device_count()}; lower them, or start ranks on several nodes with "
+            "torchrun."
+        )
+    source = resolve_model(
+        recipe.model.name,
+        recipe.model.config,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    check_inner_fields(source.config, recipe.model.config)
+    with pretended(
+        Mesh(**dataclasses.asdict(recipe.parallel), rank=0, device=device, device_mesh=None)
+    ):
+        args = DraftArguments(**_settings(recipe))
+    refuse_no_steps(args)
+    checkpoint_to_resume(args.resume_from_checkpoint, str(args.output_dir))
+    make_output_folder(str(args.output_dir))
+    check_tokenizer(recipe.data)
+    if isinstance(find_source(recipe.data), Texts):
+        _check_text(source, recipe.data)
+        if args.eval_strategy != "no" and not recipe.data.held_out:
+            asked = recipe.arguments["eval_strategy"]
+            raise CommandError(
+                f"eval_strategy={asked!r} has nothing to evaluate with, since data.held_out is 0; "
+                "hold a share of the texts out, or use 'no'."
+            )
+    if source.weights is None:
+        with merak.empty_weights():
+            source.build()
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says of training, as `MerakArguments` takes it."""
+    # Throughput is measured in input tokens, so they are counted unless the recipe says no.
+    return {"include_num_input_tokens_seen": "all", **recipe.arguments}
+
+
+def run_job(job: Job) -> TrainReport | None:
+    """Train; called alike on every rank.
+
+    Returns:
+        How it ended, on rank 0; None elsewhere.
+
+    Raises:
+        MerakError: something in the recipe does not fit.
+    """
+    recipe = job.recipe
+    show_announcements()
+    source = resolve_model(
+        recipe.model.name,
+        recipe.model.config,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    degrees = dataclasses.asdict(recipe.parallel)
+    merak.init(**degrees, backend=job.backend, device=job.device)
+    args = merak.MerakArguments(**_settings(recipe))
+    with announced(f"reading {recipe.data.source}"):
+        corpus = _corpus(recipe, source, args.seed)
+    if corpus.tokenizer is not None:
+        source = _fit_to_tokenizer(source, recipe, corpus.tokenizer)
+    clock = _Clock()
+    trainer = merak.MerakTrainer(
+        model=_build(source),
+        args=args,
+        train_dataset=corpus.train,
+        eval_dataset=corpus.held_out,
+        processing_class=corpus.tokenizer,
+        data_collator=_collator(source, corpus),
+        callbacks=[clock],
+    )
+    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    held_out_loss = None if corpus.held_out is None else trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    if current_mesh().rank != 0:
+        return None
+    history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    seconds = trained.metrics["train_runtime"]
+    return TrainReport(
+        loss=history[-1] if history else trained.training_loss,
+        steps=trained.global_step,
+        tokens_per_second=clock.num_tokens(trainer.state) / seconds,
+        checkpoint=str(args.output_dir),
+        eval_loss=held_out_loss,
+        seconds=seconds,
+    )
+
+
+class _Clock(TrainerCallback):
+    """Remembers how many tokens had been seen before this run, which may be a resumed one."""
+
+    def __init__(self) -> None:
+        self._tokens_before = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
+        self._tokens_before = state.num_input_tokens_seen
+
+    def num_tokens(self, state: TrainerState) -> int:
+        """Input tokens that this run has trained on."""
+        return int(state.num_input_tokens_seen) - self._tokens_before
+
+
+def _corpus(recipe: Recipe, source: ModelSource, seed: int) -> Corpus:
+    found = find_source(recipe.data)
+    if isinstance(found, Texts):
+        texts, held_out = found, None
+    elif source.model_class.main_input_name in found["train"].column_names:
+        return _as_it_is(found, recipe.data, seed)
+    else:
+        texts, held_out = _texts_of(found, recipe.data, source)
+    _check_text(source, recipe.data)
+    return pack_corpus(texts, held_out, recipe.data, recipe.output_dir / "data")
+
+
+def _as_it_is(found: datasets.DatasetDict, recipe: DataRecipe, seed: int) -> Corpus:
+    held_out = _held_out_split(found)
+    if held_out is not None or recipe.held_out == 0:
+        return Corpus(found["train"], held_out, None)
+    # In memory: ranks that write one cache file at once would spoil it.
+    parts = found["train"].train_test_split(recipe.held_out, seed=seed, keep_in_memory=True)
+    return Corpus(parts["train"], parts["test"], None)
+
+
+def _texts_of(
+    found: datasets.DatasetDict, recipe: DataRecipe, source: ModelSource
+) -> tuple[Texts, Texts | None]:
+    columns = found["train"].column_names
+    if recipe.column not in columns:
+        raise CommandError(
+            f"the dataset {recipe.source} has the columns {', '.join(columns)}; {source.name} "
+            f"takes {source.model_class.main_input_name}, and text is expected in "
+            f"{recipe.column!r}: set data.column."
+        )
+    held_out = _held_out_split(found)
+    texts = Texts((), recipe.column, found["train"])
+    return texts, None if held_out is None else Texts((), recipe.column, held_out)
+
+
+def _held_out_split(found: datasets.DatasetDict) -> datasets.Dataset | None:
+    return next((found[name] for name in HELD_OUT_SPLITS if name in found), None)
+
+
+def _is_causal(source: ModelSource) -> bool:
+    return source.name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _is_masked(source: ModelSource) -> bool:
+    return source.name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
+def _collator(source: ModelSource, corpus: Corpus) -> Any:
+    """Makes labels of packed text; a dataset with its own columns keeps transformers' default."""
+    tokenizer = corpus.tokenizer
+    if tokenizer is None:
+        return None
+    # Some models are in both lists; those predict what follows.
+    if _is_causal(source):
+        return default_data_collator
+    if tokenizer.mask_token is None:
+        raise CommandError(
+            f"{source.name} fills gaps, but the tokenizer has no mask token; train one with "
+            "data.tokenizer: train, or name one that has."
+        )
+    return DataCollatorForLanguageModeling(tokenizer)
+
+
+def _fit_to_tokenizer(
+    source: ModelSource, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> ModelSource:
+    """A fresh model takes the tokenizer's vocabulary; one from a file must have room for it."""
+    given = recipe.model.config
+    if not Path(recipe.model.name).expanduser().exists():
+        ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS if hasattr(source.config, name)}
+        source = resolve_model(recipe.model.name, {"vocab_size": len(tokenizer), **ids, **given})
+    config = source.config.get_text_config()
+    if config.vocab_size < len(tokenizer):
+        raise CommandError(
+            f"the tokenizer has {len(tokenizer)} entries, but {source.name} has "
+            f"vocab_size={config.vocab_size}; leave model.config.vocab_size out, or lower "
+            "data.vocabulary."
+        )
+    return source
+
+
+def _check_text(source: ModelSource, recipe: DataRecipe) -> None:
+    """Refuse text for a model that is not trained on such, or not at such a length."""
+    if not (_is_causal(source) or _is_masked(source)):
+        raise CommandError(
+            f"{source.name} is trained neither to continue text nor to fill gaps in it; give a "
+            "saved dataset with the columns that it takes, or use a causal or masked language "
+            "model."
+        )
+    _check_positions(source, recipe)
+
+
+def _check_positions(source: ModelSource, recipe: DataRecipe) -> None:
+    longest = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < recipe.sequence:
+        raise CommandError(
+            f"data.sequence={recipe.sequence} is more than the {longest} positions of "
+            f"{source.name}; shorten it, or set model.config.max_position_embeddings."
+        )
+
+
+def _build(source: ModelSource) -> PreTrainedModel:
+    with merak.empty_weights():
+        if source.weights is None:
+            return source.build()
+        model: PreTrainedModel = source.model_class.from_pretrained(
+            source.weights, config=source.config
+        )
+        return model

@@ -1,0 +1,1 @@
+"""Local ranks started and ended by the command line."""

@@ -1,0 +1,194 @@
+"""Start ranks with torch's elastic launcher, and say once what went wrong in them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from merak.core.errors import MerakError, TrainingError
+from merak.core.health.failure import is_lost_connection, why_lost
+from merak.core.health.heartbeat import GLOO
+from merak.core.health.interrupt import INTERRUPTED, listen, was_interrupted
+from merak.core.health.store import LOOPBACK, loopback_interface
+from merak.launch import rendezvous
+from merak.launch.errors import RunError
+from merak.launch.forkserver import THREADS, environment, num_threads, quiet_tracker, way_to_start
+
+Result = TypeVar("Result")
+
+SHUTDOWN_S = 10
+"""Seconds that the other ranks get to end by themselves after one has failed."""
+
+
+TORCH_SPAWN = "multiprocessing.spawn"
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Generic[Result]):
+    """What every rank does.
+
+    Args:
+        function: a function of a module, so that new processes find it.
+        arguments: what it is called with; travels by pickle.
+    """
+
+    function: Callable[..., Result]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank ended.
+
+    Args:
+        rank: which one.
+        time_s: when, by the clock.
+        sentence: what is told of it.
+        is_bad_input: whether it is an error of the user's input.
+    """
+
+    rank: int
+    time_s: float
+    sentence: str
+    is_bad_input: bool
+
+
+def under_torchrun() -> bool:
+    """Whether this process is already one of the ranks."""
+    return "RANK" in os.environ
+
+
+def run_ranks(work: Work[Result], num_ranks: int) -> Result:
+    """Do the work on new ranks of this machine.
+
+    Args:
+        work: what every rank does.
+        num_ranks: how many.
+
+    Returns:
+        What rank 0 returned.
+
+    Raises:
+        MerakError: a rank found its input bad; the first one's sentence.
+        RunError: training could not go on, or a rank failed otherwise: the first one's sentence,
+            traceback or signal.
+    """
+    with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, _quiet_launcher():
+        os.environ.setdefault(THREADS, num_threads(num_ranks))
+        try:
+            results = elastic_launch(_launch_config(num_ranks), _rank)(work, Path(folder))
+        except ChildFailedError as error:
+            raise _first_cause(Path(folder), error) from None
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+    result: Result = results[0]
+    return result
+
+
+def _launch_config(num_ranks: int) -> LaunchConfig:
+    rendezvous.register()
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=rendezvous.BACKEND,
+        rdzv_endpoint="",
+        local_addr=LOOPBACK,
+        max_restarts=0,
+        shutdown_timeout=SHUTDOWN_S,
+        start_method=way_to_start(),
+    )
+
+
+def _rank(work: Work[Result], folder: Path) -> Result:
+    """One rank: its result; or a note of what went wrong, and an end that stops the others."""
+    os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was forked from
+    listen()
+    try:
+        return work.function(*work.arguments)
+    except MerakError as error:
+        _note(folder, str(error), is_bad_input=not isinstance(error, TrainingError))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or was_interrupted():
+            os._exit(INTERRUPTED)  # the command says so
+        if is_lost_connection(error):
+            told = why_lost(error)  # meanwhile the launcher stops this rank if it knows the cause
+        else:
+            told = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
+        _note(folder, told, is_bad_input=False)
+    # Not sys.exit: threads of a communication library may wait for ranks that never come.
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _note(folder: Path, sentence: str, *, is_bad_input: bool) -> None:
+    rank = int(os.environ["RANK"])
+    failure = Failure(rank, time.time(), sentence, is_bad_input)
+    partial = folder / f"partial-{rank}"
+    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    partial.rename(folder / f"failure-{rank}.json")
+
+
+def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
+    notes = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("failure-*.json")]
+    failures = {note["rank"]: Failure(**note) for note in notes}
+    rank, ended = error.get_first_failure()
+    if rank not in failures:
+        # A rank that was killed leaves no note; what the others noted follows from it.
+        return RunError(f"rank {rank} {how_ended(ended)}; look above for what it last said.")
+    first = min(failures.values(), key=lambda failure: failure.time_s)
+    return (MerakError if first.is_bad_input else RunError)(first.sentence)
+
+
+def how_ended(ended: ProcessFailure) -> str:
+    """How a process ended that left no note, as the rest of a sentence that begins with it.
+
+    Args:
+        ended: what the launcher knows of it.
+    """
+    if ended.exitcode >= 0:
+        return f"ended with exit code {ended.exitcode}"
+    name = ended.signal_name()
+    if -ended.exitcode == signal.SIGKILL:
+        return f"was killed by {name}: by the kernel for its memory (see dmesg), or by somebody"
+    return f"was ended by {name}"
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Keep back what the launcher says of failures: it tells every rank's story again."""
+    parts = ("torch.distributed.elastic", f"torch.{TORCH_SPAWN}")
+    known = [name for name in logging.root.manager.loggerDict if name.startswith(parts)]
+    # Each of the launcher's has a level of its own.
+    loggers = [logging.getLogger(name) for name in dict.fromkeys((*parts, *known))]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        # Ranks of one machine meet on its loopback interface, which no other machine can reach.
+        interface = os.environ.get(GLOO, loopback_interface())
+        with environment(
+            PYTHONWARNINGS=quiet_tracker(), **({GLOO: interface} if interface else {})
+        ):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,1 @@
+"""Batches that fit a model: from its config, its documentation and what its forward asks for."""

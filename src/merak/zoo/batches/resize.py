@@ -1,0 +1,55 @@
+"""Sizes of an example batch's columns by what a model that refuses them says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from merak.zoo.batches.columns import Columns
+from merak.zoo.batches.documented import UNSAID, is_target
+
+_SIZES = re.compile(
+    r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at non-singleton "
+    r"dimension (\d+)"
+)
+_ROWS = re.compile(r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)")
+
+
+def fitted(error: BaseException, columns: Columns) -> Columns:
+    """The columns that an error asks for other sizes of, in these; none if it does not.
+
+    Args:
+        error: what the model failed with.
+        columns: what the batch held, of one sample.
+    """
+    return _sized(error, columns) or _with_rows(error, columns)
+
+
+def _sized(error: BaseException, columns: Columns) -> Columns:
+    """The size that the model has for a dimension that nothing else gave a number."""
+    said = _SIZES.search(str(error))
+    if said is None:
+        return {}
+    guessed, wanted, place = map(int, said.groups())
+    if guessed != UNSAID or place == 0:
+        return {}
+    return {
+        name: replace(c, shape=(*c.shape[:place], wanted, *c.shape[place + 1 :]))
+        for name, c in columns.items()
+        if len(c.shape) > place and c.shape[place] == guessed
+    }
+
+
+def _with_rows(error: BaseException, columns: Columns) -> Columns:
+    """As many labels as the model has rows of scores."""
+    said = _ROWS.search(str(error))
+    if said is None:
+        return {}
+    rows, labels = map(int, said.groups())
+    if labels == 0 or rows % labels:
+        return {}
+    return {
+        name: replace(c, shape=(*c.shape[:-1], c.shape[-1] * rows // labels))
+        for name, c in columns.items()
+        if is_target(name) and len(c.shape) > 1
+    }

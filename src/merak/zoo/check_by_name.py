@@ -1,0 +1,285 @@
+"""Small versions of models by name, for `merak check`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedConfig
+
+from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workshop, check_against
+from merak.core.errors import MerakError
+from merak.core.private_files import ForeignFile, own_folder
+from merak.core.random import seed_for
+from merak.launch.devices import check_backend, device_of
+from merak.launch.errors import CommandError
+from merak.launch.ranks import Work, run_ranks, under_torchrun
+from merak.zoo.batches.batch import example_arguments
+from merak.zoo.batches.columns import Column, draw_batch
+from merak.zoo.batches.examples import examples
+from merak.zoo.configs.field_names import IMAGE
+from merak.zoo.configs.fields import Fields, flat, merged, text_part
+from merak.zoo.configs.fill_defaults import completions, lacking
+from merak.zoo.configs.shrink import Attempt, Wanted, attempts
+from merak.zoo.model_source import ModelSource, resolve_model
+from merak.zoo.smallest import Trained, Version, first_that_trains
+
+DEFAULT_SEQUENCE = 32
+"""Tokens of a sequence, where the model takes so many."""
+
+MOST_LACKING = 8
+"""Fields that are taken from other parts of a config, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A model by name, as the user asks for it.
+
+    Args:
+        model: as `--model`.
+        given: fields of its config that the user has set.
+        sequence: tokens of a sequence; None takes a short one.
+        trust_remote_code: whether code in the model's folder may run.
+    """
+
+    model: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+    sequence: int | None = None
+    trust_remote_code: bool = False
+
+    def source(self, changes: Mapping[str, Any]) -> ModelSource:
+        """The model's class and config, with further changes of fields the user has not set."""
+        fields = merged(changes, self.given)
+        # What a model lacks in its config, and was found for it, its config does not know.
+        source = resolve_model(
+            self.model,
+            fields,
+            trust_remote_code=self.trust_remote_code,
+            lacking=changes.keys() - self.given.keys(),
+        )
+        _pad(source.config)
+        return source
+
+
+def check_named(request: Request, layout: Layout, options: CheckOptions) -> CheckReport:
+    """Check a model by name, in the smallest version that trains in one process.
+
+    Args:
+        request: the model.
+        layout: the degrees.
+        options: how to train.
+
+    Raises:
+        CommandError: there is no such model, or counts that make no sense.
+        EagerError: plain PyTorch cannot train it either.
+        MerakError: the degrees or the schedule do not fit.
+    """
+    started = time.perf_counter()
+    _refuse_counts(layout, options)
+    check_backend(options.backend, device_of(options.device))
+    if request.sequence is not None and request.sequence < 1:
+        raise CommandError(f"--seq {request.sequence} has no tokens; use 1 or more.")
+    trained = small_version(request, layout, options)
+    with _folder() as folder:
+        report = check_against(trained.outcome, trained.job, Workshop(folder, _launch))
+    seconds = time.perf_counter() - started
+    case = trained.job.case
+    return replace(
+        report,
+        seconds=seconds,
+        filled=flat(trained.filled),
+        columns=tuple(case.batch(0, 1)),
+        loss=getattr(case.loss_fn, "__name__", None),
+    )
+
+
+def small_version(request: Request, layout: Layout, options: CheckOptions) -> Trained:
+    """The smallest version of a model that trains in one process, and what it does there.
+
+    Raises:
+        CommandError: there is no such model.
+        EagerError: no version of it trains.
+    """
+    return first_that_trains(_versions(request, layout, options))
+
+
+def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterator[Version]:
+    """Versions of a model: as its config says, then with what the config leaves open."""
+    # A stage of its own for every rank, even if its schedule gives it two.
+    wanted = Wanted(layers=max(2, layout.pp), heads_divisor=layout.tp)
+    for one in _changes(request, wanted):
+        most = None if one.has_small_inputs else 1
+        jobs = partial(_jobs, request, one.fields, (layout, options), most)
+        filled = merged(_padding(request), one.filled)
+        yield Version(jobs, one.is_small, not one.fields, filled)
+
+
+def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
+    """What to change in the config, the most wanted first."""
+    config = request.source({}).config
+    plain = list(attempts(config, request.given, wanted))
+    likely = plain[:2]
+    yield from likely  # nearly always enough; the rest takes builds to find
+    found = [(place, 0, one) for place, one in enumerate(plain)]
+    for number, completion in enumerate(_completions(request, wanted), 1):
+        filled = request.source(completion).config
+        for place, one in enumerate(attempts(filled, request.given, wanted)):
+            if one.is_small:
+                both = merged(completion, one.fields)
+                found.append((number + place, number, replace(one, fields=both, filled=completion)))
+    yield from (one for _, _, one in sorted(found, key=lambda row: row[:2])[len(likely) :])
+
+
+def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:
+    """What to fill in, with what the model then asks for; configs that refuse it are left out."""
+    seen: list[Fields] = [{}]
+    for completion in completions(request.source({}).config):
+        try:
+            found = _with_what_lacks(request, completion, wanted)
+        except MerakError:
+            continue
+        if found not in seen:
+            seen.append(found)
+            yield found
+
+
+def _with_what_lacks(request: Request, completion: Fields, wanted: Wanted) -> Fields:
+    """A completion, and fields that the model built with it finds missing."""
+    for _ in range(MOST_LACKING):
+        config = request.source(completion).config
+        smallest = next(attempts(config, request.given, wanted)).fields
+        source = request.source(merged(completion, smallest))
+        try:
+            with torch.device("meta"):
+                source.build()
+        except MerakError as error:
+            found = lacking(error, source.config)
+            if not found:
+                break
+            completion = merged(completion, found)
+        else:
+            break
+    return completion
+
+
+def _padding(request: Request) -> Fields:
+    """The padding token that `_pad` names, if it does."""
+    source = resolve_model(
+        request.model, request.given, trust_remote_code=request.trust_remote_code
+    )
+    return _pad(source.config)
+
+
+def _pad(config: PreTrainedConfig) -> Fields:
+    """Name a padding token where there is none, which decoders that classify texts look for.
+
+    Returns:
+        What was set.
+    """
+    text = text_part(config)
+    if not getattr(text, "vocab_size", None) or getattr(text, "pad_token_id", None) is not None:
+        return {}
+    text.pad_token_id = 0
+    return {"pad_token_id": 0}
+
+
+def _jobs(
+    request: Request,
+    changes: Mapping[str, Any],
+    how: tuple[Layout, CheckOptions],
+    most: int | None,
+    failures: Sequence[MerakError],
+) -> Iterator[Job]:
+    """Jobs for a version: the same model, on batches of several kinds, so many at most."""
+    source = request.source(changes)
+    limit = getattr(text_part(source.config), "max_position_embeddings", None)
+    longest = limit if isinstance(limit, int) and limit > 0 else DEFAULT_SEQUENCE
+    asked = request.sequence or min(DEFAULT_SEQUENCE, longest)
+    for example in islice(examples(source.model_class, source.config, asked, failures), most):
+        columns = example.columns
+        if changes:
+            columns = _small_images(source, columns)
+        # A config does not travel: its class may come from the model's own folder.
+        case = Case(
+            source.name,
+            partial(_build, request, changes),
+            partial(_draw, columns),
+            example.loss_fn,
+            example.loss_columns,
+            fixed=example_arguments(source.model_class),
+        )
+        yield Job(case, *how)
+
+
+def _small_images(source: ModelSource, columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Smaller images, and what there is for their pixels, if the config leaves their size open."""
+    owners = (source.config, getattr(source.config, "vision_config", None))
+    image = columns.get("pixel_values")
+    is_image = image is not None and len(image.shape) == 4
+    if image is None or not is_image or any(getattr(o, "image_size", None) for o in owners):
+        return dict(columns)
+    return {
+        name: replace(c, shape=(*c.shape[:-2], IMAGE, IMAGE)) if _has_pixels(c, image) else c
+        for name, c in columns.items()
+    }
+
+
+def _has_pixels(column: Column, image: Column) -> bool:
+    return len(column.shape) > 2 and column.shape[-2:] == image.shape[-2:]
+
+
+def _build(request: Request, changes: Mapping[str, Any]) -> nn.Module:
+    return request.source(changes).build()
+
+
+def _draw(columns: Mapping[str, Column], step: int, samples: int) -> dict[str, torch.Tensor]:
+    whole = {n: replace(c, shape=(samples, *c.shape[1:])) for n, c in columns.items()}
+    return draw_batch(whole, seed=seed_for("check", step))
+
+
+def _refuse_counts(layout: Layout, options: CheckOptions) -> None:
+    counts = {
+        "--dp": layout.dp, "--tp": layout.tp, "--pp": layout.pp, "--steps": options.steps,
+        "--microbatches": options.num_microbatches, "--batch": options.microbatch,
+    }  # fmt: skip
+    for name, number in counts.items():
+        if number < 1:
+            raise CommandError(f"{name} {number} is too few; use 1 or more.")
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder of this check alone; the same on all ranks that torchrun has started."""
+    if not under_torchrun():
+        with tempfile.TemporaryDirectory(prefix="merak-check-") as name:
+            yield Path(name)
+        return
+    job = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('MASTER_PORT', '')}"
+    folder = Path(tempfile.gettempdir()) / f"merak-check-{os.getuid()}-{job}"
+    try:
+        yield own_folder(folder)
+    except ForeignFile as error:
+        raise CommandError(
+            f"{error}, so another user could plant files for this check; remove it, or name "
+            "another folder with TMPDIR."
+        ) from error
+
+
+def _launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> None:
+    if not under_torchrun():
+        run_ranks(Work(function, arguments), num_ranks)
+        return
+    function(*arguments)
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,1 @@
+"""Configs of architectures made small, so that a check takes seconds."""

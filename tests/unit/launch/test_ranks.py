@@ -1,0 +1,93 @@
+"""Ranks that a command starts: the result of rank 0, and the first cause of a failure."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import merak
+from merak.core.errors import MerakError, ShardError, TrainingError
+from merak.launch.errors import RunError
+from merak.launch.ranks import Work, run_ranks
+
+
+def add_ranks(offset: int) -> int:
+    print("not the result")
+    dist.init_process_group("gloo")
+    total = torch.tensor(offset + dist.get_rank())
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(total) * 10 + int(os.environ["RANK"])
+
+
+def fail_on_rank_1(how: str) -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() != 1:
+        dist.barrier()  # fails when rank 1 is gone, or waits until this rank is ended
+        time.sleep(600)
+    if how == "bad input":
+        raise ShardError("5 heads cannot be split over tp=2.")
+    if how == "training":
+        raise TrainingError("step 3 has loss nan.")
+    if how == "bug":
+        raise RuntimeError("a bug of rank 1")
+    if how == "exit":
+        sys.exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_result_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(Work(add_ranks, (5,)), 2) == 110
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("not the result") == 2
+
+
+def listening(launcher: int) -> set[str]:
+    """Addresses, but for those of the loopback interface, on which the job's processes listen."""
+    merak.init(dp=2, device="cpu")
+    dist.all_reduce(torch.ones(1))
+    own = addresses(os.getpid()) | addresses(launcher)
+    found: list[set[str]] = [set(), set()]
+    dist.all_gather_object(found, own)
+    return found[0] | found[1]
+
+
+def addresses(pid: int) -> set[str]:
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says who listens")
+def test_no_other_machine_can_reach_the_ranks_of_a_command() -> None:
+    assert run_ranks(Work(listening, (os.getpid(),)), 2) == {"0100007F"}  # 127.0.0.1
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("bad input", MerakError, r"^5 heads cannot be split over tp=2\.$"),
+        ("training", RunError, r"^step 3 has loss nan\.$"),
+        ("bug", RunError, r"^rank 1 failed:\nTraceback[\s\S]*RuntimeError: a bug of rank 1$"),
+        ("killed", RunError, r"^rank 1 was killed by SIGKILL: by the kernel for its memory"),
+        ("exit", RunError, r"^rank 1 failed:\nTraceback[\s\S]*SystemExit: 7$"),
+    ],
+)
+def test_first_cause_once(
+    how: str, kind: type[Exception], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(kind, match=said):
+        run_ranks(Work(fail_on_rank_1, (how,)), 2)
+    captured = capfd.readouterr()
+    assert "Traceback" not in captured.out + captured.err
