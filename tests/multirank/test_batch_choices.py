@@ -13,7 +13,7 @@ from torch import nn
 from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
-from tests.unit.graph.chance.test_batch_choices import LongTexts, Padded
+from tests.unit.graph.trace.branches.test_batch_choices import LongTexts, Padded
 
 
 def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:

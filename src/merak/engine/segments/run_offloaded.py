@@ -1,4 +1,4 @@
-"""Runs one segment whose activations wait in host memory; see `merak.engine.segments.activation_offload`.
+"""Runs one segment whose activations wait in host memory (`activation_offload`).
 
 Its autograd graph holds neither its inputs nor its outputs: gradients enter at the edges of the
 graph, and those of the inputs are left by name.

@@ -1,4 +1,4 @@
-"""What a walk through a rank's steps needs to know besides the steps; see `merak.plan.memory.timeline`."""
+"""What a walk through a rank's steps needs to know besides the steps; see `timeline`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits in host memory, on paper: what `merak.engine.segments.activation_offload` does with storages, with bytes.
+"""Offloaded activations in the memory timeline, as `engine.segments.activation_offload` moves them.
 
 A segment's activations stay on the device until the segment that computes while they are copied has
 ended, are on the device again from when the copy back begins, and go with the segment's backward.

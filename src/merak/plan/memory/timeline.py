@@ -1,4 +1,4 @@
-"""A rank's steps, one after another, as changes of what it holds; see `merak.plan.memory.ledger`."""
+"""The memory timeline of a rank: its steps as changes of what it holds; see `ledger`."""
 
 from __future__ import annotations
 
