@@ -19,7 +19,7 @@ from tools import report
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from merak.core.mesh import Mesh
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.activations.forecast import Forecast

@@ -41,7 +41,7 @@ def run_here(name: str, sequence: int) -> dict[str, Any]:
     import transformers
 
     import merak
-    from merak.graph.ir.ir import TensorMeta
+    from merak.core.tensor_meta import TensorMeta
     from merak.graph.segment.build import GraphSource, build_timed
     from merak.graph.trace.opaque.operator import kept_calls
 

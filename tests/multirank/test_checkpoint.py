@@ -82,7 +82,8 @@ def first_name(name: str) -> str:
     return "transformer.wte.weight" if name == "lm_head.weight" else name
 
 
-# --- Values of rank 0 --------------------------------------------------------------------------
+# --- Values of rank 0
+# --------------------------------------------------------------------------
 
 
 def share(layout: Layout, seeds: list[int]) -> int:

@@ -14,8 +14,8 @@ from merak.core.shards import join
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.graph.segment.build import GraphSource
-from merak.plan.activations.recompute import Recompute
 from merak.plan.layout import EngineOptions
+from merak.plan.recompute_spec import Recompute
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json
 from tests.multirank.compare import assert_gradients_close

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from merak.arguments.fields import TrainingFields
 from merak.arguments.folders import folder_problems
 from merak.arguments.loggers import logger_problems
 from merak.arguments.optimizers import OPTIMIZERS
@@ -18,13 +18,10 @@ from merak.arguments.table import ACCELERATOR
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.plan.activations.offload import parse_offload
-from merak.plan.activations.recompute import Mode, parse_recompute
-
-if TYPE_CHECKING:
-    from merak.arguments.training import MerakArguments
+from merak.plan.recompute_spec import Mode, parse_recompute
 
 
-def own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+def own_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
     """One sentence for everything that this job cannot honour.
 
     Args:
@@ -39,7 +36,7 @@ def own_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
     yield from _field_problems(arguments, mesh)
 
 
-def _optimizer_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+def _optimizer_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
     name = str(getattr(arguments.optim, "value", arguments.optim))
     rule = OPTIMIZERS.get(name, UNKNOWN)
     if rule.policy is Policy.REFUSED and rule.layout.holds(mesh):
@@ -57,14 +54,14 @@ def _optimizer_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
         )
 
 
-def _accelerator_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+def _accelerator_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
     config: object = arguments.accelerator_config
     if isinstance(config, AcceleratorConfig):
         for sentence in problems(config, ACCELERATOR, frozenset(), mesh):
             yield f"accelerator_config.{sentence}"
 
 
-def _field_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+def _field_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
     for name in ("bucket_bytes", "ddp_bucket_cap_mb"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -101,7 +98,7 @@ def _field_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
         yield f"segment_times={arguments.segment_times!r} is not a file; name a JSON file of times."
 
 
-def _memory_problems(arguments: MerakArguments, mesh: Mesh) -> Iterator[str]:
+def _memory_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
     budget = arguments.memory_budget
     if budget is not None and budget < 1:
         yield f"memory_budget={budget} is not a size; use a number of bytes above 0."

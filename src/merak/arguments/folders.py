@@ -6,15 +6,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from merak.arguments.fields import TrainingFields
 from merak.core.errors import ArgumentsError
 
-if TYPE_CHECKING:
-    from merak.arguments.training import MerakArguments
 
-
-def folder_problems(arguments: MerakArguments) -> Iterator[str]:
+def folder_problems(arguments: TrainingFields) -> Iterator[str]:
     """Why the output folder cannot be there, as far as one can tell without making it."""
     wanted = Path(str(arguments.output_dir)).expanduser().absolute()
     found = next(p for p in (wanted, *wanted.parents) if os.path.lexists(p))

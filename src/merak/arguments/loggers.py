@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from transformers.integrations import integration_utils
 
+from merak.arguments.fields import TrainingFields
 from merak.core.did_you_mean import near
-
-if TYPE_CHECKING:
-    from merak.arguments.training import MerakArguments
 
 NEEDS = {"azure_ml": "azureml", "flyte": "flytekit"}
 """What a logger needs, where that is called otherwise."""
@@ -19,7 +16,7 @@ PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytek
 """What to install for a logger, where that is called otherwise."""
 
 
-def logger_problems(arguments: MerakArguments) -> Iterator[str]:
+def logger_problems(arguments: TrainingFields) -> Iterator[str]:
     """One sentence for every logger that is unknown or not installed."""
     known = integration_utils.INTEGRATION_TO_CALLBACK
     wanted = arguments.report_to or []

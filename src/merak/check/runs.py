@@ -15,10 +15,10 @@ from merak.check.case import Case
 from merak.check.float64 import computing_in
 from merak.core.mesh import Mesh, init
 from merak.core.shards import ParameterShard
+from merak.core.tensor_meta import TensorMeta
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.graph.ir.ir import TensorMeta
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.observe import Observed, Observer
 from merak.graph.trace.call import Call, call_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,27 +9,7 @@ import typer
 
 from merak.cli import options
 from merak.cli.output import show, stdout_to_stderr
-
-
-@dataclass(frozen=True, slots=True)
-class TrainReport:
-    """How a training run ended.
-
-    Args:
-        loss: mean training loss since the log before the last one.
-        steps: optimizer steps.
-        tokens_per_second: input tokens that training took, over all replicas, by its run time.
-        checkpoint: folder of the trained model, which `from_pretrained` reads.
-        eval_loss: loss on the held-out samples; None where there are none.
-        seconds: run time of training.
-    """
-
-    loss: float
-    steps: int
-    tokens_per_second: float
-    checkpoint: str
-    eval_loss: float | None
-    seconds: float
+from merak.cli.recipe.report import TrainReport
 
 
 def train(

@@ -106,3 +106,9 @@ class Stepped:
     tensor: torch.Tensor
     rows: RowShare | None = None
     is_master: bool = False
+
+
+def row_share(shape: tuple[int, ...], degree: int, index: int) -> RowShare:
+    """The rows of a tensor of some shape that one of some replicas steps; counts differ by one."""
+    count = shape[0] if shape else 1
+    return RowShare(count * index // degree, count * (index + 1) // degree)

@@ -72,3 +72,28 @@ class Storages(TorchDispatchMode):
         self._alive[key] = (num_bytes, weakref.ref(storage, gone))
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+MIN_OFFLOADED_BYTES = 1024
+"""Smaller storages stay: a copy would take longer than it is worth."""
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """What tells the storages apart that some tensors lie in."""
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+
+
+def can_move(tensor: torch.Tensor, device: torch.device, stays: frozenset[int]) -> bool:
+    """Whether a tensor that autograd saves moves to host memory with its storage.
+
+    Args:
+        tensor: what is saved.
+        device: where it is computed.
+        stays: storages that are on the device anyway.
+    """
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    if tensor.device.type != device.type or isinstance(tensor, torch.nn.Parameter):
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= MIN_OFFLOADED_BYTES and storage._cdata not in stays

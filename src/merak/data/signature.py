@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from merak.core.errors import DataError
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,28 +11,30 @@ from torch import nn
 
 from merak.core.announce import announce, announced, is_announcing
 from merak.core.errors import ScheduleError
+from merak.core.gradients import is_low_precision
 from merak.core.health.status import phase
 from merak.core.mesh import Mesh
-from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets, is_low_precision
+from merak.core.tensor_meta import Signature
+from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets
 from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.comm.sparse_gradients import warn_densified
-from merak.engine.comm.stage_replicas import reduced_of
-from merak.engine.comm.tied_gradients import Leaf, Shared, TiedGradients, find_holders
+from merak.engine.comm.stage_replicas import reduced_of, replica_groups
+from merak.engine.comm.tied_gradients import Leaf, Shared, TiedGradients
 from merak.engine.engine import Engine
 from merak.engine.health.oom import Relief
-from merak.engine.health.oom_replan import Backoff
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import clock_of
 from merak.engine.health.watchdog import check_limit, set_limit, watch
 from merak.engine.local_programs import Programs, check_max_shapes, num_readers, rewriter
+from merak.engine.oom_replan import Backoff
 from merak.engine.parameter_writes import refuse_settling
-from merak.engine.parts import KeepLess, Parts, Signature
+from merak.engine.parts import KeepLess, Parts
 from merak.engine.segments.activation_offload import Offload
 from merak.engine.stage import Stage
 from merak.engine.weight_versions import LiveWeights, StashedWeights, Weights
 from merak.engine.zero.fsdp import Sharded, can_give_up, replace_parameters
-from merak.engine.zero.param_all_gather import MOST_OPEN_GATHERS, Arrivals, guard
+from merak.engine.zero.param_all_gather import Arrivals, guard
 from merak.engine.zero.parameters import Precision, TrainedParameters
 from merak.engine.zero.unshard_order import Turns
 from merak.graph.ir.ir import ModelGraph
@@ -51,10 +53,12 @@ from merak.plan.layout import (
     segment_times,
     speeds,
 )
+from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.stage_costs import plans_for_costs
 from merak.plan.step_plans import Plans
 from merak.plan.sub_pipelining import choose_halves, wish_for_halves
 from merak.plan.summary import summary
+from merak.plan.tied_parameters import find_holders
 
 
 def build_engine(
@@ -212,8 +216,10 @@ def _assemble(
     }
     relief = Relief(is_armed=keep_less is not None)
     transfers = _connected(layout, mesh, progress, relief)
-    reduced = reduced_of(programs, layout.schedule, parameters, shared, options.bucket_bytes)
-    groups = {stage: own.group for stage, own in reduced.items()}
+    groups = replica_groups(mesh, layout.schedule)
+    reduced = reduced_of(
+        programs.own_segments(), programs.owners, groups, parameters, shared, options.bucket_bytes
+    )
     written = stage_buffers(layout, mesh, groups) if options.trains else []
     replica_buffers = ReplicaBuffers(written, programs.buffers, mesh, progress)
     replica_buffers.start()
@@ -323,7 +329,7 @@ def _trained(
         {names[id(parameter)]: parameter for parameter in bucket}
         for bucket in fill_buckets((parameters[n] for n in in_order), options.bucket_bytes)
     ]
-    most_open = MOST_OPEN_GATHERS if options.zero >= 2 else None
+    most_open = MAX_OPEN_GATHERS if options.zero >= 2 else None
     arrivals = Arrivals(buckets, group, most_open, progress)
     guard(programs.source.model, arrivals)
     return TrainedParameters(parameters, group, precision, arrivals, sharded), arrivals

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from merak.core.errors import ScheduleError
 from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
+from merak.core.tensor_meta import Signature
 from merak.engine.comm.buffer_sync import bring
 from merak.engine.comm.eval_parameters import borrow
-from merak.engine.comm.gradient_norm import clip_gradients, gradient_norm
+from merak.engine.comm.gradient_norm import clip_gradients
 from merak.engine.comm.sparse_gradients import refuse_sparse_optimizer
 from merak.engine.comm.stage_io import Exchange
 from merak.engine.evaluation import evaluate_microbatch, start_gathers
@@ -23,10 +24,11 @@ from merak.engine.health.oom import StepGivenUp, agree, explained
 from merak.engine.health.step_records import StepRecord, gather_records
 from merak.engine.indices import check_indices
 from merak.engine.microbatches import Microbatches
+from merak.engine.optimizer_step import gradient_norm
 from merak.engine.parameter_writes import settle
-from merak.engine.parts import Parts, Signature
-from merak.engine.segments.context import Values
+from merak.engine.parts import Parts
 from merak.engine.stage import Microbatch
+from merak.engine.tensors_by_name import TensorDict
 from merak.engine.training_step import TrainingStep, Update
 from merak.engine.zero.parameters import TrainedParameters
 from merak.graph.program.program import Program
@@ -229,7 +231,7 @@ class Engine:
         for stage in self._parts.stages.values():
             stage.forget()
 
-    def _written(self, signatures: Sequence[Signature]) -> Values:
+    def _written(self, signatures: Sequence[Signature]) -> TensorDict:
         """The buffers that a step writes, as they are now."""
         programs = [self._parts.program_for(signature, True) for signature in set(signatures)]
         names = {
@@ -242,7 +244,7 @@ class Engine:
         return {n: buffer.clone() for n, buffer in self._parts.buffers.items() if n in names}
 
     @torch.no_grad()
-    def _undo(self, written: Values) -> None:
+    def _undo(self, written: TensorDict) -> None:
         """Leave everything as it was before a step that was given up."""
         for name, before in written.items():
             self._parts.buffers[name].copy_(before)
@@ -323,7 +325,7 @@ class Engine:
         self,
         signatures: Sequence[Signature],
         batches: Sequence[Mapping[str, torch.Tensor]],
-    ) -> list[Values]:
+    ) -> list[TensorDict]:
         """Forward of some microbatches, without randomness or gradients.
 
         Args:
@@ -344,8 +346,10 @@ class Engine:
             rest: list[tuple[str, ...]] = []
             if self._parts.sharded is not None:
                 rest = start_gathers(self._parts, programs, self._counts(len(programs))[0])
-            bring(self._parts, programs)
-            lent = borrow(self._parts, programs)
+            parts = self._parts
+            bring(parts.mesh, parts.buffers, programs, parts.progress)
+            parts.trained.wait()  # for what others are to read
+            lent = borrow(parts.mesh, parts.parameters, programs, parts.progress)
             with own_random_state(self.mesh.device):
                 for number, (signature, batch) in enumerate(zip(signatures, batches, strict=True)):
                     what = f"the evaluation of a microbatch on {self._place}"
@@ -363,8 +367,8 @@ class Engine:
         return results
 
     def _evaluate(
-        self, number: int, signature: Signature, batch: Mapping[str, torch.Tensor], lent: Values
-    ) -> Values:
+        self, number: int, signature: Signature, batch: Mapping[str, torch.Tensor], lent: TensorDict
+    ) -> TensorDict:
         program = self._parts.program_for(signature, False)
         microbatch = self._microbatches.make(program, batch, 0, number)
         microbatch.lent = lent

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from merak.engine.comm.stage_io import Exchange
 from merak.engine.parts import Parts
-from merak.engine.segments.context import Values
 from merak.engine.stage import Microbatch
+from merak.engine.tensors_by_name import TensorDict
 from merak.engine.zero.unshard_order import turns_of
 from merak.graph.program.program import Program
 from merak.schedule.ir import Kind
@@ -16,7 +16,7 @@ from merak.schedule.steps import Payload, Receive, Send
 
 def evaluate_microbatch(
     parts: Parts, exchange: Exchange, number: int, microbatch: Microbatch
-) -> Values:
+) -> TensorDict:
     """Run this rank's stages of the first pipe on a microbatch.
 
     Args:
@@ -28,7 +28,7 @@ def evaluate_microbatch(
     Returns:
         The model's outputs by name that these stages make.
     """
-    outputs: Values = {}
+    outputs: TensorDict = {}
     for stage, rank in enumerate(parts.stage_rank):
         if rank == parts.mesh.pp_rank:
             outputs |= _run_stage(parts, exchange, stage, number, microbatch)
@@ -63,11 +63,11 @@ def start_gathers(parts: Parts, programs: Sequence[Program], most: int) -> list[
 
 def _run_stage(
     parts: Parts, exchange: Exchange, stage: int, number: int, microbatch: Microbatch
-) -> Values:
+) -> TensorDict:
     here = parts.mesh.pp_rank
     program = microbatch.program
     own = program.stages[stage]
-    received: Values = {}
+    received: TensorDict = {}
     if stage > 0:
         source = Receive(Payload.ACTIVATION, stage - 1, number, parts.stage_rank[stage - 1])
         if source.peer != here:

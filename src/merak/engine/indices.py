@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from merak.core.errors import DataError
-from merak.engine.parts import Parts, Signature
+from merak.core.tensor_meta import Signature
+from merak.engine.parts import Parts
 from merak.graph.program.index_ranges import problem_of
 
 

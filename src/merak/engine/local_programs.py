@@ -15,11 +15,11 @@ import torch.distributed as dist
 from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
+from merak.core.tensor_meta import Signature
 from merak.engine.comm.buffer_sync import find_moved, find_writers
 from merak.engine.comm.eval_parameters import find_loans
 from merak.engine.comm.sparse_gradients import densify, find_densified
-from merak.engine.parts import Signature
-from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.program.index_ranges import find_ranges
 from merak.graph.program.program import (
     NOTHING_CHOSEN,
@@ -110,6 +110,10 @@ class Programs:
                 rewrites[stage].append(self._observer)
         return rewrites
 
+    def own_segments(self) -> dict[int, list[Segment]]:
+        """The segments of each of this rank's stages, as this rank runs them."""
+        return {s: [p.segment for p in self.base.stages[s].segments] for s in self.own_stages}
+
     def __call__(self, signature: Signature, training: bool) -> Program:
         """What to run for a signature, in training or evaluation."""
         if (signature, training) == self._base_key:
@@ -195,12 +199,6 @@ def check_max_shapes(max_shapes: int) -> None:
         raise ArgumentsError(
             f"max_shapes={max_shapes} is no number of shapes to keep; use 1 or more."
         )
-
-
-def batch_size(graph: ModelGraph) -> int:
-    """Samples of a microbatch: the first size of most of its columns."""
-    sizes = Counter(meta.shape[0] for meta in graph.columns.values() if meta.shape)
-    return sizes.most_common(1)[0][0] if sizes else 1
 
 
 def rewriter(

@@ -8,8 +8,8 @@ import torch
 
 from merak.core.mesh import Mesh
 from merak.core.random import own_random_state, set_random_state
-from merak.engine.segments.context import Values
 from merak.engine.stage import Microbatch
+from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program, SegmentProgram
 
 
@@ -63,7 +63,7 @@ class Microbatches:
 
     def _run(
         self, prologue: SegmentProgram, program: Program, columns: Mapping[str, torch.Tensor]
-    ) -> Values:
+    ) -> TensorDict:
         if not prologue.segment.outputs:
             return {}
         function: Callable[..., tuple[torch.Tensor, ...]] = prologue.function

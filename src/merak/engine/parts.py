@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from merak.core.mesh import Mesh
+from merak.core.tensor_meta import Signature
 from merak.engine.comm.gradient_buckets import GradientReducer
 from merak.engine.comm.p2p import Transfers
 from merak.engine.comm.replica_buffers import ReplicaBuffers
@@ -17,13 +18,8 @@ from merak.engine.health.status import Progress
 from merak.engine.stage import Stage
 from merak.engine.zero.fsdp import Sharded
 from merak.engine.zero.parameters import TrainedParameters
-from merak.graph.ir.ir import TensorMeta
 from merak.graph.program.program import Program
 from merak.plan.step_plans import Plans
-
-Signature = tuple[tuple[str, TensorMeta], ...]
-"""The columns of a microbatch and what each is, in a fixed order."""
-
 
 KeepLess = Callable[[int, Mapping[int, str]], tuple[Plans, Program]]
 """Given a step, and why it was given up on some pipeline positions, the plans and the program to go

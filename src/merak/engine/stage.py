@@ -15,8 +15,9 @@ import torch
 from merak.engine.segments import run as whole
 from merak.engine.segments import run_sub_pipelined as interleave
 from merak.engine.segments.activation_offload import Offload
-from merak.engine.segments.context import BeginSums, InShares, Surroundings, Values, no_sums
-from merak.engine.weight_versions import Leaves, Weights
+from merak.engine.segments.context import InShares, Surroundings
+from merak.engine.tensors_by_name import BeginSums, ParamLeaves, TensorDict, no_sums
+from merak.engine.weight_versions import Weights
 from merak.graph.program.program import HalvedRun, Program, SegmentProgram, StageProgram
 from merak.graph.program.split_backward import WeightGradients
 
@@ -37,18 +38,18 @@ class Microbatch:
     """
 
     program: Program
-    columns: Values
-    derived: Values
+    columns: TensorDict
+    derived: TensorDict
     random_key: tuple[int | str, ...]
     scale: float = 1.0
     loss_scale: float = 1.0
-    lent: Values = field(default_factory=dict)
+    lent: TensorDict = field(default_factory=dict)
 
 
 class Runner(Protocol):
     """A way to run a part of a stage; the modules `whole` and `interleave` are such."""
 
-    def forward(self, run: Any, values: Values, around: Surroundings, keep: bool) -> Any:
+    def forward(self, run: Any, values: TensorDict, around: Surroundings, keep: bool) -> Any:
         """Run it; returns what its backward needs."""
 
     def recompute(self, run: Any, saved: Any, around: Surroundings) -> None:
@@ -58,7 +59,7 @@ class Runner(Protocol):
         self,
         run: Any,
         saved: Any,
-        gradients: Values,
+        gradients: TensorDict,
         around: Surroundings,
         segment_done: Callable[[SegmentProgram], None],
     ) -> None:
@@ -101,7 +102,9 @@ class Stage:
         # Per microbatch in flight, what the backward of each run needs.
         self._saved: dict[int, list[Any]] = {}
 
-    def forward(self, number: int, microbatch: Microbatch, received: Values, keep: bool) -> Values:
+    def forward(
+        self, number: int, microbatch: Microbatch, received: TensorDict, keep: bool
+    ) -> TensorDict:
         """Run all segments on one microbatch.
 
         Args:
@@ -123,7 +126,7 @@ class Stage:
             self._turn()
         return _detached(values, program)
 
-    def evaluate(self, microbatch: Microbatch, received: Values) -> Values:
+    def evaluate(self, microbatch: Microbatch, received: TensorDict) -> TensorDict:
         """Run all segments on one microbatch without a backward to come."""
         program = microbatch.program.stages[self.index]
         lent, live = microbatch.lent, self.weights.live
@@ -144,10 +147,10 @@ class Stage:
         self,
         number: int,
         microbatch: Microbatch,
-        gradients: Values,
+        gradients: TensorDict,
         segment_done: Callable[[SegmentProgram], None],
         begin_sums: BeginSums = no_sums,
-    ) -> Values:
+    ) -> TensorDict:
         """Run all segments' backwards on one microbatch.
 
         Where the schedule splits backwards, the gradients of GEMMs' weights are left in `waiting`.
@@ -200,7 +203,7 @@ class Stage:
         self.waiting.forget()
         self.weights.forget()
 
-    def _around(self, weights: Leaves, microbatch: Microbatch) -> Surroundings:
+    def _around(self, weights: ParamLeaves, microbatch: Microbatch) -> Surroundings:
         return Surroundings(
             weights=weights,
             buffers={**self.buffers, **microbatch.program.constants},
@@ -214,7 +217,7 @@ class Stage:
 
 
 def _gradient(
-    name: str, gradients: Values, microbatch: Microbatch, device: torch.device
+    name: str, gradients: TensorDict, microbatch: Microbatch, device: torch.device
 ) -> torch.Tensor:
     """A gradient to send back; zero where the loss does not depend on the value."""
     if name in gradients:
@@ -223,6 +226,6 @@ def _gradient(
     return torch.zeros(meta.shape, dtype=meta.dtype, device=device)
 
 
-def _detached(values: Values, program: StageProgram) -> Values:
+def _detached(values: TensorDict, program: StageProgram) -> TensorDict:
     kept = (*program.sent, *program.results.values())
     return {name: values[name].detach() for name in kept}

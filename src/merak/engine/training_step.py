@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from merak.engine.comm.stage_io import Exchange
-from merak.engine.health.drain import Hollow, num_begun
+from merak.engine.drain import Hollow, num_begun
 from merak.engine.microbatches import Microbatches
 from merak.engine.parts import Parts
-from merak.engine.segments.context import Values
 from merak.engine.stage import Microbatch
+from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
 from merak.engine.zero.unshard_order import turns_of
 from merak.graph.program.program import SegmentProgram
@@ -287,7 +287,7 @@ class TrainingStep:
 
     # ---- what the actions need ----
 
-    def _taken(self, payload: Payload, producer: int, number: int) -> Values:
+    def _taken(self, payload: Payload, producer: int, number: int) -> TensorDict:
         if not 0 <= producer < self._schedule.num_stages:
             return {}
         source = Receive(payload, producer, number, self._schedule.rank_of(producer, number))

@@ -14,10 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from merak.engine.comm.gradient_buckets import add_gradient, gradient_dtype
+from merak.core.gradients import add_gradient, gradient_dtype
+from merak.engine.tensors_by_name import ParamLeaves
 from merak.engine.zero.param_all_gather import Arrivals, Awaited
-
-Leaves = Mapping[str, torch.Tensor]
 
 
 class LiveWeights:
@@ -44,9 +43,9 @@ class LiveWeights:
         for name, leaf in self.shared.items():
             leaf.grad_dtype = parameters[name].grad_dtype
         leaves = {**parameters, **self.shared}
-        self.live: Leaves = leaves if arrivals is None else Awaited(leaves, arrivals)
+        self.live: ParamLeaves = leaves if arrivals is None else Awaited(leaves, arrivals)
 
-    def of(self, number: int) -> Leaves:
+    def of(self, number: int) -> ParamLeaves:
         """What a microbatch computes with."""
         return self.live
 
@@ -67,12 +66,12 @@ class StashedWeights:
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self.live: Leaves = parameters
+        self.live: ParamLeaves = parameters
         self._parameters = parameters
         self._current = 0
         self._version_of: Sequence[int] = ()
         self._needed: Counter[int] = Counter()
-        self._leaves: dict[int, Leaves] = {}
+        self._leaves: dict[int, ParamLeaves] = {}
 
     @property
     def num_versions(self) -> int:
@@ -90,7 +89,7 @@ class StashedWeights:
         self._needed = Counter(version_of)
         self._leaves = {0: self._alias()}
 
-    def of(self, number: int) -> Leaves:
+    def of(self, number: int) -> ParamLeaves:
         """What a microbatch computes with."""
         return self._leaves[self._version_of[number]]
 
@@ -120,7 +119,7 @@ class StashedWeights:
         """Drop what a step that failed has left."""
         self._leaves.clear()
 
-    def _alias(self) -> Leaves:
+    def _alias(self) -> ParamLeaves:
         """Leaves over the parameters' memory, whose graphs do not see the optimizer's writes."""
         leaves = {
             name: parameter.data.requires_grad_(parameter.requires_grad)

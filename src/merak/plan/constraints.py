@@ -7,9 +7,9 @@ from collections.abc import Container, Mapping
 from torch import nn
 
 from merak.core.errors import ScheduleError
-from merak.engine.comm.tied_gradients import find_holders
 from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.layout import EngineOptions, Layout
+from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Kind, Schedule
 
 

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from merak.core.errors import PlanError
 from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh
-from merak.engine.comm.tied_gradients import Reader
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.program import Rewrite
 from merak.graph.tensor_parallel.features import Features
-from merak.plan.activations.recompute import Recompute
 from merak.plan.balance import Timed, balance
 from merak.plan.cost.benchmark import measure
 from merak.plan.cost.device import DeviceProfile
@@ -24,7 +22,9 @@ from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.cost.segment_time import segment_costs
 from merak.plan.cost.selective_ops import Dear
 from merak.plan.partition import Partition, from_sizes
+from merak.plan.recompute_spec import Recompute
 from merak.plan.step_plans import Plans
+from merak.plan.tied_parameters import Reader
 from merak.schedule.ir import Schedule
 
 
@@ -52,7 +52,7 @@ class EngineOptions:
         recorded_steps: so many past steps are recorded, for `Engine.recorded_steps`.
         max_shapes: so many shapes of microbatches are kept ready beside the planned one.
         recompute: what is computed again for the backward instead of kept, as
-            `merak.plan.activations.recompute.parse_recompute` reads it; None leaves it to the
+            `merak.plan.recompute_spec.parse_recompute` reads it; None leaves it to the
             schedule.
         offload_activations: which of the kept activations wait in host memory, as
             `merak.plan.activations.offload.parse_offload` reads it; None for none.
@@ -66,8 +66,7 @@ class EngineOptions:
             nothing.
         optimizer: makes the optimizer, whose state counts in the memory; None counts none.
         trains: whether it is laid out for training, whose batches give a loss; else for evaluation.
-        observer: looks into segments as they run, such as `merak.graph.segment.observe.Observer`;
-        None
+        observer: looks into segments as they run, such as `graph.segment.observe.Observer`; None
             does not.
     """
 

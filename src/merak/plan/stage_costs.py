@@ -17,8 +17,8 @@ from merak.plan.activations.decide import common_budget
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload import NOTHING, parse_offload
 from merak.plan.activations.offload_spec import Times
-from merak.plan.activations.recompute import Mode, parse_recompute
 from merak.plan.balance import Timed
+from merak.plan.recompute_spec import Mode, parse_recompute
 from merak.plan.step_plans import Plans
 from merak.schedule.costs import Costs, stage_costs
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from merak.core.errors import PlanError
 from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh, crosses_nodes
-from merak.engine.local_programs import batch_size
+from merak.graph.ir.ir import batch_size
 from merak.ops.collectives import start_sum
 from merak.plan.balance import Timed
 from merak.plan.cost.overlap import Layers, layer_costs

@@ -10,8 +10,8 @@ import torch
 
 from merak.core.errors import MerakError
 from merak.core.mesh import Mesh
+from merak.core.tensor_meta import Signature
 from merak.core.units import count, ranges, size
-from merak.engine.parts import Signature
 from merak.plan.activations.forecast import Forecast
 from merak.plan.step_plans import Plans
 from merak.schedule.costs import uniform

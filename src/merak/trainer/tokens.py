@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from merak.core.tensor_meta import TensorMeta
 from merak.data import BatchSignature, signature
-from merak.graph.ir.ir import TensorMeta
 
 TOKENS = "num_items_in_batch"
 """The column that transformers' loss functions divide by: label tokens of the whole step."""

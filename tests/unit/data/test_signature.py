@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from merak.core.errors import DataError
+from merak.core.tensor_meta import TensorMeta
 from merak.data import BatchSignature, signature, union
-from merak.graph.ir.ir import TensorMeta
 
 
 def test_a_signature_is_the_shapes_of_a_batch():

@@ -8,10 +8,11 @@ import torch
 import transformers
 from torch import nn
 
-from merak.engine.segments.context import Values
+from merak.core.tensor_meta import TensorMeta
 from merak.engine.stage import Microbatch, Stage
+from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import LiveWeights
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.program import Program, SegmentProgram, compile_program
 from merak.graph.program.split_backward import WeightGradients
 from merak.graph.segment.build import GraphSource, build_graph
@@ -79,7 +80,7 @@ def program_of(graph: ModelGraph, bounds: list[int], own: list[int]) -> Program:
 
 
 def microbatch_of(
-    program: Program, batch: Mapping[str, torch.Tensor], buffers: Values, scale: float = 1.0
+    program: Program, batch: Mapping[str, torch.Tensor], buffers: TensorDict, scale: float = 1.0
 ) -> Microbatch:
     columns = {name: batch[name] for name in program.columns}
     derived = {}
@@ -88,7 +89,7 @@ def microbatch_of(
     return Microbatch(program, columns, derived, (3, "microbatch", 0), scale)
 
 
-def _run(prologue: SegmentProgram, buffers: Values, columns: Values) -> Values:
+def _run(prologue: SegmentProgram, buffers: TensorDict, columns: TensorDict) -> TensorDict:
     segment = prologue.segment
     arguments = [buffers[n] for n in segment.buffers] + [columns[n] for n in segment.columns]
     return dict(zip(segment.outputs, prologue.function(*arguments), strict=True))
@@ -104,5 +105,5 @@ def stages_of(model: nn.Module, graph: ModelGraph, count: int, shared: set[str])
     ]
 
 
-def buffers_of(model: nn.Module, graph: ModelGraph) -> Values:
+def buffers_of(model: nn.Module, graph: ModelGraph) -> TensorDict:
     return dict(model.named_buffers()) | dict(graph.constants)

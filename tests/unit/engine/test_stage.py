@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from merak.engine.segments.context import Values
 from merak.engine.stage import Stage
+from merak.engine.tensors_by_name import TensorDict
 from merak.graph.ir.ir import ModelGraph
 from tests.unit.engine.models import (
     Skips,
@@ -25,12 +25,12 @@ MODELS = {"gpt2": (gpt2, text_batch), "skips": (Skips, number_batch)}
 
 
 def run_backward(
-    graph: ModelGraph, stages: list[Stage], batch: Values, bounds: list[int], keep: bool
+    graph: ModelGraph, stages: list[Stage], batch: TensorDict, bounds: list[int], keep: bool
 ) -> tuple[float, list[int]]:
     """One microbatch through all stages and back; the loss, and the segments in backward order."""
     program = program_of(graph, bounds, list(range(len(stages))))
     microbatch = microbatch_of(program, batch, dict(stages[0].buffers), scale=0.5)
-    values: Values = {}
+    values: TensorDict = {}
     for stage in stages:
         values = stage.forward(0, microbatch, values, keep)
     assert program.loss is not None

@@ -9,8 +9,8 @@ import torch
 
 from merak.core.errors import PlanError, ShardError
 from merak.core.mesh import Mesh
+from merak.core.tensor_meta import TensorMeta
 from merak.engine.build import forecast_of
-from merak.graph.ir.ir import TensorMeta
 from merak.graph.segment.build import GraphSource
 from merak.graph.tensor_parallel.features import Column, Row
 from merak.plan.layout import EngineOptions

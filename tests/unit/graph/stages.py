@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.program.codegen import Function, runnable
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.call import LossFunction

@@ -10,7 +10,8 @@ import transformers
 from torch import fx
 
 from merak.core.shards import ParameterShard, take
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import shard
 from merak.graph.tensor_parallel.features import Column, Features, Row
 from merak.graph.trace.trace import trace

@@ -24,8 +24,8 @@ from merak.arguments.draft import DraftArguments
 from merak.arguments.folders import make_output_folder
 from merak.cli.recipe.corpus import Corpus, check_tokenizer, pack_corpus
 from merak.cli.recipe.recipe import DataRecipe, Recipe
+from merak.cli.recipe.report import TrainReport
 from merak.cli.recipe.texts import Texts, find_source
-from merak.cli.train import TrainReport
 from merak.core.announce import announced, show_announcements
 from merak.core.mesh import Mesh, current_mesh, pretended
 from merak.launch.devices import check_backend, device_of

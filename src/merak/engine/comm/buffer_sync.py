@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from merak.engine.parts import Parts
+from merak.core.mesh import Mesh
+from merak.engine.health.status import Progress
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.program import Program
 from merak.graph.segment.buffer_kinds import written_buffers
@@ -54,15 +55,21 @@ def find_moved(
 
 
 @torch.no_grad()
-def bring(parts: Parts, programs: Sequence[Program]) -> None:
+def bring(
+    mesh: Mesh,
+    buffers: Mapping[str, torch.Tensor],
+    programs: Sequence[Program],
+    progress: Progress,
+) -> None:
     """Give every rank of the pipeline what the writers have; all of them call it together.
 
     Args:
-        parts: what the engine is made of.
+        mesh: the grid of ranks.
+        buffers: the model's, by name.
         programs: of what is to be evaluated.
+        progress: told of the wait.
     """
     moved = {name: rank for program in programs for name, rank in program.moved.items()}
-    mesh, buffers, progress = parts.mesh, parts.buffers, parts.progress
     group = mesh.group("pp")
     if group is None or not moved:
         return

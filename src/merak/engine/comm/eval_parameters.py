@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, take
-from merak.engine.parts import Parts
+from merak.engine.health.status import Progress
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.program import Loan, Program
 
@@ -43,12 +44,19 @@ def find_loans(
 
 
 @torch.no_grad()
-def borrow(parts: Parts, programs: Sequence[Program]) -> dict[str, torch.Tensor]:
+def borrow(
+    mesh: Mesh,
+    parameters: Mapping[str, torch.nn.Parameter],
+    programs: Sequence[Program],
+    progress: Progress,
+) -> dict[str, torch.Tensor]:
     """Send and receive what is lent; all ranks of a pipeline call it together.
 
     Args:
-        parts: what the engine is made of.
+        mesh: the grid of ranks.
+        parameters: this rank's by name, all of them here.
         programs: of what is to be evaluated.
+        progress: told of the wait.
 
     Returns:
         By name, this rank's shares of the parameters that are lent to it.
@@ -56,14 +64,13 @@ def borrow(parts: Parts, programs: Sequence[Program]) -> dict[str, torch.Tensor]
     loans = dict.fromkeys(loan for program in programs for loan in program.loans)
     if not loans:
         return {}
-    mesh, group = parts.mesh, parts.mesh.group("pp")
+    group = mesh.group("pp")
     shards = {name: shard for program in programs for name, shard in program.shards.items()}
     lent: dict[str, torch.Tensor] = {}
-    parts.trained.wait()
-    with parts.progress.waiting("parameters that are lent for an evaluation by", mesh.peers("pp")):
+    with progress.waiting("parameters that are lent for an evaluation by", mesh.peers("pp")):
         for loan in loans:
             if loan.owner == mesh.pp_rank:
-                held = parts.parameters[loan.name].detach().contiguous()
+                held = parameters[loan.name].detach().contiguous()
                 dist.send(held, mesh.rank_at(loan.reader), group)
             elif loan.reader == mesh.pp_rank:
                 shape = _shape(loan, shards.get(loan.name), mesh.tp_rank)

@@ -16,15 +16,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from merak.core.gradients import add_gradient, dense, no_gradient
+from merak.engine.comm.row_shards import pack_all
 from merak.engine.health.oom import Relief
 from merak.engine.health.status import Progress
-from merak.engine.zero.row_shards import pack_all
+from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
 
 Bucket = tuple[torch.nn.Parameter, ...]
 """Parameters whose gradients are summed together."""
-
-MOST_OPEN_BUCKETS = 2
-"""Buckets under way at a time where they are summed after every microbatch to save memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ class GradientReducer:
         self._relief.allocate(partial(self._begin, stage, bucket))
 
     def _begin(self, stage: int, bucket: Bucket) -> None:
-        while self.every_microbatch and len(self._open) >= MOST_OPEN_BUCKETS:
+        while self.every_microbatch and len(self._open) >= MAX_OPEN_BUCKETS:
             self._take(self._open.popleft())
         # A replica without a microbatch, or a parameter that took no part, gives zeros.
         having = self._count(stage, bucket)
@@ -248,38 +247,3 @@ def others_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """The global ranks of a group without this one."""
     ranks = dist.get_process_group_ranks(group)
     return tuple(rank for rank in ranks if rank != dist.get_rank())
-
-
-def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient, as autograd does."""
-    if parameter.grad is None:
-        parameter.grad = gradient.to(gradient_dtype(parameter))
-    else:
-        parameter.grad += gradient
-
-
-def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that can be summed with others of any kind."""
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """What a parameter's gradient is summed in."""
-    return parameter.grad_dtype or parameter.dtype
-
-
-def no_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros in the place of a gradient that is not there."""
-    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
-
-
-def is_low_precision(parameter: torch.Tensor) -> bool:
-    """Whether gradients of its own type would lose what many microbatches add."""
-    return parameter.dtype in (torch.bfloat16, torch.float16)
-
-
-def sum_in_float32(leaves: Iterable[torch.Tensor]) -> None:
-    """Let gradients of low precision be summed over microbatches and ranks in float32."""
-    for leaf in leaves:
-        if leaf.requires_grad and is_low_precision(leaf) and leaf.grad is None:
-            leaf.grad_dtype = torch.float32

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
+from merak.core.tensor_meta import TensorMeta
 from merak.engine.health.oom import Relief
 from merak.engine.health.status import Progress
-from merak.graph.ir.ir import TensorMeta
 from merak.schedule.steps import Payload, Receive, Send, Step
 
 Channel = tuple[Payload, bool]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from merak.core.mesh import Mesh
 from merak.engine.comm.p2p import Transfers
-from merak.engine.segments.context import Values
+from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
 from merak.schedule.steps import Payload, Receive, Send
 
@@ -21,9 +21,9 @@ class Exchange:
         self._transfers = transfers
         self._mesh = mesh
         # By payload, producing stage and microbatch: what a stage here, or a send to come, takes.
-        self._made: dict[tuple[Payload, int, int], Values] = {}
+        self._made: dict[tuple[Payload, int, int], TensorDict] = {}
 
-    def give(self, payload: Payload, stage: int, number: int, values: Values) -> None:
+    def give(self, payload: Payload, stage: int, number: int, values: TensorDict) -> None:
         """Lay down what a stage of this rank has made of a microbatch."""
         self._made[payload, stage, number] = values
 
@@ -37,7 +37,7 @@ class Exchange:
         names = _names(program, task.payload, task.stage)
         self._transfers.post(task, [program.values[name] for name in names], self._mesh.device)
 
-    def take(self, source: Receive, program: Program) -> Values:
+    def take(self, source: Receive, program: Program) -> TensorDict:
         """What a stage has made, as soon as it is there.
 
         Args:

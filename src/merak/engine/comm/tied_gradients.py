@@ -19,61 +19,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from merak.core.gradients import add_gradient, dense, gradient_dtype, no_gradient
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.engine.comm.gradient_buckets import add_gradient, dense, gradient_dtype, no_gradient
 from merak.engine.health.oom import Relief
 from merak.engine.health.status import Progress
-from merak.engine.segments.context import Sums
-from merak.engine.weight_versions import Leaves
+from merak.engine.tensors_by_name import ParamLeaves, Sums
 from merak.graph.program.program import SegmentProgram
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A pipeline position that reads a shared parameter.
-
-    Args:
-        rank: the pipeline position.
-        first: the lowest segment there that reads it.
-        last: the highest.
-        stage: the stage of the lowest.
-    """
-
-    rank: int
-    first: int
-    last: int
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """A segment, where it is, and the parameters it reads."""
-
-    rank: int
-    stage: int
-    segment: int
-    parameters: tuple[str, ...]
-
-
-def find_holders(readers: Sequence[Reader]) -> dict[str, tuple[Holder, ...]]:
-    """The parameters that more than one segment reads: their holders, last reader first."""
-    by_name: dict[str, list[Reader]] = {}
-    for reader in readers:
-        for name in reader.parameters:
-            by_name.setdefault(name, []).append(reader)
-    return {name: _holders(found) for name, found in by_name.items() if len(found) > 1}
-
-
-def _holders(readers: Sequence[Reader]) -> tuple[Holder, ...]:
-    by_rank: dict[int, list[Reader]] = {}
-    for reader in sorted(readers, key=lambda r: r.segment):
-        by_rank.setdefault(reader.rank, []).append(reader)
-    holders = [
-        Holder(rank, own[0].segment, own[-1].segment, own[0].stage) for rank, own in by_rank.items()
-    ]
-    return tuple(sorted(holders, key=lambda h: h.first, reverse=True))
-
+from merak.plan.tied_parameters import Holder
 
 Orders = Callable[[int], Sequence[int]]
 """Gives the order in which a stage's microbatches of one pipe go backward in the step that runs."""
@@ -143,7 +96,9 @@ class TiedGradients:
         for pipe, chain in enumerate(self._chains):
             chain.start_step(partial(orders, pipe), partial(open_sends, pipe))
 
-    def begin(self, pipe: int, microbatch: int, segment: SegmentProgram, leaves: Leaves) -> Sums:
+    def begin(
+        self, pipe: int, microbatch: int, segment: SegmentProgram, leaves: ParamLeaves
+    ) -> Sums:
         """What enters a segment's backward; see `Chain.begin`."""
         return self._chains[pipe].begin(segment, microbatch, leaves) if self._chains else ()
 
@@ -257,7 +212,7 @@ class Chain:
         }
         self._arriving = {name: deque() for name in self._expected}
 
-    def begin(self, segment: SegmentProgram, microbatch: int, leaves: Leaves) -> Sums:
+    def begin(self, segment: SegmentProgram, microbatch: int, leaves: ParamLeaves) -> Sums:
         """The sums of later readers, for the parameters that a segment reads several times.
 
         Where they enter its backward, it adds what each of its own readers gives one by one, as

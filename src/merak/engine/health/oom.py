@@ -2,8 +2,8 @@
 
 Other ranks wait for what this one sends and reduces. So it lets go of the step's activations, which
 leaves room, and takes part in all that is left of the step with zeros
-(`merak.engine.health.drain`). At the step's end the ranks agree that it counts for nothing, and run
-it again with a plan that needs less (`merak.engine.health.oom_replan`).
+(`merak.engine.drain`). At the step's end the ranks agree that it counts for nothing, and run
+it again with a plan that needs less (`merak.engine.oom_replan`).
 """
 
 from __future__ import annotations

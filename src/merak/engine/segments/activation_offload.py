@@ -22,11 +22,9 @@ from typing import Any
 import torch
 
 from merak.core.errors import TrainingError
+from merak.core.storages import can_move, storages_of
 from merak.engine.segments.copy_streams import AtOnce, OnStream, Way
 from merak.ops.sharded_saved import saved_by
-
-LEAST_BYTES = 1024
-"""Smaller storages stay: a copy would take longer than it is worth."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -219,27 +217,6 @@ class Offload:
     def _in_host(self, num_bytes: int) -> torch.Tensor:
         is_pinned = self._device.type == "cuda"
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-
-
-def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """What tells the storages apart that some tensors lie in."""
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
-
-
-def can_move(tensor: torch.Tensor, device: torch.device, stays: frozenset[int]) -> bool:
-    """Whether a tensor that autograd saves moves to host memory with its storage.
-
-    Args:
-        tensor: what is saved.
-        device: where it is computed.
-        stays: storages that are on the device anyway.
-    """
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-        return False
-    if tensor.device.type != device.type or isinstance(tensor, torch.nn.Parameter):
-        return False
-    storage = tensor.untyped_storage()
-    return storage.nbytes() >= LEAST_BYTES and storage._cdata not in stays
 
 
 @torch.no_grad()

@@ -9,17 +9,7 @@ from typing import Protocol
 import torch
 
 from merak.engine.segments.activation_offload import Offload
-from merak.engine.weight_versions import Leaves
-from merak.graph.program.program import SegmentProgram
-
-Values = dict[str, torch.Tensor]
-
-Sums = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Leaves, and the gradients that later readers have given to each."""
-
-BeginSums = Callable[[SegmentProgram, Leaves], Sums]
-"""Called before a segment's backward: gives the leaves of parameters that it reads several times
-and later segments read as well, with what those have given; see `tied.TiedGradients.begin`."""
+from merak.engine.tensors_by_name import BeginSums, ParamLeaves, TensorDict, no_sums
 
 
 class InShares(Protocol):
@@ -31,18 +21,13 @@ class InShares(Protocol):
     def call(
         self,
         names: Sequence[str],
-        weights: Leaves,
-        compute: Callable[[Leaves], tuple[torch.Tensor, ...]],
+        weights: ParamLeaves,
+        compute: Callable[[ParamLeaves], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
         """Call the segment."""
 
     def end(self, names: Sequence[str]) -> None:
         """Its turn is over."""
-
-
-def no_sums(segment: SegmentProgram, leaves: Leaves) -> Sums:
-    """Where no gradient is collected over several segments."""
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +46,7 @@ class Surroundings:
         begin_sums: gives what enters the backward of a segment besides its outputs' gradients.
     """
 
-    weights: Leaves
+    weights: ParamLeaves
     buffers: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
     derived: Mapping[str, torch.Tensor]
@@ -72,7 +57,7 @@ class Surroundings:
     begin_sums: BeginSums = no_sums
 
 
-def add_to(gradients: Values, name: str, gradient: torch.Tensor) -> None:
+def add_to(gradients: TensorDict, name: str, gradient: torch.Tensor) -> None:
     """Sum the gradients of a value's readers.
 
     Later readers come first in the backward, as in autograd's own order of summing.

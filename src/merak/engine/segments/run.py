@@ -15,9 +15,9 @@ import torch
 
 from merak.core.random import set_random_state
 from merak.engine.segments import run_offloaded as offloaded
-from merak.engine.segments.context import Sums, Surroundings, Values
+from merak.engine.segments.context import Surroundings
 from merak.engine.segments.run_offloaded import Away, Saving
-from merak.engine.weight_versions import Leaves
+from merak.engine.tensors_by_name import ParamLeaves, Sums, TensorDict
 from merak.graph.program.program import SegmentProgram
 from merak.graph.program.selective import Recording
 
@@ -37,12 +37,12 @@ class Saved:
 
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
-    buffers: Values
+    buffers: TensorDict
     recording: Recording | None = None
     away: Away | None = None
 
 
-def forward(run: SegmentProgram, values: Values, around: Surroundings, keep: bool) -> Saved:
+def forward(run: SegmentProgram, values: TensorDict, around: Surroundings, keep: bool) -> Saved:
     """Run a segment.
 
     Args:
@@ -100,7 +100,7 @@ def _bring_back(run: SegmentProgram, saved: Saved, around: Surroundings) -> None
 def backward(
     run: SegmentProgram,
     saved: Saved,
-    gradients: Values,
+    gradients: TensorDict,
     around: Surroundings,
     segment_done: Callable[[SegmentProgram], None],
 ) -> None:
@@ -121,7 +121,9 @@ def backward(
     segment_done(run)
 
 
-def _go_back(run: SegmentProgram, saved: Saved, gradients: Values, around: Surroundings) -> None:
+def _go_back(
+    run: SegmentProgram, saved: Saved, gradients: TensorDict, around: Surroundings
+) -> None:
     sums = partial(around.begin_sums, run, around.weights)
     if saved.away is not None:
         assert around.offload is not None
@@ -147,7 +149,7 @@ def propagate(
     results: Sequence[torch.Tensor],
     inputs: Sequence[str],
     leaves: Sequence[torch.Tensor],
-    gradients: Values,
+    gradients: TensorDict,
     sums: Callable[[], Sums] = tuple,
 ) -> None:
     """One autograd graph's backward.
@@ -175,7 +177,7 @@ def propagate(
     own = [(n, leaf) for n, leaf in zip(inputs, leaves, strict=True) if leaf.requires_grad]
     roots = [*sums(), *((leaf, gradients.pop(n)) for n, leaf in own if n in gradients), *pairs]
     del pairs
-    found: Values = {}
+    found: TensorDict = {}
     hooks = [leaf.register_hook(partial(_keep_layout, leaf, found, name)) for name, leaf in own]
     torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
     for (name, leaf), hook in zip(own, hooks, strict=True):
@@ -184,7 +186,7 @@ def propagate(
             gradients[name] = found.get(name, leaf.grad)
 
 
-def _keep_layout(leaf: torch.Tensor, found: Values, name: str, gradient: torch.Tensor) -> None:
+def _keep_layout(leaf: torch.Tensor, found: TensorDict, name: str, gradient: torch.Tensor) -> None:
     """Keep a gradient that a leaf would lay out anew: kernels of other strides round otherwise."""
     if gradient.stride() != leaf.stride():
         found[name] = gradient
@@ -210,7 +212,7 @@ def call(
     if program.draws:
         set_random_state(around.device, *around.random_key, segment.index)
 
-    def compute(weights: Leaves) -> tuple[torch.Tensor, ...]:
+    def compute(weights: ParamLeaves) -> tuple[torch.Tensor, ...]:
         first = (
             *(weights[name] for name in segment.parameters),
             *(around.buffers[name] for name in segment.buffers),

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from merak.engine.segments.activation_offload import Offload, Stash, enter
-from merak.engine.segments.context import Sums, Values
+from merak.engine.tensors_by_name import Sums, TensorDict
 from merak.graph.program.program import SegmentProgram
 
 Saving = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
@@ -39,10 +39,10 @@ class Away:
     stash: Stash = field(default_factory=Stash)
     edges: dict[str, GradientEdge] = field(default_factory=dict)
     entries: dict[str, GradientEdge] = field(default_factory=dict)
-    gradients: Values = field(default_factory=dict)
+    gradients: TensorDict = field(default_factory=dict)
 
 
-def forward(program: SegmentProgram, values: Values, offload: Offload, run: Run) -> Away:
+def forward(program: SegmentProgram, values: TensorDict, offload: Offload, run: Run) -> Away:
     """Run a segment forward.
 
     Args:
@@ -72,7 +72,7 @@ def forward(program: SegmentProgram, values: Values, offload: Offload, run: Run)
 def backward(
     program: SegmentProgram,
     away: Away,
-    gradients: Values,
+    gradients: TensorDict,
     offload: Offload,
     sums: Callable[[], Sums] = tuple,
 ) -> None:

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from merak.core.random import random_state, restore_random_state, set_random_state
-from merak.engine.segments.context import Surroundings, Values, add_to
+from merak.engine.segments.context import Surroundings, add_to
 from merak.engine.segments.run import propagate
+from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import HalvedRun, HalvedSegment, PieceProgram, SegmentProgram
 from merak.graph.sub_pipelining.pieces import Crossing
 from merak.graph.sub_pipelining.sub_microbatch import Share
@@ -42,7 +43,7 @@ class SavedPiece:
 class SavedHalf:
     """One half of one segment: what entered it, and its pieces unless they are recomputed."""
 
-    inputs: Values
+    inputs: TensorDict
     pieces: list[SavedPiece] | None = None
 
 
@@ -53,7 +54,7 @@ class SavedRun:
     halves: tuple[list[SavedHalf], list[SavedHalf]] = field(default_factory=lambda: ([], []))
 
 
-def forward(run: HalvedRun, values: Values, around: Surroundings, keep: bool) -> SavedRun:
+def forward(run: HalvedRun, values: TensorDict, around: Surroundings, keep: bool) -> SavedRun:
     """Run segments in halves.
 
     Args:
@@ -67,7 +68,7 @@ def forward(run: HalvedRun, values: Values, around: Surroundings, keep: bool) ->
         What the backward needs.
     """
     saved = SavedRun()
-    made: tuple[Values, Values] = ({}, {})
+    made: tuple[TensorDict, TensorDict] = ({}, {})
 
     def work(half: int) -> Turns:
         local = made[half]
@@ -102,7 +103,7 @@ def recompute(run: HalvedRun, saved: SavedRun, around: Surroundings) -> None:
 def backward(
     run: HalvedRun,
     saved: SavedRun,
-    gradients: Values,
+    gradients: TensorDict,
     around: Surroundings,
     segment_done: Callable[[SegmentProgram], None],
 ) -> None:
@@ -116,7 +117,7 @@ def backward(
         around: as in the forward.
         segment_done: called when both halves of a segment are done, last segment first.
     """
-    local: tuple[Values, Values] = ({}, {})
+    local: tuple[TensorDict, TensorDict] = ({}, {})
     for name, dim in run.outputs.items():
         if (gradient := gradients.pop(name, None)) is not None:
             for half in range(1 if dim is None else 2):
@@ -164,7 +165,7 @@ def _joined(parts: list[torch.Tensor], dim: int | None) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _enter(segment: HalvedSegment, local: Values) -> SavedHalf:
+def _enter(segment: HalvedSegment, local: TensorDict) -> SavedHalf:
     whole = segment.whole
     carrying = zip(whole.segment.inputs, whole.gradient_inputs, strict=True)
     return SavedHalf({name: local[name].detach().requires_grad_(c) for name, c in carrying})
@@ -188,7 +189,7 @@ class _Half:
         self._around = around
         self._keep = keep
 
-    def forward(self, record: SavedHalf) -> Generator[None, None, Values]:
+    def forward(self, record: SavedHalf) -> Generator[None, None, TensorDict]:
         """Run the pieces, and keep them in the record if they are for a backward.
 
         Returns:
@@ -213,7 +214,7 @@ class _Half:
             record.pieces = pieces
         return {name: values[found] for name, found in self._program.returned}
 
-    def backward(self, record: SavedHalf, gradients: Values) -> Turns:
+    def backward(self, record: SavedHalf, gradients: TensorDict) -> Turns:
         """Run the pieces' backwards; `gradients` loses the outputs' and gains the inputs'."""
         assert record.pieces is not None
         for name, found in self._program.returned:
@@ -244,7 +245,7 @@ class _Half:
     def _own(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return _part(tensor, self._dims.get(name), self._share)
 
-    def _cross(self, crossings: Sequence[Crossing], values: Values) -> Turns:
+    def _cross(self, crossings: Sequence[Crossing], values: TensorDict) -> Turns:
         """Sum what the ranks have made of a value, while the other half takes its turn."""
         sums = []
         for crossing in crossings:
@@ -258,7 +259,7 @@ class _Half:
         if sums:
             yield from self._let_other(sums)
 
-    def _cross_back(self, crossings: Sequence[Crossing], gradients: Values) -> Turns:
+    def _cross_back(self, crossings: Sequence[Crossing], gradients: TensorDict) -> Turns:
         """Sum the gradients that the ranks have made, while the other half takes its turn."""
         sums = []
         arriving = []

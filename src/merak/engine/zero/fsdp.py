@@ -20,14 +20,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from merak.core.gradients import is_low_precision
 from merak.core.shards import RowShare
-from merak.engine.comm.gradient_buckets import is_low_precision
-from merak.engine.zero.row_shards import rows_of
+from merak.engine.comm.row_shards import rows_of
+from merak.engine.tensors_by_name import ParamLeaves
 from merak.engine.zero.unshard_order import Turn, Turns, gather, scatter
 
-Leaves = Mapping[str, torch.Tensor]
 Outputs = tuple[torch.Tensor, ...]
-Compute = Callable[[Leaves], Outputs]
+Compute = Callable[[ParamLeaves], Outputs]
 """A segment, as a function of its parameters by name."""
 
 
@@ -224,7 +224,7 @@ class Sharded:
             module.reset_iter_state()
             _clear(module)
 
-    def call(self, names: Sequence[str], weights: Leaves, compute: Compute) -> Outputs:
+    def call(self, names: Sequence[str], weights: ParamLeaves, compute: Compute) -> Outputs:
         """Call a segment in its turn.
 
         Args:
@@ -302,7 +302,7 @@ def _groups(
     return list(groups.values())
 
 
-def _nested(modules: list[Gathered], known: Leaves, compute: Compute) -> Outputs:
+def _nested(modules: list[Gathered], known: ParamLeaves, compute: Compute) -> Outputs:
     if not modules:
         return compute(known)
     first, *others = modules

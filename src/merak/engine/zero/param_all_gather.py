@@ -18,11 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from merak.engine.comm.gradient_buckets import Bucket, others_of
+from merak.engine.comm.row_shards import pack, unpack
 from merak.engine.health.status import Progress
-from merak.engine.zero.row_shards import pack, unpack
-
-MOST_OPEN_GATHERS = 4
-"""Buckets under way at a time where gradients are shared, so that their memory is scarce."""
 
 
 @dataclass(frozen=True, slots=True)

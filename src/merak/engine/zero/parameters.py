@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from merak.core.gradients import is_low_precision
 from merak.core.shards import RowShare, Stepped
-from merak.engine.comm.gradient_buckets import is_low_precision
+from merak.engine.comm.row_shards import rows_of, share_rows
 from merak.engine.zero.fsdp import Sharded
 from merak.engine.zero.param_all_gather import Arrivals
-from merak.engine.zero.row_shards import rows_of, share_rows
 
 
 @dataclass(frozen=True, slots=True)

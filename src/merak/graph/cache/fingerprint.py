@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import nn
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 
 _SCALARS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _VERSIONED = ("torch", "transformers", "builtins")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.serialize import Ref
 from merak.graph.trace.opaque.operator import Place
 

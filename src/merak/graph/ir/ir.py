@@ -13,13 +13,15 @@ user's model, the batch's column, or the name of a value from an earlier segment
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import fx
+
+from merak.core.tensor_meta import TensorMeta
 
 
 class Kind(Enum):
@@ -30,26 +32,6 @@ class Kind(Enum):
     COLUMN = "column"
     VALUE = "value"
     DERIVED = "derived"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """A tensor without its numbers.
-
-    Args:
-        shape: sizes of its dims.
-        dtype: its element type.
-        requires_grad: whether a gradient flows through it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor, laid out densely."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +157,9 @@ class ModelGraph:
             alive = [n for n in (*alive, *segment.outputs) if last.get(n, -1) > segment.index]
             crossing.append(tuple(alive))
         return tuple(crossing)
+
+
+def batch_size(graph: ModelGraph) -> int:
+    """Samples of a microbatch: the first size of most of its columns."""
+    sizes = Counter(meta.shape[0] for meta in graph.columns.values() if meta.shape)
+    return sizes.most_common(1)[0][0] if sizes else 1

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from merak.graph.ir.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.mutation import find_writes
 from merak.graph.program.codegen import runnable
 

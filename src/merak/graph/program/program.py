@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from merak.core.shards import ParameterShard
-from merak.graph.ir.ir import Kind, ModelGraph, Segment, Settled, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, Settled
 from merak.graph.ir.mutation import depending_on
 from merak.graph.program.codegen import Answers, answered, runnable
 from merak.graph.program.index_ranges import IndexRange

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from merak.engine.comm.gradient_buckets import add_gradient
+from merak.core.gradients import add_gradient
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.segment.cut import copy_graph

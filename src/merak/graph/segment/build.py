@@ -15,10 +15,11 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.core.health.status import phase
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
 from merak.graph.cache.fingerprint import fingerprint, loaded_sources
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import shard
 from merak.graph.trace.call import LossFunction
 from merak.graph.trace.opaque.operator import connect

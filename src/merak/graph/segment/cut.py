@@ -17,17 +17,12 @@ from itertools import accumulate
 from torch import fx
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.ir.operators import is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.segment.functionalize import carry_buffers, release_accumulators
-from merak.graph.segment.liveness import (
-    Flow,
-    Span,
-    analyse,
-    is_embedding,
-    is_weight_gemm,
-    reads_parameter,
-)
+from merak.graph.segment.liveness import Flow, Span, analyse
 from merak.graph.trace.branches.rng_stream import refuse_late_draws
 from merak.graph.trace.traced import Trace
 

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import fx
 
-from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, as_traced, build_graph
 from merak.graph.segment.cut import shard
 from merak.graph.trace.call import Call

@@ -12,9 +12,10 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from merak.graph.ir.ir import Kind, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import find_writes
-from merak.graph.segment.liveness import is_weight_gemm
+from merak.graph.ir.operators import is_weight_gemm
 
 aten = torch.ops.aten
 

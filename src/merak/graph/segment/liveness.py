@@ -8,35 +8,10 @@ from itertools import accumulate
 
 from torch import fx
 
-from merak.graph.ir.ir import Kind, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import Writes, find_writes
 from merak.graph.trace.normalize import is_random
-
-_GEMMS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "linear",
-        "addmm",
-        "mm",
-        "bmm",
-        "baddbmm",
-        "matmul",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "convolution",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "bilinear",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-        "_grouped_mm",
-    )
-) | {"transformers.grouped_mm_fallback"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,41 +134,3 @@ def _written(writes: Writes, position: Mapping[fx.Node, int]) -> Iterator[tuple[
         seen = [position[n] for m in members for n in (m, *m.users) if n in position]
         if seen and writers[-1] in position:
             yield min(seen), position[writers[-1]]
-
-
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in "t numpy_T transpose permute swapaxes view reshape to unsqueeze contiguous".split()
-)
-
-
-def is_weight_gemm(node: fx.Node) -> bool:
-    """Whether the operator multiplies by a parameter (seen through views of it)."""
-    if _family(node) not in _GEMMS:
-        return False
-    return any(_is_parameter(source) for source in node.all_input_nodes)
-
-
-def reads_parameter(node: fx.Node) -> bool:
-    """Whether the operator reads a parameter directly."""
-    return any(
-        s.op == "placeholder" and s.meta["kind"] is Kind.PARAMETER for s in node.all_input_nodes
-    )
-
-
-def is_embedding(node: fx.Node) -> bool:
-    """Whether the operator looks rows of a parameter up."""
-    return _family(node) in ("aten.embedding", "aten.embedding_bag") and reads_parameter(node)
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    while node.op == "call_function" and _family(node) in _VIEWS:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER
-
-
-def _family(node: fx.Node) -> str:
-    """The operator's name without its overload: aten.add for aten.add.Tensor."""
-    return str(node.target).rpartition(".")[0]

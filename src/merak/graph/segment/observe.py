@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from merak.core.shards import ParameterShard
-from merak.graph.ir.ir import Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Segment
 from merak.graph.segment.cut import copy_graph
 
 Tensors = dict[str, torch.Tensor]

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from merak.graph.ir.ir import Kind, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, Segment
 from merak.graph.sub_pipelining.pieces import part_of, writes
 from merak.graph.sub_pipelining.sub_microbatch import (
     Layout,

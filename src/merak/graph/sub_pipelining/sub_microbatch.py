@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import Kind, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import written_by
 from merak.graph.tensor_parallel.placement import (
     COPIED,

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
-from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.tensor_parallel.features import (
     Attribute,
     Column,

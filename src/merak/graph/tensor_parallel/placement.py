@@ -14,7 +14,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.shards import share_of
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 
 AXIS = "tp"
 """The mesh axis that the rewriting splits over."""

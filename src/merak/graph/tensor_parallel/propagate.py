@@ -10,7 +10,8 @@ from types import MappingProxyType
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import Kind, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import written_by
 from merak.graph.tensor_parallel.alias_check import refuse_lost_writes
 from merak.graph.tensor_parallel.features import Attribute, Column, Replicate, Row, Vocabulary

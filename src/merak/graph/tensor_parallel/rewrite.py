@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.tensor_parallel.placement import (
     AXIS,
     COPIED,

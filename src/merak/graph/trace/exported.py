@@ -11,7 +11,8 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import Kind, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind
 from merak.graph.trace.opaque.dynamic_region import Picking
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.ir.ir import Kind, TensorMeta
+from merak.core.tensor_meta import TensorMeta, requires_grad
+from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import written_by
 from merak.graph.trace.autocast import SETTLED, write_out_autocast
 from merak.graph.trace.autograd.calls import is_autograd_call, is_gradient_switch
@@ -339,13 +340,6 @@ def _carries_gradient(node: fx.Node) -> bool:
     if str(node.target) in _NO_GRADIENT or node.meta.get(CONSTANT):
         return False
     return any(requires_grad(parent.meta.get("tensor")) for parent in node.all_input_nodes)
-
-
-def requires_grad(meta: Any) -> bool:
-    """Whether a gradient flows through a node with this meta."""
-    if isinstance(meta, TensorMeta):
-        return meta.requires_grad
-    return isinstance(meta, tuple) and any(requires_grad(m) for m in meta)
 
 
 def _drop_empty_parts(cat: fx.Node) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import Kind, Settled, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, Settled
 from merak.graph.ir.mutation import Writes, find_writes, written_by
 
 aten = torch.ops.aten

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from merak.graph.ir.ir import Settled, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Settled
 
 
 @dataclass(frozen=True, slots=True)

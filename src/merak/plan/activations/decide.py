@@ -19,20 +19,14 @@ from merak.plan.activations.fit import Means, fit
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload import ARGUMENT, NOTHING, parse_offload
 from merak.plan.activations.offload_spec import Times, refuse_nothing, said
-from merak.plan.activations.recompute import (
-    Mode,
-    Recompute,
-    Wish,
-    keep_share,
-    parse_recompute,
-    recomputing_stages,
-)
+from merak.plan.activations.recompute import keep_share, recomputing_stages
 from merak.plan.activations.suggest_degrees import others_that_fit
 from merak.plan.balance import balance
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.selective_ops import Dear
 from merak.plan.layout import EngineOptions
 from merak.plan.memory.model import Keeping, RankMemory
+from merak.plan.recompute_spec import Mode, Recompute, RecomputeSpec, parse_recompute
 from merak.plan.step_plans import Plans
 
 _SHARE_TO_FILL = 0.92
@@ -151,7 +145,7 @@ def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
 
 
 def _choose(
-    forecast: Forecast, wish: Wish, times: Times, profile: Profile, budget: int | None
+    forecast: Forecast, wish: RecomputeSpec, times: Times, profile: Profile, budget: int | None
 ) -> Keeping:
     """What is done with activations."""
     away = parse_offload(forecast.options.offload_activations)
@@ -181,7 +175,9 @@ def _to_fill(forecast: Forecast, argument: str, budget: int | None) -> int:
     return budget if given else int(_SHARE_TO_FILL * budget)
 
 
-def _fitted(forecast: Forecast, wish: Wish, times: Times, profile: Profile, budget: int) -> Keeping:
+def _fitted(
+    forecast: Forecast, wish: RecomputeSpec, times: Times, profile: Profile, budget: int
+) -> Keeping:
     """What fits with the shortest iteration, of recomputing and of waiting in host memory."""
     is_free = wish.mode is Mode.AUTO
     kept = frozenset(range(forecast.layout.partition.num_segments))
@@ -202,7 +198,7 @@ def _fitted(forecast: Forecast, wish: Wish, times: Times, profile: Profile, budg
 
 
 def _filled(
-    forecast: Forecast, away: Wish, times: Times, dear: Mapping[int, Dear], budget: int
+    forecast: Forecast, away: RecomputeSpec, times: Times, dear: Mapping[int, Dear], budget: int
 ) -> tuple[frozenset[int], dict[int, Dear]]:
     """As many kept segments, and operators of others, as the memory allows."""
     kept, partly = frozenset[int](), frozenset[int]()
@@ -226,7 +222,7 @@ def dear_operators(forecast: Forecast, profile: Profile) -> Mapping[int, Dear]:
     return forecast.memory.find_dear(profile())
 
 
-def _said(forecast: Forecast, wish: Wish, times: Times) -> frozenset[int]:
+def _said(forecast: Forecast, wish: RecomputeSpec, times: Times) -> frozenset[int]:
     """The segments that keep their activations, as the user has said."""
     layout = forecast.layout
     every = frozenset(range(layout.partition.num_segments))

@@ -10,7 +10,6 @@ from functools import cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
-from merak.engine.comm.tied_gradients import Holder, find_holders
 from merak.graph.program.program import Program, Rewrite, compile_program
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.activations.recompute import Parts, Position, fill_partly, recomputing_stages
@@ -20,6 +19,7 @@ from merak.plan.layout import EngineOptions, Layout, stage_bounds, stages_of_par
 from merak.plan.memory.context import SharedHere
 from merak.plan.memory.model import Job, Keeping, MemoryModel, RankMemory
 from merak.plan.memory.zero import Sharing
+from merak.plan.tied_parameters import Holder, find_holders
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.lower import lower
 from merak.schedule.with_recompute import recomputing

@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 
 from merak.core.errors import PlanError
-from merak.plan.activations.recompute import Mode, Recompute, Wish, parse_recompute
 from merak.plan.balance import Timed
 from merak.plan.partition import Partition
+from merak.plan.recompute_spec import Mode, Recompute, RecomputeSpec, parse_recompute
 
 ARGUMENT = "offload_activations"
 """What users call it."""
 
-NOTHING = Wish(Mode.SHARE, share=0.0)
+NOTHING = RecomputeSpec(Mode.SHARE, share=0.0)
 """Nothing waits in host memory."""
 
 
-def parse_offload(value: Recompute) -> Wish:
+def parse_offload(value: Recompute) -> RecomputeSpec:
     """Read what a user says about activations in host memory.
 
     Args:
@@ -33,7 +33,7 @@ def parse_offload(value: Recompute) -> Wish:
     try:
         wish = parse_recompute(value)
     except PlanError:
-        wish = Wish(Mode.SELECTIVE)
+        wish = RecomputeSpec(Mode.SELECTIVE)
     if wish.mode is Mode.SELECTIVE:
         raise PlanError(
             f"{ARGUMENT}={value!r} is no choice of activations to keep in host memory; use 'off', "
@@ -43,7 +43,7 @@ def parse_offload(value: Recompute) -> Wish:
     return wish
 
 
-def listed(wish: Wish, names: Sequence[str], kept: frozenset[int]) -> frozenset[int]:
+def listed(wish: RecomputeSpec, names: Sequence[str], kept: frozenset[int]) -> frozenset[int]:
     """The segments that a user has listed.
 
     Args:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from merak.core.errors import PlanError
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload import ARGUMENT, NOTHING, listed, offload_share
-from merak.plan.activations.recompute import Mode, Wish
 from merak.plan.balance import Timed
+from merak.plan.recompute_spec import Mode, RecomputeSpec
 
 Times = Callable[[], Sequence[Timed]]
 """Gives the times of the segments, which may have to be measured."""
 
 
 def said(
-    forecast: Forecast, wish: Wish, kept: frozenset[int], times: Times, strict: bool = True
+    forecast: Forecast, wish: RecomputeSpec, kept: frozenset[int], times: Times, strict: bool = True
 ) -> frozenset[int]:
     """Of the segments that keep their activations, those that a user wants in host memory.
 

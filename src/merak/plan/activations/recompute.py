@@ -13,13 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from merak.core.errors import PlanError
 from merak.plan.balance import Timed
 from merak.plan.partition import Partition
 from merak.schedule.costs import Costs, stage_costs
@@ -29,111 +27,6 @@ _GRAINS = 2000
 
 _MOST_TRIES = 32
 """Segments that are tried one by one at the end."""
-
-Recompute = str | float | Sequence[int | str] | None
-"""What users may say: "off", "full", "selective", "auto", a share, or some by number or name."""
-
-
-class Mode(Enum):
-    """Ways to say what recomputes."""
-
-    SCHEDULE = "as the schedule says"
-    SHARE = "a share of every stage"
-    SEGMENTS = "these segments"
-    SELECTIVE = "all but dear operators"
-    AUTO = "as little as the memory allows"
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What is to recompute.
-
-    Args:
-        mode: how it is said.
-        share: of every stage's segments, which recompute.
-        segments: numbers or names of those that recompute.
-    """
-
-    mode: Mode
-    share: float = 0.0
-    segments: tuple[int | str, ...] = ()
-
-    def numbers(self, names: Sequence[str], argument: str = "recompute") -> frozenset[int]:
-        """The numbers of the segments that are said.
-
-        Args:
-            names: of the model's segments, in order.
-            argument: what users call the choice.
-
-        Raises:
-            PlanError: there is no segment of that number or name.
-        """
-        numbers: set[int] = set()
-        for segment in self.segments:
-            found = [i for i, name in enumerate(names) if segment in (i, name)]
-            if not found:
-                raise PlanError(
-                    f"{argument} names the segment {segment!r}, but the model's are 0 to "
-                    f"{len(names) - 1}, from {names[0]!r} to {names[-1]!r}; `merak trace` lists "
-                    "them."
-                )
-            numbers.update(found)
-        return frozenset(numbers)
-
-
-def parse_recompute(value: Recompute) -> Wish:
-    """Read what a user says about recomputation.
-
-    Args:
-        value: None for the schedule's own choice; "off", "full", "selective" or "auto"; the share
-            of every stage's segments that recompute, 0 to 1; or segments by number or name, as a
-            list or as a text with commas.
-
-    Raises:
-        PlanError: it is none of these.
-    """
-    if value is None:
-        return Wish(Mode.SCHEDULE)
-    if isinstance(value, str):
-        return _parse_text(value.strip())
-    if isinstance(value, int | float):
-        return _share(float(value), value)
-    segments = tuple(value)
-    if not all(isinstance(s, int | str) and not isinstance(s, bool) for s in segments):
-        raise _refusal(value)
-    return Wish(Mode.SEGMENTS, segments=segments)
-
-
-def _parse_text(text: str) -> Wish:
-    if text in ("off", "full"):
-        return Wish(Mode.SHARE, share=float(text == "full"))
-    if text == "auto":
-        return Wish(Mode.AUTO)
-    if text == "selective":
-        return Wish(Mode.SELECTIVE)
-    if "," in text:
-        parts = [part.strip() for part in text.split(",")]
-        segments = tuple(int(part) if part.isdigit() else part for part in parts if part)
-        return Wish(Mode.SEGMENTS, segments=segments)
-    try:
-        share = float(text)
-    except ValueError:
-        raise _refusal(text) from None
-    return _share(share, text)
-
-
-def _share(share: float, said: object) -> Wish:
-    if not 0.0 <= share <= 1.0:
-        raise _refusal(said)
-    return Wish(Mode.SHARE, share=share)
-
-
-def _refusal(value: object) -> PlanError:
-    return PlanError(
-        f"recompute={value!r} is no choice of what to recompute; use 'off', 'full', "
-        "'selective', 'auto', the share of every stage's segments that recompute (0 to 1), or "
-        "segments such as '3,4,7'."
-    )
 
 
 def recomputing_stages(partition: Partition, kept: frozenset[int]) -> tuple[bool, ...]:

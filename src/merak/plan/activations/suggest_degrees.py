@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from merak.core.errors import MerakError
-from merak.engine.comm.gradient_buckets import is_low_precision
+from merak.core.gradients import is_low_precision
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activations.forecast import Forecast

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.operator import flops_of, loop_of, saved_bytes_of
 
 

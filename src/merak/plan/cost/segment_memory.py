@@ -15,9 +15,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merak.engine.comm.gradient_buckets import gradient_dtype, sum_in_float32
-from merak.engine.segments.activation_offload import can_move, storages_of
-from merak.graph.ir.ir import Kind, Segment, TensorMeta
+from merak.core.gradients import gradient_dtype, sum_in_float32
+from merak.core.storages import can_move, storages_of
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, Segment
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
 from merak.plan.cost.live_storages import Storages

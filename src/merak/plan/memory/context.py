@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind as ValueKind
-from merak.graph.ir.ir import TensorMeta
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.segment_memory import SegmentMemory
 from merak.plan.cost.selective_ops import Dear

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from merak.engine.comm.gradient_buckets import MOST_OPEN_BUCKETS
 from merak.graph.program.program import SegmentProgram
+from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
 from merak.plan.memory.context import SharedHere, Surroundings, parameters_of
 from merak.plan.memory.ledger import Ledger, Part, Window
 from merak.schedule.ir import FINAL_KINDS, Action
@@ -93,7 +93,7 @@ class Gradients:
             if len(names) > 1:
                 self.ledger.look(at, sum(self.bytes[name] for name in names))
             return
-        if sharing.every_microbatch and len(self._open) >= MOST_OPEN_BUCKETS:
+        if sharing.every_microbatch and len(self._open) >= MAX_OPEN_BUCKETS:
             self._take()
         share_bytes = sum(self._share_bytes[name] for name in names)
         sent_bytes = (sharing.degree + 1) * share_bytes

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from merak.core.mesh import Mesh, pretended
-from merak.engine.zero.param_all_gather import MOST_OPEN_GATHERS
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.program.program import Program, offloading
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemory, optimizer_memory
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory, storage_bytes
 from merak.plan.cost.selective_ops import Dear, find_dear
+from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.memory.context import SharedHere, Surroundings, parameters_of
 from merak.plan.memory.ledger import Ledger, Moment, Part
 from merak.plan.memory.timeline import Walk
@@ -285,7 +285,7 @@ def _gathered_bytes(job: Job, metas: Mapping[str, TensorMeta]) -> int:
     sent = total_bytes(metas.values())
     if job.sharing.every_microbatch:
         largest = max(meta.num_bytes for meta in metas.values())
-        sent = min(sent, MOST_OPEN_GATHERS * (job.bucket_bytes + largest))
+        sent = min(sent, MAX_OPEN_GATHERS * (job.bucket_bytes + largest))
     return sent + sent // job.sharing.degree
 
 

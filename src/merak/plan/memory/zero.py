@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from merak.engine.zero.row_shards import row_share
-from merak.graph.ir.ir import TensorMeta
+from merak.core.shards import row_share
+from merak.core.tensor_meta import TensorMeta
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 

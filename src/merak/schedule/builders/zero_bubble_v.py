@@ -7,7 +7,7 @@ import numpy as np
 from merak.schedule.action_table import tabulate
 from merak.schedule.builders.common import check_counts, single_pipe, v_shape
 from merak.schedule.ir import Action, Schedule
-from merak.schedule.search.list_scheduler import ForwardRule, Job, Policy, list_schedule
+from merak.schedule.list_scheduler import ForwardRule, Job, Policy, list_schedule
 from merak.schedule.simulate.timing import time_actions
 
 

@@ -13,6 +13,7 @@ from merak.schedule.builders.common import check_counts, is_split, single_pipe
 from merak.schedule.catalog import FORMULAS
 from merak.schedule.costs import Costs, uniform
 from merak.schedule.ir import Schedule
+from merak.schedule.list_scheduler import Job, list_schedule
 from merak.schedule.search.candidates import (
     Request,
     activation_limits,
@@ -23,7 +24,6 @@ from merak.schedule.search.candidates import (
     placements,
     policies,
 )
-from merak.schedule.search.list_scheduler import Job, list_schedule
 from merak.schedule.search.local_search import improve
 from merak.schedule.simulate.simulate import Simulation, simulate
 

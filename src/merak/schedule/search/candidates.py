@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from merak.schedule.builders.common import v_shape
 from merak.schedule.costs import Costs
-from merak.schedule.search.list_scheduler import ForwardRule, Job, Policy
+from merak.schedule.list_scheduler import ForwardRule, Job, Policy
 
 
 @dataclass(frozen=True, slots=True)

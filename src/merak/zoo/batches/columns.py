@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from merak.core.random import seed_for
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 
 
 @dataclass(frozen=True, slots=True)

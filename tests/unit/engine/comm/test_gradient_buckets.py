@@ -4,13 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from merak.core.gradients import add_gradient
 from merak.core.shards import ParameterShard
-from merak.engine.comm.gradient_buckets import (
-    GradientReducer,
-    StageGradients,
-    add_gradient,
-    fill_buckets,
-)
+from merak.engine.comm.gradient_buckets import GradientReducer, StageGradients, fill_buckets
 from merak.engine.comm.gradient_norm import clip_gradients, global_norm
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import HostClock

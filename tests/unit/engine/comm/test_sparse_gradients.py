@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import merak
 from merak.core import mesh
-from merak.engine.comm.gradient_buckets import dense
+from merak.core.gradients import dense
 
 
 class Looked(nn.Module):

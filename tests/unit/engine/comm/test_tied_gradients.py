@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from merak.engine.comm.tied_gradients import Holder, Reader, find_holders
+from merak.plan.tied_parameters import Holder, Reader, find_holders
 
 
 def test_a_parameter_of_one_segment_has_no_holders() -> None:

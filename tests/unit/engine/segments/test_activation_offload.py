@@ -11,10 +11,11 @@ from torch import nn
 
 from merak.core import mesh
 from merak.core.errors import PlanError, ScheduleError, TrainingError
+from merak.core.storages import MIN_OFFLOADED_BYTES
 from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
-from merak.engine.segments.activation_offload import LEAST_BYTES, Offload, Stash, enter
+from merak.engine.segments.activation_offload import Offload, Stash, enter
 from merak.graph.segment.build import GraphSource
 from merak.plan.cost.device import preset
 from merak.plan.layout import EngineOptions
@@ -22,7 +23,7 @@ from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 from tests.unit.graph.dropped_layers import Skipping
 
 CPU = torch.device("cpu")
-LARGE = LEAST_BYTES // 4
+LARGE = MIN_OFFLOADED_BYTES // 4
 """Numbers of float32 that are worth a copy."""
 
 
@@ -123,7 +124,7 @@ def test_gradients_are_the_same_to_the_last_bit(family: str, options: dict[str, 
     found = train(engine, family, scale)
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
-    assert len(sizes) >= 3 and min(sizes) >= LEAST_BYTES
+    assert len(sizes) >= 3 and min(sizes) >= MIN_OFFLOADED_BYTES
 
 
 @pytest.mark.parametrize("family", ["gpt2", "skips", "normed"])

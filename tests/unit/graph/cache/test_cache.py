@@ -19,9 +19,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from merak.core import private_files as private
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache import cache
 from merak.graph.cache.cache import cached
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model
 from merak.graph.segment.build import GraphSource, build_timed
 from tests.unit.graph import odd_models

@@ -14,9 +14,10 @@ import torch
 from torch import fx, nn
 from transformers.utils import ModelOutput
 
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.json_values import NotStorable, Reader, Writer
 from merak.graph.cache.value_file import ValueFile, write_values
-from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.serialize import Ref, pack, pack_model, unpack, unpack_model
 from merak.graph.trace.opaque.pytree import Slot
 from tests.unit.graph import families, odd_models

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.program.index_ranges import IndexRange, find_ranges, problem_of
 from merak.graph.segment.build import GraphSource, build_graph
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from merak import empty_weights
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph, build_timed
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.odd_models import Layers

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from merak import empty_weights
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.segment.cut import shard, slice_outputs
 from merak.graph.trace.call import Call, call_model

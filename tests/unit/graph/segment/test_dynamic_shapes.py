@@ -9,7 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment import dynamic_shapes as shapes
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.segment.dynamic_shapes import Graphs

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from merak.graph.segment.liveness import Flow, Span, analyse, is_embedding, is_weight_gemm
+from merak.graph.ir.operators import is_embedding, is_weight_gemm
+from merak.graph.segment.liveness import Flow, Span, analyse
 from merak.graph.trace.trace import trace
 from tests.unit.graph import odd_models
 from tests.unit.graph.odd_models import Layers

@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.sub_pipelining.sub_microbatch import Halves, Samples, halve, samples_of
 from tests.unit.graph.architectures import ARCHITECTURES

@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.sub_pipelining.leading_part import cuts
 from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.mutation import is_mutating
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.codegen import runnable

@@ -8,8 +8,8 @@ import pytest
 
 from merak.core.errors import PlanError
 from merak.plan.activations.offload import NOTHING, listed, offload_share, parse_offload
-from merak.plan.activations.recompute import Mode, Wish
 from merak.plan.partition import from_sizes
+from merak.plan.recompute_spec import Mode, RecomputeSpec
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Time:
     [
         (None, NOTHING),
         ("off", NOTHING),
-        ("full", Wish(Mode.SHARE, share=1.0)),
-        ("auto", Wish(Mode.AUTO)),
-        (0.25, Wish(Mode.SHARE, share=0.25)),
-        ("3,head", Wish(Mode.SEGMENTS, segments=(3, "head"))),
-        ([3, "head"], Wish(Mode.SEGMENTS, segments=(3, "head"))),
+        ("full", RecomputeSpec(Mode.SHARE, share=1.0)),
+        ("auto", RecomputeSpec(Mode.AUTO)),
+        (0.25, RecomputeSpec(Mode.SHARE, share=0.25)),
+        ("3,head", RecomputeSpec(Mode.SEGMENTS, segments=(3, "head"))),
+        ([3, "head"], RecomputeSpec(Mode.SEGMENTS, segments=(3, "head"))),
     ],
 )
 def test_reads_what_users_say(said, wish):
@@ -42,11 +42,13 @@ def test_refuses_what_is_no_choice(said):
 
 def test_a_listed_segment_must_exist_and_keep_its_activations():
     names = ["embed", "block", "head"]
-    assert listed(Wish(Mode.SEGMENTS, segments=("block", 2)), names, frozenset({1, 2})) == {1, 2}
+    assert listed(
+        RecomputeSpec(Mode.SEGMENTS, segments=("block", 2)), names, frozenset({1, 2})
+    ) == {1, 2}
     with pytest.raises(PlanError, match="offload_activations names the segment 9, but the model's"):
-        listed(Wish(Mode.SEGMENTS, segments=(9,)), names, frozenset({1}))
+        listed(RecomputeSpec(Mode.SEGMENTS, segments=(9,)), names, frozenset({1}))
     with pytest.raises(PlanError, match=r"names segment 0 \(embed\), which recomputes"):
-        listed(Wish(Mode.SEGMENTS, segments=(0,)), names, frozenset({1}))
+        listed(RecomputeSpec(Mode.SEGMENTS, segments=(0,)), names, frozenset({1}))
 
 
 def test_a_share_takes_what_computes_longest_for_its_bytes():

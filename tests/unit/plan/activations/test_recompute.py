@@ -9,19 +9,17 @@ from hypothesis import strategies as st
 
 from merak.core.errors import PlanError
 from merak.plan.activations.recompute import (
-    Mode,
     Parts,
     Position,
-    Wish,
     fill_partly,
     keep_ratios,
     keep_share,
     paper_ratios,
-    parse_recompute,
     pipeline_costs,
     recomputing_stages,
 )
 from merak.plan.partition import Partition, from_sizes
+from merak.plan.recompute_spec import Mode, RecomputeSpec, parse_recompute
 from merak.schedule.registry import build, names
 from merak.schedule.simulate.simulate import simulate
 from merak.schedule.validate.schedule import validate
@@ -37,18 +35,18 @@ class Time:
 @pytest.mark.parametrize(
     ("said", "wish"),
     [
-        (None, Wish(Mode.SCHEDULE)),
-        ("off", Wish(Mode.SHARE, 0.0)),
-        ("full", Wish(Mode.SHARE, 1.0)),
-        ("auto", Wish(Mode.AUTO)),
-        ("selective", Wish(Mode.SELECTIVE)),
-        (0.25, Wish(Mode.SHARE, 0.25)),
-        ("0.25", Wish(Mode.SHARE, 0.25)),
-        (1, Wish(Mode.SHARE, 1.0)),
-        ([1, "h.2.mlp"], Wish(Mode.SEGMENTS, segments=(1, "h.2.mlp"))),
-        ("1, h.2.mlp", Wish(Mode.SEGMENTS, segments=(1, "h.2.mlp"))),
-        ("3,", Wish(Mode.SEGMENTS, segments=(3,))),
-        ([], Wish(Mode.SEGMENTS)),
+        (None, RecomputeSpec(Mode.SCHEDULE)),
+        ("off", RecomputeSpec(Mode.SHARE, 0.0)),
+        ("full", RecomputeSpec(Mode.SHARE, 1.0)),
+        ("auto", RecomputeSpec(Mode.AUTO)),
+        ("selective", RecomputeSpec(Mode.SELECTIVE)),
+        (0.25, RecomputeSpec(Mode.SHARE, 0.25)),
+        ("0.25", RecomputeSpec(Mode.SHARE, 0.25)),
+        (1, RecomputeSpec(Mode.SHARE, 1.0)),
+        ([1, "h.2.mlp"], RecomputeSpec(Mode.SEGMENTS, segments=(1, "h.2.mlp"))),
+        ("1, h.2.mlp", RecomputeSpec(Mode.SEGMENTS, segments=(1, "h.2.mlp"))),
+        ("3,", RecomputeSpec(Mode.SEGMENTS, segments=(3,))),
+        ([], RecomputeSpec(Mode.SEGMENTS)),
     ],
 )
 def test_what_users_may_say(said, wish):

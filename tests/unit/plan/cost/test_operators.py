@@ -14,7 +14,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.trace import trace
 from merak.plan.cost.operators import NodeWork, node_work
 

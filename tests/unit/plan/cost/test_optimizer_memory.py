@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.plan.cost.optimizer_memory import optimizer_memory
 
 PARAMETERS = [TensorMeta((100, 10), torch.float32, True), TensorMeta((7,), torch.float32, True)]

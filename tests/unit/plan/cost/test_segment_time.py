@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.cut import shard
 from merak.graph.trace.trace import trace
 from merak.plan.balance import balance

@@ -1,9 +1,9 @@
 """Look-ups in split tables, losses over split classes, and what vocabularies are padded with.
 
 A vocabulary is split whether or not the degree divides it: shares are rounded up, and the last
-ranks' are filled up with padding. Values there are never looked at and their gradients are zero, as
-long as nothing runs along the split dim; so only operators pass that work on each class by itself
-and have finite derivatives, and what ends the split must know of the padding.
+ranks' are filled up with padding. Values there are never looked at and their gradients are
+zero, as long as nothing runs along the split dim; so only operators pass that work on each class by
+itself and have finite derivatives, and what ends the split must know of the padding.
 """
 
 from __future__ import annotations

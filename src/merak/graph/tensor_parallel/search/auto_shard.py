@@ -15,7 +15,8 @@ from typing import Any
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.tensor_parallel.placement import Mixed, Sharded
 from merak.graph.tensor_parallel.search.cost import Transfer
 from merak.graph.tensor_parallel.search.search import Search

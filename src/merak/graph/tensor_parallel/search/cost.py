@@ -10,7 +10,8 @@ from enum import Enum
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import Kind, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind
 from merak.graph.tensor_parallel.placement import (
     REPLICATED,
     Copied,

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import Kind, Segment, TensorMeta
-from merak.graph.segment.liveness import is_weight_gemm
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.operators import is_weight_gemm
 from merak.graph.tensor_parallel.placement import Copied, Mixed, Placement, Sharded
 from merak.graph.tensor_parallel.propagate import (
     Propagation,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
-from merak.graph.segment.liveness import is_embedding, is_weight_gemm
+from merak.graph.ir.operators import is_embedding, is_weight_gemm
 from merak.graph.tensor_parallel.placement import Placement, Sharded
 from merak.graph.tensor_parallel.propagate import vocabulary_dim, weight_dims
 from merak.graph.tensor_parallel.search.cost import Collective, parameter_nodes

@@ -16,7 +16,8 @@ from typing import Any
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import Kind, ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.tensor_parallel.placement import (
     Partial,
     Replicated,

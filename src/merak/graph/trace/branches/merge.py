@@ -12,7 +12,7 @@ from torch import fx
 from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import eliminate_dead_code, written_by
-from merak.graph.segment.liveness import is_weight_gemm
+from merak.graph.ir.operators import is_weight_gemm
 from merak.graph.trace.branches.flags import mark_choice
 from merak.graph.trace.branches.graph_diff import Dropped, Found, choices_of
 from merak.graph.trace.branches.rng_stream import drawn

@@ -23,9 +23,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from merak.core.errors import TraceError
+from merak.core.tensor_meta import requires_grad
 from merak.graph.trace.autograd.calls import is_recording
 from merak.graph.trace.explain import UntraceableError
-from merak.graph.trace.normalize import requires_grad
 
 _LIBRARY = torch.library.Library("merak", "DEF")
 _LIBRARY.define("custom_function(Tensor[] tensors, str function, str arguments) -> Tensor[]")

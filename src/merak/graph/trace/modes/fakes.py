@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from merak.core.storages import Storages
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.extrapolate import extrapolated
 from merak.graph.trace.opaque.operator import KeptCall, LoopCost

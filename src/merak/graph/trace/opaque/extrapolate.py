@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from fractions import Fraction
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.operator import LoopCost
 from merak.graph.trace.opaque.probe import Found
 

@@ -17,7 +17,8 @@ import torch
 from torch import fx, nn
 from torch.autograd import Function
 
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.trace.opaque.functions import FunctionModule, is_function
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.operator import KeptCall, LoopCost
 from merak.graph.trace.opaque.pytree import NotPlain, flatten

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
 from merak.graph.trace.opaque.operator import KeptCall, Place, call_operator

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from merak.core.errors import ShardError
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import shard
 from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
 from merak.graph.tensor_parallel.features import Replicate, Vocabulary

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.modes.lean_export import unread_left_out
 from merak.graph.trace.trace import trace
 

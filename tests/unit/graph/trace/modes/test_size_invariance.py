@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import Function
 
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.modes.size_invariance import is_size_invariant
 from tests.unit.graph import own_backwards as own
 

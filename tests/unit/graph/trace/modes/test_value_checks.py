@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.modes.value_checks import passing
 from merak.graph.trace.trace import trace
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import TraceError, TrainingError
-from merak.graph.ir.ir import TensorMeta
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from tests.unit.graph.trace.opaque.test_operator import step
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from merak.core.errors import TraceError, TrainingError
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph

@@ -13,7 +13,8 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.core.storages import Storages
-from merak.graph.ir.ir import ModelGraph, Segment, TensorMeta
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.codegen import runnable
 from merak.graph.program.program import compile_segment

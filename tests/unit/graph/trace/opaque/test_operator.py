@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.value_file import ValueFile, write_values
-from merak.graph.ir.ir import ModelGraph, TensorMeta
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph

@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from merak.core.mesh import Mesh
+from merak.core.tensor_meta import TensorMeta
 from merak.engine.comm.stage_io import Exchange
-from merak.engine.segments.context import Values
 from merak.engine.stage import Microbatch, Stage
-from merak.engine.weight_versions import Leaves, LiveWeights
+from merak.engine.tensors_by_name import ParamLeaves, TensorDict
+from merak.engine.weight_versions import LiveWeights
 from merak.engine.zero.fsdp import Sharded
 from merak.engine.zero.unshard_order import has_turn
 from merak.graph.ir.ir import Kind as ValueKind
-from merak.graph.ir.ir import TensorMeta
 from merak.graph.program.program import Program, SegmentProgram
 from merak.graph.program.split_backward import WeightGradients
 from merak.graph.trace.branches.flags import is_choice
@@ -160,8 +160,8 @@ class HollowShares:
     def call(
         self,
         names: Sequence[str],
-        weights: Leaves,
-        compute: Callable[[Leaves], tuple[torch.Tensor, ...]],
+        weights: ParamLeaves,
+        compute: Callable[[ParamLeaves], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
         """Call a segment with parameters that have no numbers."""
         return compute(weights)
@@ -233,7 +233,7 @@ class Shadow:
                     gradients |= self._values([str(loss)], microbatch)
                 stage.backward(number, microbatch, gradients, done)
 
-    def _values(self, names: Iterable[str], microbatch: Microbatch) -> Values:
+    def _values(self, names: Iterable[str], microbatch: Microbatch) -> TensorDict:
         return {name: self._fake(microbatch.program.values[name]) for name in names}
 
     def _fake(self, like: TensorMeta | torch.Tensor) -> torch.Tensor:
@@ -251,8 +251,8 @@ class Shadow:
         return Stage(stage.index, own, buffers, WeightGradients(), self._device, shares)
 
     def _microbatch(self, real: Microbatch) -> Microbatch:
-        columns: Values = {}
-        derived: Values = {}
+        columns: TensorDict = {}
+        derived: TensorDict = {}
         for stage in real.program.stages.values():
             for program in stage.segments:
                 for node in program.segment.graph.find_nodes(op="placeholder"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.engine.zero.row_shards import longest_share, pack, pack_all, share_rows, unpack
+from merak.engine.comm.row_shards import longest_share, pack, pack_all, share_rows, unpack
 
 
 def tensors() -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from merak.core.shards import RowShare
+from merak.core.shards import RowShare, row_share
 
 
 def rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -17,12 +17,6 @@ def rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def share_rows(parameter: torch.Tensor, degree: int, index: int) -> RowShare:
     """The rows of a parameter that one of some replicas steps; their numbers differ by one."""
     return row_share(tuple(parameter.shape), degree, index)
-
-
-def row_share(shape: tuple[int, ...], degree: int, index: int) -> RowShare:
-    """Likewise, of a tensor of some shape."""
-    count = shape[0] if shape else 1
-    return RowShare(count * index // degree, count * (index + 1) // degree)
 
 
 def pack(tensors: Sequence[torch.Tensor], degree: int, index: int) -> torch.Tensor:

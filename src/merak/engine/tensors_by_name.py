@@ -1,0 +1,30 @@
+"""Tensors by name, as they pass between a stage and its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from merak.graph.program.program import SegmentProgram
+
+ParamLeaves = Mapping[str, torch.Tensor]
+"""The parameters that a segment computes with, as leaves of its autograd graph."""
+
+
+TensorDict = dict[str, torch.Tensor]
+"""Activations or gradients, by the name of the value."""
+
+
+Sums = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Leaves, and the gradients that later readers have given to each."""
+
+
+BeginSums = Callable[[SegmentProgram, ParamLeaves], Sums]
+"""Called before a segment's backward: gives the leaves of parameters that it reads several times
+and later segments read as well, with what those have given; see `tied.TiedGradients.begin`."""
+
+
+def no_sums(segment: SegmentProgram, leaves: ParamLeaves) -> Sums:
+    """Where no gradient is collected over several segments."""
+    return ()
