@@ -27,9 +27,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Zamba 7B": ("Zamba", {}),
     "Zamba2": ("Zamba2", {}),
     "Bamba 9B": ("Bamba", {"attn_layer_indices": [9, 18, 27]}),
-    "Mamba2 2.7B": ("Mamba2", {}),
+    "Mamba2 7B": ("Mamba2", {}),
     "Qwen3-Next 80B": ("Qwen3Next", {}),
-    "Qwen3.5": ("Qwen3_5", {}),
+    "Qwen3.5 9B": ("Qwen3_5", {}),
     "MiniMax": ("MiniMax", {}),
 }
 """By name: the class without ForCausalLM, and what differs from its config's defaults."""
