@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,6 +49,7 @@ def check(  # one argument for each option
     with ranks_prepared(dp * tp * pp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
         from merak.core.health import failure
+        from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
         from merak.zoo.check_by_name import Request, check_named
         from merak.zoo.model_source import parse_overrides
@@ -70,7 +70,7 @@ def check(  # one argument for each option
                 evaluate=evaluate,
             ),
         )
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank0():
         show(report, _page, as_json)
     if not report.ok:
         raise typer.Exit(1)

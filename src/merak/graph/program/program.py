@@ -188,7 +188,7 @@ class StageProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class RemoteParameter:
     """A parameter that one rank of a pipeline lends to another.
 
     Args:
@@ -221,9 +221,9 @@ class Program:
         fixed_values: what `fixed` has computed, once it has.
         parameter_writes: what is written into parameters before the stages run.
         fixed_versions: those that the buffers it read had then, which count what is written.
-        moved: of evaluation, buffers that training writes elsewhere; see
+        synced_buffers: of evaluation, buffers that training writes elsewhere; see
         `merak.engine.comm.buffer_sync`.
-        loans: of evaluation, parameters that other ranks hold; see
+        remote_parameters: of evaluation, parameters that other ranks hold; see
         `merak.engine.comm.eval_parameters`.
         ranges: what its columns hold indices of.
     """
@@ -240,8 +240,8 @@ class Program:
     fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
     parameter_writes: tuple[ParameterWrites, ...] = ()
     fixed_versions: list[int] = field(default_factory=list)
-    moved: dict[str, int] = field(default_factory=dict)
-    loans: tuple[Loan, ...] = ()
+    synced_buffers: dict[str, int] = field(default_factory=dict)
+    remote_parameters: tuple[RemoteParameter, ...] = ()
     ranges: tuple[IndexRange, ...] = ()
 
     @property

@@ -9,10 +9,10 @@ from functools import cache
 from itertools import groupby, islice
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.core.rank0 import warn_on_rank0
 from merak.graph.ir.ir import Segment
 from merak.graph.program.codegen import Answers, with_answers
 from merak.graph.program.program import (
@@ -60,8 +60,7 @@ def arrange_in_halves(
     try:
         shares(samples.batch_size)
     except ShardError as error:
-        if not (dist.is_initialized() and dist.get_rank()):
-            logger.warning("%s", error)
+        warn_on_rank0(logger, "%s", error)
         return tuple(programs)
     parts: list[Part] = []
     for segment, program in zip(segments, programs, strict=True):

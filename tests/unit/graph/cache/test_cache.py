@@ -381,7 +381,7 @@ def test_a_changed_file_that_the_model_only_calls(tmp_path: Path) -> None:
 
     def found() -> bool:
         command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
-        environment = os.environ | {"PYTHONPATH": str(Path(cache.__file__).parents[2])}
+        environment = os.environ | {"PYTHONPATH": str(Path(cache.__file__).parents[3])}
         done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
         return "True" in done.stdout
 

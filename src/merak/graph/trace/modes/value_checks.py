@@ -18,13 +18,13 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     free_unbacked_symbols,
 )
 
+from merak.core.rank0 import warn_on_rank0
 from merak.core.source_lines import is_library
 
 logger = logging.getLogger(__name__)
@@ -78,11 +78,10 @@ class ValueChecks:
         Args:
             are_sizes_checked: whether those of sizes are made when the graph runs.
         """
-        if dist.is_initialized() and dist.get_rank():
-            return
         left_out = self._left_out if are_sizes_checked else self._left_out | self._of_sizes
         for file, line in sorted(left_out):
-            logger.warning(
+            warn_on_rank0(
+                logger,
                 "%s:%d checks the numbers of the batch (`%s`); this check is taken to pass, and is "
                 "not made in training.",
                 file,

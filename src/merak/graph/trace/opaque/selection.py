@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.core.rank0 import warn_on_rank0
 from merak.graph.trace.explain import UntraceableError, causes
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.loops import LoopFound, Place
@@ -162,14 +162,14 @@ class OpaqueSelection:
         if error.is_too_long:
             return False
         self.unrolled.add(error.place)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            logger.warning(
-                "The trace writes out every pass of the loop around %s, since nothing around it "
-                "can be one operator; if it takes long, put the loop into the forward of a module "
-                "of its own, or into a function at the top of a file, that takes and returns "
-                "tensors.",
-                error.line,
-            )
+        warn_on_rank0(
+            logger,
+            "The trace writes out every pass of the loop around %s, since nothing around it "
+            "can be one operator; if it takes long, put the loop into the forward of a module "
+            "of its own, or into a function at the top of a file, that takes and returns "
+            "tensors.",
+            error.line,
+        )
         return True
 
     def _write_out(self, model: nn.Module, path: str) -> bool:
