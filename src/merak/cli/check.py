@@ -77,7 +77,7 @@ def check(  # one argument for each option
 
 
 def _page(report: CheckReport) -> str:
-    from merak.graph.trace.opaque.report import kept_lines
+    from merak.graph.trace.opaque.report import opaque_lines
 
     if report.loss_max_rel_diff is None:
         compared = []
@@ -102,7 +102,7 @@ def _page(report: CheckReport) -> str:
         (
             f"{report.model}: {result}",
             *compared,
-            *kept_lines(report.kept_whole),
+            *opaque_lines(report.kept_whole),
             f"{report.segments} segments; tensor parallelism splits "
             f"{report.tp_sharded_fraction:.0%} of the parameters; {report.seconds:.1f} s",
         )

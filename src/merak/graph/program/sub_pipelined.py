@@ -29,7 +29,7 @@ from merak.graph.program.program import (
 from merak.graph.sub_pipelining.leading_part import cuts
 from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names
 from merak.graph.sub_pipelining.sub_microbatch import Samples, halve, shares
-from merak.graph.trace.branches.flags import is_choice
+from merak.graph.trace.branches.flags import is_condition
 from merak.ops import collectives
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> HalfProgram:
         segment, _ = rewrite(segment)
     program = _in_pieces(segment)
     placeholders = segment.graph.find_nodes(op="placeholder")
-    choices = tuple(n.meta["name"] for n in placeholders if is_choice(n))
+    choices = tuple(n.meta["name"] for n in placeholders if is_condition(n))
     if not choices:
         return program
 

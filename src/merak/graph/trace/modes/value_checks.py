@@ -37,7 +37,7 @@ _CHECKING = ("/torch/distributions/", "/torch/nn/functional.py")
 _SPEAKERS = ("logger", "logging", "warnings")
 
 
-class PassedChecks:
+class ValueChecks:
     """While active, numbers that only decide whether an error is raised are taken to pass.
 
     Whatever asks for the truth of a tensor, or of a comparison of sizes, comes by here: a function
