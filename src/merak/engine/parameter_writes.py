@@ -10,7 +10,7 @@ import torch.distributed as dist
 from merak.core.errors import ScheduleError
 from merak.core.shards import ParameterShard, join, take
 from merak.engine.parts import Parts
-from merak.graph.ir.ir import Settled
+from merak.graph.ir.ir import ParameterWrite
 from merak.graph.program.codegen import runnable
 from merak.graph.program.program import Program
 from merak.graph.trace.branches.flags import optional_parameters
@@ -30,7 +30,9 @@ def settle(parts: Parts, programs: Sequence[Program], batches: Sequence[Batch]) 
     Raises:
         ScheduleError: replicas hold shares of a parameter that is not written share by share.
     """
-    every = {one.parameter: (one, program) for program in programs for one in program.settled}
+    every = {
+        one.parameter: (one, program) for program in programs for one in program.parameter_writes
+    }
     own = [found for name, found in every.items() if name in parts.parameters]
     if not own:
         return
@@ -43,7 +45,7 @@ def settle(parts: Parts, programs: Sequence[Program], batches: Sequence[Batch]) 
         _settle(parts, one, [{**buffers, **batch} for batch in lookups])
 
 
-def _lookups(parts: Parts, one: Settled, batches: Sequence[Batch]) -> list[Batch]:
+def _lookups(parts: Parts, one: ParameterWrite, batches: Sequence[Batch]) -> list[Batch]:
     """The columns that are read for it, of every microbatch of all replicas; else nothing, once."""
     if not one.columns:
         return [{}]
@@ -59,7 +61,7 @@ def _lookups(parts: Parts, one: Settled, batches: Sequence[Batch]) -> list[Batch
 
 
 @torch.no_grad()
-def _settle(parts: Parts, one: Settled, given: Sequence[Batch]) -> None:
+def _settle(parts: Parts, one: ParameterWrite, given: Sequence[Batch]) -> None:
     """Write one parameter, and what the optimizer steps for it."""
     name = one.parameter
     item = parts.trained.items.get(name)
@@ -80,7 +82,7 @@ def _settle(parts: Parts, one: Settled, given: Sequence[Batch]) -> None:
         _follow(item.stepped.detach(), before, rows)
 
 
-def _run(one: Settled, value: torch.Tensor, given: Sequence[Batch]) -> torch.Tensor:
+def _run(one: ParameterWrite, value: torch.Tensor, given: Sequence[Batch]) -> torch.Tensor:
     write = runnable(one.graph)
     for batch in given:
         write(value, *(batch[name] for name in (*one.buffers, *one.columns)))
@@ -101,7 +103,7 @@ def _whole(parts: Parts, share: torch.Tensor, shard: ParameterShard) -> torch.Te
     return join(shares, shard)
 
 
-def refuse_shares(settled: Collection[Settled]) -> None:
+def refuse_shares(settled: Collection[ParameterWrite]) -> None:
     """Shares of a parameter know nothing of each other.
 
     Raises:
@@ -126,8 +128,8 @@ def refuse_settling(layout: Layout, *, in_shares: bool) -> None:
         ScheduleError: the layout's steps do not allow that.
     """
     if in_shares:
-        refuse_shares(layout.graph.settled)
-    names = {one.parameter for one in layout.graph.settled}
+        refuse_shares(layout.graph.parameter_writes)
+    names = {one.parameter for one in layout.graph.parameter_writes}
     if names and not layout.schedule.is_synchronous:
         raise ScheduleError(
             f"schedule={layout.schedule.name!r} updates weights inside a step, and the model "

@@ -18,7 +18,7 @@ from merak.engine.segments.activation_offload import Offload
 from merak.engine.segments.context import InShares, Surroundings
 from merak.engine.tensors_by_name import BeginSums, ParamLeaves, TensorDict, no_sums
 from merak.engine.weight_versions import Weights
-from merak.graph.program.program import HalvedRun, Program, SegmentProgram, StageProgram
+from merak.graph.program.program import Program, SegmentProgram, StageProgram, SubPipelinedRun
 from merak.graph.program.split_backward import WeightGradients
 
 
@@ -29,7 +29,7 @@ class Microbatch:
     Args:
         program: what to run for its shape.
         columns: the columns this rank reads.
-        derived: this rank's derived values.
+        batch_only: this rank's batch-only values.
         random_key: names the microbatch among all of the job, for its random draws.
         scale: the factor of its loss in the step's loss.
         loss_scale: a further factor of its gradients, which the step's end takes out.
@@ -39,7 +39,7 @@ class Microbatch:
 
     program: Program
     columns: TensorDict
-    derived: TensorDict
+    batch_only: TensorDict
     random_key: tuple[int | str, ...]
     scale: float = 1.0
     loss_scale: float = 1.0
@@ -66,7 +66,7 @@ class Runner(Protocol):
         """Run its backward."""
 
 
-RUNNERS: Mapping[type, Runner] = {SegmentProgram: whole, HalvedRun: interleave}
+RUNNERS: Mapping[type, Runner] = {SegmentProgram: whole, SubPipelinedRun: interleave}
 
 
 class Stage:
@@ -109,7 +109,7 @@ class Stage:
 
         Args:
             number: the microbatch's number in the step.
-            microbatch: its columns and derived values.
+            microbatch: its columns and batch-only values.
             received: the values of the stage's `received`.
             keep: keep every segment's activations for the backward; else those of the segments
                 that its program keeps, and of the others only the inputs.
@@ -208,7 +208,7 @@ class Stage:
             weights=weights,
             buffers={**self.buffers, **microbatch.program.constants},
             columns=microbatch.columns,
-            derived=microbatch.derived,
+            batch_only=microbatch.batch_only,
             random_key=microbatch.random_key,
             device=self.device,
             sharded=self.sharded,

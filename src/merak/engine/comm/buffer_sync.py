@@ -69,7 +69,7 @@ def bring(
         programs: of what is to be evaluated.
         progress: told of the wait.
     """
-    moved = {name: rank for program in programs for name, rank in program.moved.items()}
+    moved = {name: rank for program in programs for name, rank in program.buffer_sync.items()}
     group = mesh.group("pp")
     if group is None or not moved:
         return

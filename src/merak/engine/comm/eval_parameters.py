@@ -15,7 +15,7 @@ from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, take
 from merak.engine.health.status import Progress
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.program.program import Loan, Program
+from merak.graph.program.program import Program, RemoteParameter
 
 
 def find_loans(
@@ -23,7 +23,7 @@ def find_loans(
     stage_rank: Sequence[int],
     graph: ModelGraph,
     bounds: Sequence[int],
-) -> tuple[Loan, ...]:
+) -> tuple[RemoteParameter, ...]:
     """What ranks have to lend each other, in the same order on all of them.
 
     Args:
@@ -32,13 +32,13 @@ def find_loans(
         graph: what is to run.
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
     """
-    found: dict[tuple[str, int], Loan] = {}
+    found: dict[tuple[str, int], RemoteParameter] = {}
     for stage, reader in enumerate(stage_rank):
         for segment in graph.segments[bounds[stage] : bounds[stage + 1]]:
             for name in segment.parameters:
                 holders = {stage_rank[held] for held in owners[name]}
                 if reader not in holders:
-                    loan = Loan(name, min(holders), reader, graph.parameters[name])
+                    loan = RemoteParameter(name, min(holders), reader, graph.parameters[name])
                     found.setdefault((name, reader), loan)
     return tuple(found.values())
 
@@ -61,7 +61,7 @@ def borrow(
     Returns:
         By name, this rank's shares of the parameters that are lent to it.
     """
-    loans = dict.fromkeys(loan for program in programs for loan in program.loans)
+    loans = dict.fromkeys(loan for program in programs for loan in program.remote_parameters)
     if not loans:
         return {}
     group = mesh.group("pp")
@@ -79,7 +79,7 @@ def borrow(
     return lent
 
 
-def _shape(loan: Loan, shard: ParameterShard | None, tp_rank: int) -> tuple[int, ...]:
+def _shape(loan: RemoteParameter, shard: ParameterShard | None, tp_rank: int) -> tuple[int, ...]:
     """Of a rank's share of a parameter."""
     if shard is None:
         return loan.meta.shape

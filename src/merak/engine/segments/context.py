@@ -38,7 +38,7 @@ class Surroundings:
         weights: the parameters by name.
         buffers: the buffers and the trace's constants by name.
         columns: of the microbatch.
-        derived: its derived values.
+        batch_only: its batch-only values.
         random_key: names the microbatch, for its draws.
         device: where it computes.
         sharded: parameters that are gathered for a segment alone; None for none.
@@ -49,7 +49,7 @@ class Surroundings:
     weights: ParamLeaves
     buffers: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
-    derived: Mapping[str, torch.Tensor]
+    batch_only: Mapping[str, torch.Tensor]
     random_key: tuple[int | str, ...]
     device: torch.device
     sharded: InShares | None = None

@@ -19,7 +19,7 @@ from merak.engine.segments.context import Surroundings
 from merak.engine.segments.run_offloaded import Away, Saving
 from merak.engine.tensors_by_name import ParamLeaves, Sums, TensorDict
 from merak.graph.program.program import SegmentProgram
-from merak.graph.program.selective import Recording
+from merak.graph.program.selective import SavedResults
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Saved:
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
     buffers: TensorDict
-    recording: Recording | None = None
+    recording: SavedResults | None = None
     away: Away | None = None
 
 
@@ -51,7 +51,7 @@ def forward(run: SegmentProgram, values: TensorDict, around: Surroundings, keep:
         around: what else it reads.
         keep: keep its activations for the backward; else only if its program says so.
     """
-    stays = (keep or run.kept) and run.trains
+    stays = (keep or run.saved) and run.trains
     if stays and run.offload is not None and around.offload is not None:
 
         def record(inputs: Sequence[torch.Tensor], saving: Saving) -> tuple[torch.Tensor, ...]:
@@ -218,7 +218,7 @@ def call(
             *(around.buffers[name] for name in segment.buffers),
             *(around.columns[name] for name in segment.columns),
         )
-        last = tuple(around.derived[name] for name in segment.derived)
+        last = tuple(around.batch_only[name] for name in segment.batch_only)
         with nullcontext() if saving is None else saving((*first, *last)):
             return program.function(*first, *inputs, *last)
 

@@ -188,5 +188,5 @@ def turns_of(
 def has_turn(segment: SegmentProgram, kind: Kind, recomputes: bool) -> bool:
     """Whether a segment needs its parameters in an action; arguments as of `turns_of`."""
     if kind is Kind.RECOMPUTE:
-        return segment.trains and recomputes and not segment.kept
+        return segment.trains and recomputes and not segment.saved
     return segment.trains or kind is Kind.FORWARD

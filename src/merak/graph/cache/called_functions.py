@@ -48,7 +48,7 @@ def refuse_foreign_functions(graph: ModelGraph, model: nn.Module) -> None:
 def _nodes(graph: ModelGraph) -> Iterator[PackedNode]:
     """All nodes, those of data-dependent regions included."""
     parts = [part.graph for part in (graph.prologue, *graph.segments)]
-    for part in (*parts, *(one.graph for one in graph.settled)):
+    for part in (*parts, *(one.graph for one in graph.parameter_writes)):
         for node in pack(part):
             yield node
             picks = node[5].get("picks")

@@ -31,15 +31,15 @@ class Kind(Enum):
     BUFFER = "buffer"
     COLUMN = "column"
     VALUE = "value"
-    DERIVED = "derived"
+    BATCH_ONLY = "batch_only"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The smallest piece that sharding yields: one attention block, one feed-forward block, ….
 
-    Its graph's placeholders are the parameters, buffers, columns, inputs and derived values below,
-    in that order; it returns the tuple of its outputs.
+    Its graph's placeholders are the parameters, buffers, columns, inputs and batch-only values
+    below, in that order; it returns the tuple of its outputs.
 
     Args:
         index: position in the model's list of segments.
@@ -50,7 +50,7 @@ class Segment:
         columns: columns of the batch it reads.
         inputs: values of earlier segments it reads.
         outputs: values it gives to later segments, or to the caller.
-        derived: values it reads that depend on the batch alone (masks, position ids, rotary
+        batch_only: values it reads that depend on the batch alone (masks, position ids, rotary
             tables); each rank computes those it needs from the prologue, none is ever sent.
     """
 
@@ -62,7 +62,7 @@ class Segment:
     columns: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    derived: tuple[str, ...] = ()
+    batch_only: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, index: int, name: str, graph: fx.Graph, outputs: Iterable[str]) -> Segment:
@@ -86,12 +86,12 @@ class Segment:
             columns=tuple(read[Kind.COLUMN]),
             inputs=tuple(read[Kind.VALUE]),
             outputs=tuple(outputs),
-            derived=tuple(read[Kind.DERIVED]),
+            batch_only=tuple(read[Kind.BATCH_ONLY]),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ParameterWrite:
     """What a model writes into one of its parameters while it runs, before it reads it.
 
     Doing it again changes nothing more, so it is done before the segments run, and none of them
@@ -119,7 +119,7 @@ class ModelGraph:
 
     Args:
         segments: in execution order.
-        prologue: computes every derived value from the batch; see
+        prologue: computes every batch-only value from the batch; see
         `graph.segment.cut.slice_outputs`.
         values: what every value that crosses a cut or leaves the model is, by name.
         parameters: what every parameter is, by its (first) name in the user's model.
@@ -128,7 +128,7 @@ class ModelGraph:
         columns: the batch it was traced with, by column.
         outputs: the model's own output names (loss, logits, …) → value names.
         loss: the value name of the loss; None when the model was traced for prediction alone.
-        settled: what is written into parameters before the segments run.
+        parameter_writes: what is written into parameters before the segments run.
     """
 
     segments: tuple[Segment, ...]
@@ -140,7 +140,7 @@ class ModelGraph:
     columns: dict[str, TensorMeta]
     outputs: dict[str, str]
     loss: str | None
-    settled: tuple[Settled, ...] = ()
+    parameter_writes: tuple[ParameterWrite, ...] = ()
 
     def boundary(self, cut: int) -> tuple[str, ...]:
         """The values that cross the cut before segment `cut`: made before it, read at or after."""

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.mutation import eliminate_dead_code, settle_writes
+from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
 from merak.graph.trace.autograd.calls import AutogradCalls
 from merak.graph.trace.autograd.func_transforms import func_by_autograd
 from merak.graph.trace.branches.conditions import Draws, draws_in_torch
@@ -241,7 +241,7 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     constants = lift(exported)
     sources = clean_graph(graph, constants, exported.picking)
     settled = take_out_writes(graph, constants)
-    settle_writes(graph)
+    repeat_buffer_mutations(graph)
     eliminate_dead_code(graph)
     slice_neighbours(graph, constants)
     refuse_seen_through(graph)
@@ -258,7 +258,7 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         columns=dict(columns),
         sources=sources,
         num_choices=exported.num_choices,
-        settled=settled,
+        parameter_writes=settled,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Settled
+from merak.graph.ir.ir import ParameterWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Trace:
         sources: files whose code the trace ran through.
         num_choices: how many choices by chance were answered for it; what they depend on, a truth
             each, the graph returns after the outputs. `graph.choices` makes them none.
-        settled: what is written into parameters before the graph runs.
+        parameter_writes: what is written into parameters before the graph runs.
     """
 
     graph: fx.Graph
@@ -37,4 +37,4 @@ class Trace:
     columns: dict[str, TensorMeta]
     sources: frozenset[str] = field(default_factory=frozenset)
     num_choices: int = 0
-    settled: tuple[Settled, ...] = ()
+    parameter_writes: tuple[ParameterWrite, ...] = ()

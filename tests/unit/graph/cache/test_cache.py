@@ -121,7 +121,9 @@ HEAD = '{"metas": [], "tensors": [], "values": {"sources": {"dict": []}, "graph"
 @pytest.mark.parametrize(
     "content",
     [b"", b"no graph", file_of("{"), file_of('{"values": {}}'), file_of(HEAD + "3}}"),
-     file_of(HEAD + '{"dict": [["segments", []], ["settled", []], ["prologue", [1, 2]]]}}}')],
+     file_of(
+        HEAD + '{"dict": [["segments", []], ["parameter_writes", []], ["prologue", [1, 2]]]}}}'
+    )],
     ids=["empty", "garbage", "no JSON", "without graph", "number", "half"],
 )  # fmt: skip
 def test_a_damaged_entry_is_made_anew(

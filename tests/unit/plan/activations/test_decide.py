@@ -89,7 +89,7 @@ def test_a_segment_that_keeps_its_activations_runs_once(
 
 def test_a_share_of_the_segments_recomputes() -> None:
     engine = engine_of(recompute=0.5)
-    kept = [s.kept for s in engine._parts.base.stages[0].segments]
+    kept = [s.saved for s in engine._parts.base.stages[0].segments]
     assert sum(kept) == 3
 
 
