@@ -13,6 +13,7 @@ from torch import nn
 from merak.core.errors import DataError, ScheduleError, TrainingError
 from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
+from merak.core.rank0 import warn_on_rank0
 from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
@@ -207,8 +208,8 @@ def parallelize(
             "so no rank can tell whether float16 has overflowed; use autocast=torch.bfloat16."
         )
     idle = engine.idle_pipeline("num_microbatches")
-    if idle is not None and mesh.rank == 0:
-        logger.warning("%s", idle)
+    if idle is not None:
+        warn_on_rank0(logger, "%s", idle)
     parallel = ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm, scaler)
     parallel.plain = plain
     return parallel

@@ -27,7 +27,7 @@ from merak.engine.zero.unshard_order import has_turn
 from merak.graph.ir.ir import Kind as ValueKind
 from merak.graph.program.program import Program, SegmentProgram
 from merak.graph.program.split_backward import WeightGradients
-from merak.graph.trace.branches.flags import is_choice
+from merak.graph.trace.branches.flags import is_condition
 from merak.schedule.ir import Action, Kind, Schedule
 from merak.schedule.steps import Payload, Receive
 
@@ -260,7 +260,7 @@ class Shadow:
                     if kind in (ValueKind.COLUMN, ValueKind.BATCH_ONLY):
                         into = columns if kind is ValueKind.COLUMN else batch_only
                         into[name] = self._fake(node.meta["tensor"])
-                        if is_choice(node):  # of which collectives there are
+                        if is_condition(node):  # of which collectives there are
                             into[name] = real.batch_only[name]
         return Microbatch(real.program, columns, batch_only, real.random_key)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from merak.core.errors import ScheduleError
 from merak.core.shards import ParameterShard, join, take
 from merak.engine.parts import Parts
-from merak.graph.ir.ir import ParameterWrite
+from merak.graph.ir.ir import ParameterWrites
 from merak.graph.program.codegen import runnable
 from merak.graph.program.program import Program
 from merak.graph.trace.branches.flags import optional_parameters
@@ -45,7 +45,7 @@ def settle(parts: Parts, programs: Sequence[Program], batches: Sequence[Batch]) 
         _settle(parts, one, [{**buffers, **batch} for batch in lookups])
 
 
-def _lookups(parts: Parts, one: ParameterWrite, batches: Sequence[Batch]) -> list[Batch]:
+def _lookups(parts: Parts, one: ParameterWrites, batches: Sequence[Batch]) -> list[Batch]:
     """The columns that are read for it, of every microbatch of all replicas; else nothing, once."""
     if not one.columns:
         return [{}]
@@ -61,7 +61,7 @@ def _lookups(parts: Parts, one: ParameterWrite, batches: Sequence[Batch]) -> lis
 
 
 @torch.no_grad()
-def _settle(parts: Parts, one: ParameterWrite, given: Sequence[Batch]) -> None:
+def _settle(parts: Parts, one: ParameterWrites, given: Sequence[Batch]) -> None:
     """Write one parameter, and what the optimizer steps for it."""
     name = one.parameter
     item = parts.trained.items.get(name)
@@ -82,7 +82,7 @@ def _settle(parts: Parts, one: ParameterWrite, given: Sequence[Batch]) -> None:
         _follow(item.stepped.detach(), before, rows)
 
 
-def _run(one: ParameterWrite, value: torch.Tensor, given: Sequence[Batch]) -> torch.Tensor:
+def _run(one: ParameterWrites, value: torch.Tensor, given: Sequence[Batch]) -> torch.Tensor:
     write = runnable(one.graph)
     for batch in given:
         write(value, *(batch[name] for name in (*one.buffers, *one.columns)))
@@ -103,13 +103,13 @@ def _whole(parts: Parts, share: torch.Tensor, shard: ParameterShard) -> torch.Te
     return join(shares, shard)
 
 
-def refuse_shares(settled: Collection[ParameterWrite]) -> None:
+def refuse_shares(writes: Collection[ParameterWrites]) -> None:
     """Shares of a parameter know nothing of each other.
 
     Raises:
         ScheduleError: one of those is not written element by element.
     """
-    for one in settled:
+    for one in writes:
         if not one.elementwise:
             raise ScheduleError(
                 f"zero=3 holds shares of {one.parameter!r}, into which the model writes more than "

@@ -26,6 +26,7 @@ from merak.arguments.folders import make_output_folder
 from merak.core.announce import announce, show_announcements
 from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
+from merak.core.rank0 import warn_on_rank0
 from merak.data import check_not_empty, example_batch, shard_loader, split_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
@@ -143,8 +144,8 @@ class MerakTrainer(Saving, Logging, Trainer):
         self.engine = build_engine(source, columns, self.mesh, options)
         self._council = Council(self.mesh, self.engine.progress)
         idle = self.engine.idle_pipeline("gradient_accumulation_steps") if trains else None
-        if idle is not None and self.args.should_log:
-            logger.warning("%s", idle)
+        if idle is not None:
+            warn_on_rank0(logger, "%s", idle)
         if self.engine.updates_inside:
             refuse_what_needs_all_gradients(self.args)
         return self.engine

@@ -52,7 +52,7 @@ LOST = (
 
 _CONNECTION_WORDS = ("gloo", "connection", "socket", "nccl", "store", "timed out", "peer")
 
-_MERAK = str(Path(__file__).parents[1]) + os.sep
+_MERAK = str(Path(__file__).parents[2]) + os.sep
 _TRANSPORT = (_MERAK, os.path.dirname(dist.__file__) + os.sep)
 _FOREIGN = (_MERAK, "site-packages", "dist-packages", "<frozen")
 

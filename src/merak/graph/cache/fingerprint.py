@@ -101,7 +101,7 @@ def _package(module: str) -> str:
 
 
 def _own_sources() -> str:
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     return "".join(file_hash(str(path)) for path in sorted(folder.rglob("*.py")))
 
 

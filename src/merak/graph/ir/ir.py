@@ -91,7 +91,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterWrite:
+class ParameterWrites:
     """What a model writes into one of its parameters while it runs, before it reads it.
 
     Doing it again changes nothing more, so it is done before the segments run, and none of them
@@ -140,7 +140,7 @@ class ModelGraph:
     columns: dict[str, TensorMeta]
     outputs: dict[str, str]
     loss: str | None
-    parameter_writes: tuple[ParameterWrite, ...] = ()
+    parameter_writes: tuple[ParameterWrites, ...] = ()
 
     def boundary(self, cut: int) -> tuple[str, ...]:
         """The values that cross the cut before segment `cut`: made before it, read at or after."""

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from merak.graph.ir.ir import ModelGraph, ParameterWrite, Segment
+from merak.graph.ir.ir import ModelGraph, ParameterWrites, Segment
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Part = TypeVar("Part", Segment, ParameterWrite)
+Part = TypeVar("Part", Segment, ParameterWrites)
 """Something with a graph."""
 
 

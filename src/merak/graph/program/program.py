@@ -10,7 +10,7 @@ from torch import fx
 
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrite, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
 from merak.graph.program.codegen import BranchValues, branch_values, runnable
 from merak.graph.program.index_ranges import IndexRange
@@ -19,7 +19,7 @@ from merak.graph.segment.buffer_kinds import written_buffers
 from merak.graph.segment.cut import slice_outputs
 from merak.graph.sub_pipelining.pieces import PieceAllReduce
 from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
-from merak.graph.trace.branches.rng_stream import is_drawn
+from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 
 Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
@@ -239,7 +239,7 @@ class Program:
     shards: dict[str, ParameterShard]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
-    parameter_writes: tuple[ParameterWrite, ...] = ()
+    parameter_writes: tuple[ParameterWrites, ...] = ()
     fixed_versions: list[int] = field(default_factory=list)
     buffer_sync: dict[str, int] = field(default_factory=dict)
     remote_parameters: tuple[RemoteParameter, ...] = ()
@@ -248,7 +248,7 @@ class Program:
     @property
     def has_random_branches(self) -> bool:
         """Whether chance decides what runs of this rank's segments."""
-        return any(is_drawn(node) for node in self.batch_only.segment.graph.nodes)
+        return any(is_stream_draw(node) for node in self.batch_only.segment.graph.nodes)
 
     def gradients_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of some values that carry a gradient."""
@@ -375,7 +375,7 @@ def _prologues(
 
 def _depends_on_columns(graph: fx.Graph) -> set[str]:
     columns = [n for n in graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.COLUMN]
-    draws = [node for node in graph.nodes if is_drawn(node)]
+    draws = [node for node in graph.nodes if is_stream_draw(node)]
     return {node.name for node in depending_on(graph, [*columns, *draws])}
 
 

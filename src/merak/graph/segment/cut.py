@@ -23,7 +23,7 @@ from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.segment.functionalize import functionalize_buffers, release_accumulators
 from merak.graph.segment.liveness import Liveness, Span, analyze_liveness
-from merak.graph.trace.branches.rng_stream import refuse_late_draws
+from merak.graph.trace.branches.rng_stream import refuse_late_conditions
 from merak.graph.trace.traced import Trace
 
 _MAX_GEMMS_PER_BLOCK = 8
@@ -49,7 +49,7 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
     kept = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
     release_accumulators(trace.graph)
     flow = analyze_liveness(trace.graph)
-    refuse_late_draws(flow.main)
+    refuse_late_conditions(flow.main)
     starts = _segment_starts(flow)
     bounds = zip(starts, (*starts[1:], len(flow.main)), strict=True)
     nodes = functionalize_buffers(trace.graph, [list(flow.main[a:b]) for a, b in bounds])

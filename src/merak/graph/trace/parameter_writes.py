@@ -16,7 +16,7 @@ from torch import fx
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, ParameterWrite
+from merak.graph.ir.ir import Kind, ParameterWrites
 from merak.graph.ir.mutation import Mutations, find_mutations, mutated_arguments
 
 aten = torch.ops.aten
@@ -68,9 +68,9 @@ class _Write:
         )
 
 
-def take_out_writes(
+def hoist_parameter_writes(
     graph: fx.Graph, constants: Mapping[str, torch.Tensor]
-) -> tuple[ParameterWrite, ...]:
+) -> tuple[ParameterWrites, ...]:
     """Take what a model writes into its parameters out of its graph.
 
     Args:
@@ -217,7 +217,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=error, atol=error * float(other.abs().max()))
 
 
-def _settled(write: _Write) -> ParameterWrite:
+def _settled(write: _Write) -> ParameterWrites:
     buffers, columns = write.given(Kind.BUFFER), write.given(Kind.COLUMN)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -228,7 +228,7 @@ def _settled(write: _Write) -> ParameterWrite:
         if node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(())
-    return ParameterWrite(
+    return ParameterWrites(
         write.parameter.meta["name"],
         graph,
         tuple(node.meta["name"] for node in buffers),

@@ -57,7 +57,7 @@ _BELOW = frozenset("lt le less less_equal __lt__ __le__".split())
 _ABOVE = frozenset("gt ge greater greater_equal __gt__ __ge__".split())
 
 
-class Draws(TorchFunctionMode):
+class RandomConditions(TorchFunctionMode):
     """While active, what is drawn at random is followed, and its truth is answered from outside.
 
     Args:
@@ -196,7 +196,7 @@ def _interval(name: str, operands: Sequence[Interval | None]) -> Interval | None
 
 
 @contextmanager
-def draws_in_torch(model: nn.Module, draws: Draws) -> Iterator[None]:
+def host_random_in_torch(model: nn.Module, draws: RandomConditions) -> Iterator[None]:
     """Let single numbers from Python's and NumPy's generators be draws of torch.
 
     Args:
@@ -241,7 +241,7 @@ def _set_state_of(owner: Any) -> Callable[[Any], None]:
 
 
 def _of_model(
-    owner: Any, name: str, original: Callable[..., Any], draws: Draws
+    owner: Any, name: str, original: Callable[..., Any], draws: RandomConditions
 ) -> Callable[..., Any]:
     """A generator's function that gives our draws to the model, and what it gave to all others."""
     ours = draws.uniform if (owner, name) in _NUMBERS else None

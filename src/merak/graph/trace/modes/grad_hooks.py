@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from merak.core.errors import TraceError
 from merak.graph.trace.explain import UntraceableError
-from merak.graph.trace.opaque.selection import Keeping
+from merak.graph.trace.opaque.selection import OpaqueSelection
 
 _REGISTER = (
     torch.Tensor.register_hook,
@@ -27,12 +27,12 @@ _LIBRARIES = ("/torch/", "/merak/graph/")
 WHY = "its backward hooks, which no trace sees"
 
 
-def keep_hooked(model: nn.Module, keeping: Keeping) -> None:
+def select_hooked_modules(model: nn.Module, opaque: OpaqueSelection) -> None:
     """Keep modules with backward hooks whole.
 
     Args:
         model: the model that is to be traced.
-        keeping: gains them.
+        opaque: gains them.
 
     Raises:
         TraceError: the model itself has such hooks, or a module has those of another kind.
@@ -49,8 +49,8 @@ def keep_hooked(model: nn.Module, keeping: Keeping) -> None:
                 f"{path} ({kind}) has a hook of register_backward_hook, which torch has "
                 "deprecated; use register_full_backward_hook."
             )
-        if not any(path == whole or path.startswith(f"{whole}.") for whole in keeping.whole):
-            keeping.whole[path] = WHY
+        if not any(path == whole or path.startswith(f"{whole}.") for whole in opaque.whole):
+            opaque.whole[path] = WHY
 
 
 def _hooked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
