@@ -91,7 +91,7 @@ class Link:
 
 def put_between(engine: Engine, bytes_per_s: float, is_beside: bool) -> None:
     """Let this rank's copies go over a link of some rate."""
-    for offload in {s.offload for s in engine._parts.stages.values() if s.offload is not None}:
+    for offload in {s.offload for s in engine._state.stages.values() if s.offload is not None}:
         offload._out, offload._back = (Link(bytes_per_s, is_beside) for _ in range(2))
 
 

@@ -28,7 +28,7 @@ from merak.plan.balance import balance
 from merak.plan.cost.device import preset
 from merak.plan.cost.segment_time import SegmentCost, segment_costs
 from merak.plan.layout import EngineOptions, Layout
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 from merak.schedule.simulate.simulate import simulate
 
 NUM_GPUS, GLOBAL_BATCH, SEQUENCE = 8, 128, 1024
@@ -102,7 +102,7 @@ def case_of(num_stages: int, microbatch: int) -> Case:
     times = segment_costs(graph.segments, replace(preset("rtx-3090"), device_type="cpu"))
     dp = NUM_GPUS // num_stages
     num_microbatches = GLOBAL_BATCH // (dp * microbatch)
-    plans = Plans("shifted_critical_path", num_stages, num_microbatches)
+    plans = StepPlans("shifted_critical_path", num_stages, num_microbatches)
     options = EngineOptions(
         num_microbatches=num_microbatches, optimizer=MixedAdam, exact_tied_gradients=False
     )

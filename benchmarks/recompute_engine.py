@@ -90,7 +90,7 @@ def lasting(program: SegmentProgram, forward_s: float, share: float) -> SegmentP
 def slow_down(engine: Engine, forecast: Forecast, forward_s: float) -> None:
     """Let every segment of this rank compute for a known time."""
     shares = {index: dear.saved_share for index, dear in forecast.layout.partly.items()}
-    stages = engine._parts.base.stages
+    stages = engine._state.base.stages
     for number, stage in stages.items():
         runs = tuple(
             lasting(s, forward_s, shares.get(s.segment.index, 0.0)) for s in stage.segments
@@ -234,10 +234,10 @@ def counted_step(parallel: Any, batch: Batch) -> int:
     parallel.step(batch)
     engine = parallel.engine
     known = [*engine.parameters.values(), *parallel.model.buffers()]
-    known += engine._parts.base.constants.values()
+    known += engine._state.base.constants.values()
     with Storages([*known, *batch.values()]) as storages:
         parallel.step(batch)
-    own = engine._parts.base.columns
+    own = engine._state.base.columns
     # The batch is there before the step; the estimate counts the columns that a rank reads.
     return storages.peak_bytes + sum(column.nbytes for n, column in batch.items() if n in own)
 

@@ -114,7 +114,7 @@ def lasting(function: Callable[..., Any], forward_s: float) -> Callable[..., Any
 
 def slow_down(engine: Engine, compute_s: float) -> None:
     """Let every block of the engine's stage compute for a known time."""
-    stages = engine._parts.base.stages
+    stages = engine._state.base.stages
     (stage,) = stages.values()
     runs = [
         replace(run, segments=tuple(_slow_halves(s, compute_s) for s in run.segments))

@@ -17,7 +17,7 @@ from merak.core.rank0 import warn_on_rank0
 from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.health.oom import OPTIMIZER_FIX, explained
+from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
 from merak.engine.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
@@ -55,8 +55,10 @@ class ParallelModel:
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
         self.plain: Mapping[str, Any] = {}  # arguments in every batch that are no tensors
-        trained = list(engine.trained.named.values())
-        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        optimizer_params = list(engine.optimizer_params.named.values())
+        self.optimizer = (
+            optimizer(optimizer_params) if optimizer is not None and optimizer_params else None
+        )
         engine.check_optimizer(self.optimizer)
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
@@ -81,7 +83,7 @@ class ParallelModel:
         """
         microbatches = split_batch(without_plain(batch, self.plain), self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
-        self.engine.trained.clear_gradients()
+        self.engine.optimizer_params.clear_gradients()
         losses = self.engine.train_step(
             self.num_steps,
             [signature(b).columns for b in microbatches],
@@ -122,9 +124,9 @@ class ParallelModel:
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
-            with explained("the optimizer's step", OPTIMIZER_FIX):
+            with explain_oom("the optimizer's step", OPTIMIZER_FIX):
                 self.optimizer.step()
-        self.engine.trained.write_back()
+        self.engine.optimizer_params.sync_model_params()
 
     def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The loss of one batch, without training.

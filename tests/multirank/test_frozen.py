@@ -132,7 +132,7 @@ class Costs:
 
     def __init__(self, parallel: Any) -> None:
         self.seen: Counter[str] = Counter()
-        self._transfers = parallel.engine._parts.transfers
+        self._transfers = parallel.engine._state.transfers
         self._all_reduce, self._send = dist.all_reduce, self._transfers.send
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from merak.plan import sub_pipelining as overlap
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.layout import EngineOptions, Layout
 from merak.plan.partition import Partition
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 from merak.schedule.registry import build, names
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, bert, gpt2, llama
@@ -119,7 +119,7 @@ def gradients(
             engine = build_engine(GraphSource(model, cache_dir=cache), sample, mesh, options)
             losses = engine.train_step(0, [sample] * 4, own, 0.25)
             grads = {name: p.grad.clone() for name, p in engine.parameters.items()}
-            runs = [r for s in engine._parts.base.stages.values() for r in s.runs]
+            runs = [r for s in engine._state.base.stages.values() for r in s.runs]
             halved = [
                 s.whole.segment.name
                 for r in runs
@@ -222,7 +222,7 @@ def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
     mesh = init(tp=2)
     columns = dict(signature(draw(samples)).columns)
     graph = build_graph(GraphSource(blocks(0.1)), columns, training=True)
-    layout = Layout(graph, Partition(len(graph.segments), ()), Plans("1f1b", 1, 4))
+    layout = Layout(graph, Partition(len(graph.segments), ()), StepPlans("1f1b", 1, 4))
     times = [SegmentTimes(s.name, 0.1, 0.2) for s in graph.segments]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks_per_node))

@@ -102,13 +102,13 @@ def count(
     derive = engine._microbatches.derive
 
     def note(microbatch: Any) -> None:
-        engine._parts.reducer.wait()  # what is under way is two buckets at most
+        engine._state.reducer.wait()  # what is under way is two buckets at most
         seen.append(held_at_last(before) / PHI)
         derive(microbatch)
 
     with mock.patch.object(engine._microbatches, "derive", note):
         parallel.step(batch)
-    engine.trained.wait()
+    engine.optimizer_params.wait()
     return seen, held_at_last(before) / PHI
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.core.health.status import phase, waiting_for_first
-from merak.engine.local_programs import Programs
+from merak.engine.local_programs import ProgramCache
 from merak.graph.program.program import Program
 from merak.plan.activations.decide import Profile, dear_operators, gigabytes, pp_that_fits
 from merak.plan.activations.forecast import Forecast
@@ -23,7 +23,7 @@ from merak.plan.activations.offload_spec import Times
 from merak.plan.activations.recompute import recomputing_stages
 from merak.plan.cost.selective_ops import Dear
 from merak.plan.layout import Layout
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 
 _SHARE_LEFT = 0.9
 """Of the peak with which a position ran out of memory, what it may hold next."""
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Less:
+class _FewerSaved:
     """What is still kept, as `Layout` has it; or why there is nothing left to give up."""
 
     kept: frozenset[int] = frozenset()
@@ -42,7 +42,7 @@ class _Less:
     problem: str | None = None
 
 
-class Backoff:
+class OomReplanner:
     """Gives up kept activations, step by step, where memory runs out.
 
     Args:
@@ -53,14 +53,14 @@ class Backoff:
     """
 
     def __init__(
-        self, forecast: Forecast, times: Times, profile: Profile, programs: Programs
+        self, forecast: Forecast, times: Times, profile: Profile, programs: ProgramCache
     ) -> None:
         self._forecast = forecast
         self._times = times
         self._profile = profile
         self._programs = programs
 
-    def keep_less(self, step: int, reasons: Mapping[int, str]) -> tuple[Plans, Program]:
+    def save_fewer(self, step: int, reasons: Mapping[int, str]) -> tuple[StepPlans, Program]:
         """Let some segments recompute that kept their activations; called alike on every rank.
 
         Args:
@@ -74,13 +74,13 @@ class Backoff:
             PlanError: everything recomputes already where memory ran out.
         """
         mesh, layout = self._forecast.mesh, self._forecast.layout
-        decided: list[_Less] = [_Less()]
+        decided: list[_FewerSaved] = [_FewerSaved()]
         if mesh.rank == 0:
             try:
                 with phase("choosing what to keep less of"):
-                    decided = [self._less(step, reasons)]
+                    decided = [self._fewer_saved(step, reasons)]
             except PlanError as error:
-                decided = [_Less(problem=str(error))]
+                decided = [_FewerSaved(problem=str(error))]
         if mesh.device_mesh is not None:
             with waiting_for_first("what to keep less of"):
                 dist.broadcast_object_list(decided, src=0)
@@ -101,7 +101,7 @@ class Backoff:
         self._programs.choose(layout)
         return plans, self._programs.base
 
-    def _less(self, step: int, reasons: Mapping[int, str]) -> _Less:
+    def _fewer_saved(self, step: int, reasons: Mapping[int, str]) -> _FewerSaved:
         forecast = self._forecast
         dear = {**dear_operators(forecast, self._profile), **forecast.layout.partly}
         kept, partly = forecast.kept, frozenset(forecast.layout.partly)
@@ -109,13 +109,13 @@ class Backoff:
             own = frozenset(forecast.segments_of(rank)) - forecast.untrained
             if not own & (kept | partly):
                 raise PlanError(self._hopeless(step, rank, reason))
-            whole, some = self._choose_less(rank, dear)
+            whole, some = self._choose_fewer(rank, dear)
             # What another position has to give up on a stage of both, this one may as well.
             kept -= own - whole
             partly = (partly - own) | (some - kept)
-        return _Less(kept, {index: dear[index] for index in partly - kept})
+        return _FewerSaved(kept, {index: dear[index] for index in partly - kept})
 
-    def _choose_less(
+    def _choose_fewer(
         self, rank: int, dear: Mapping[int, Dear]
     ) -> tuple[frozenset[int], frozenset[int]]:
         """The best choice for a position that needs less than the present one."""

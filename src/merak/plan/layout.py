@@ -23,7 +23,7 @@ from merak.plan.cost.segment_time import segment_costs
 from merak.plan.cost.selective_ops import Dear
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.recompute_spec import Recompute
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 from merak.plan.tied_parameters import Reader
 from merak.schedule.ir import Schedule
 
@@ -111,7 +111,7 @@ class Layout:
 
     graph: ModelGraph
     partition: Partition
-    plans: Plans
+    plans: StepPlans
     kept: frozenset[int] = frozenset()
     partly: Mapping[int, Dear] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()

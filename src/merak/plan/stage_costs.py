@@ -19,7 +19,7 @@ from merak.plan.activations.offload import NOTHING, parse_offload
 from merak.plan.activations.offload_spec import Times
 from merak.plan.balance import Timed
 from merak.plan.recompute_spec import Mode, parse_recompute
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import Costs, stage_costs
 
 
@@ -36,7 +36,7 @@ class _Asked:
     limit_bytes: float | None
 
 
-def plans_for_costs(forecast: Forecast, times: Times) -> Plans:
+def plans_for_costs(forecast: Forecast, times: Times) -> StepPlans:
     """The plans of a schedule that is made for the job's own stages; called alike on every rank.
 
     Args:
@@ -68,11 +68,11 @@ def plans_for_costs(forecast: Forecast, times: Times) -> Plans:
         return _made(forecast, chosen)  # whoever compares with the memory says what would fit
 
 
-def _made(forecast: Forecast, chosen: Mapping[str, Any]) -> Plans:
+def _made(forecast: Forecast, chosen: Mapping[str, Any]) -> StepPlans:
     options = forecast.options
     if options.zero == 3:  # which needs whole backwards
         chosen = {**chosen, "split": False}
-    return Plans(options.schedule, forecast.mesh.pp, options.num_microbatches, chosen=chosen)
+    return StepPlans(options.schedule, forecast.mesh.pp, options.num_microbatches, chosen=chosen)
 
 
 def _asked(forecast: Forecast, times: Sequence[Timed], budget: int | None) -> _Asked:

@@ -53,7 +53,7 @@ class Plan:
         )
 
 
-class Plans:
+class StepPlans:
     """A job's plan for any number of microbatches: the last step of an epoch may have fewer.
 
     Args:
@@ -86,11 +86,11 @@ class Plans:
         self._name = name
         self._plans = {num_microbatches: Plan(self._whole, lower(self._whole))}
 
-    def recomputing(self, recompute: Sequence[bool]) -> Plans:
+    def recomputing(self, recompute: Sequence[bool]) -> StepPlans:
         """The same schedule, whose stages recompute something or not as is said here."""
         whole = self._whole
         counts = (whole.num_ranks, whole.num_microbatches)
-        return Plans(self._name, *counts, tuple(recompute), self._chosen)
+        return StepPlans(self._name, *counts, tuple(recompute), self._chosen)
 
     def of_as_many(self, num_microbatches: int) -> Schedule:
         """The schedule of another number of microbatches, as if the job were planned for it.

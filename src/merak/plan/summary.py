@@ -13,7 +13,7 @@ from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
 from merak.core.units import count, ranges, size
 from merak.plan.activations.forecast import Forecast
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
 from merak.schedule.simulate.simulate import simulate
@@ -117,7 +117,7 @@ def bubble(schedule: Schedule) -> float:
     return simulate(schedule, uniform(schedule.num_stages)).bubble_fraction
 
 
-def idle_pipeline(plans: Plans, option: str) -> str | None:
+def idle_pipeline(plans: StepPlans, option: str) -> str | None:
     """What to tell a user whose steps have too few microbatches for the pipeline.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.random import random_state, restore_random_state, set_random_state
-from merak.engine.segments.context import Surroundings, add_to
+from merak.engine.segments.context import SegmentContext, add_to
 from merak.engine.segments.run import propagate
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import (
@@ -32,7 +32,7 @@ from merak.ops.collectives import start_all_reduce
 
 TENSOR_AXIS = "tp"
 
-Turns = Generator[None, None, None]
+Coroutine = Generator[None, None, None]
 """A half at work: it ends a turn where it has started an all-reduce."""
 
 
@@ -59,14 +59,14 @@ class SavedRun:
     halves: tuple[list[SavedHalf], list[SavedHalf]] = field(default_factory=lambda: ([], []))
 
 
-def forward(run: SubPipelinedRun, values: TensorDict, around: Surroundings, keep: bool) -> SavedRun:
+def forward(run: SubPipelinedRun, values: TensorDict, ctx: SegmentContext, save: bool) -> SavedRun:
     """Run segments in halves.
 
     Args:
         run: the segments.
         values: of the whole microbatch; gains what the run gives to others.
-        around: what else the segments read.
-        keep: keep the activations for the backward; else only those of segments whose program
+        ctx: what else the segments read.
+        save: keep the activations for the backward; else only those of segments whose program
             says so, and the others' inputs.
 
     Returns:
@@ -75,7 +75,7 @@ def forward(run: SubPipelinedRun, values: TensorDict, around: Surroundings, keep
     saved = SavedRun()
     made: tuple[TensorDict, TensorDict] = ({}, {})
 
-    def work(half: int) -> Turns:
+    def work(half: int) -> Coroutine:
         local = made[half]
         for segment in run.segments:
             for name in segment.whole.segment.inputs:
@@ -84,8 +84,8 @@ def forward(run: SubPipelinedRun, values: TensorDict, around: Surroundings, keep
                         values[name], segment.dims.get(name), run.sub_microbatches[half]
                     )
             record = _enter(segment, local)
-            stays = (keep or segment.whole.saved) and segment.whole.trains
-            job = _Half(segment, half, around, stays)
+            stays = (save or segment.whole.saved) and segment.whole.trains
+            job = _Half(segment, half, ctx, stays)
             local.update((yield from job.forward(record)))
             saved.halves[half].append(record if segment.whole.trains else SavedHalf({}))
 
@@ -96,13 +96,13 @@ def forward(run: SubPipelinedRun, values: TensorDict, around: Surroundings, keep
     return saved
 
 
-def recompute(run: SubPipelinedRun, saved: SavedRun, around: Surroundings) -> None:
+def recompute(run: SubPipelinedRun, saved: SavedRun, ctx: SegmentContext) -> None:
     """Bring back the activations that the forward did not keep."""
 
-    def work(half: int) -> Turns:
+    def work(half: int) -> Coroutine:
         for segment, record in zip(run.segments, saved.halves[half], strict=True):
             if record.pieces is None and segment.whole.trains:
-                yield from _Half(segment, half, around, True).forward(record)
+                yield from _Half(segment, half, ctx, True).forward(record)
 
     _alternate(work(0), work(1))
 
@@ -111,7 +111,7 @@ def backward(
     run: SubPipelinedRun,
     saved: SavedRun,
     gradients: TensorDict,
-    around: Surroundings,
+    ctx: SegmentContext,
     segment_done: Callable[[SegmentProgram], None],
 ) -> None:
     """Run the backward of segments in halves.
@@ -121,7 +121,7 @@ def backward(
         saved: from the forward; released on the way.
         gradients: of the whole microbatch; loses those of the run's outputs and gains those of
             what it reads from others.
-        around: as in the forward.
+        ctx: as in the forward.
         segment_done: called when both halves of a segment are done, last segment first.
     """
     local: tuple[TensorDict, TensorDict] = ({}, {})
@@ -131,11 +131,11 @@ def backward(
                 local[half][name] = _part(gradient, dim, run.sub_microbatches[half])
     done: set[int] = set()
 
-    def work(half: int) -> Turns:
+    def work(half: int) -> Coroutine:
         for segment in reversed(run.segments):
             record = saved.halves[half].pop()
             if segment.whole.trains:
-                job = _Half(segment, half, around, True)
+                job = _Half(segment, half, ctx, True)
                 if record.pieces is None:
                     yield from job.forward(record)
                 yield from job.backward(record, local[half])
@@ -150,7 +150,7 @@ def backward(
             add_to(gradients, name, _joined(parts, split_dim))
 
 
-def _alternate(*halves: Turns) -> None:
+def _alternate(*halves: Coroutine) -> None:
     """Let the halves take turns until both are done."""
     working = list(halves)
     while working:
@@ -184,19 +184,19 @@ class _Half:
     Args:
         segment: the segment.
         half: 0 or 1.
-        around: what it reads besides its inputs.
-        keep: whether the forward is for a backward.
+        ctx: what it reads besides its inputs.
+        save: whether the forward is for a backward.
     """
 
     def __init__(
-        self, segment: SubPipelinedSegment, half: int, around: Surroundings, keep: bool
+        self, segment: SubPipelinedSegment, half: int, ctx: SegmentContext, save: bool
     ) -> None:
-        self._program = segment.programs[half].given(around.batch_only)
+        self._program = segment.programs[half].given(ctx.batch_only)
         self._whole = segment.whole
         self._dims = segment.dims
         self._share = segment.sub_microbatches[half]
-        self._around = around
-        self._keep = keep
+        self._context = ctx
+        self._keep = save
 
     def forward(self, record: SavedHalf) -> Generator[None, None, TensorDict]:
         """Run the pieces, and keep them in the record if they are for a backward.
@@ -207,8 +207,8 @@ class _Half:
         values = dict(record.inputs)
         pieces = []
         if self._whole.draws:
-            key = self._around.random_key
-            set_random_state(self._around.device, *key, self._whole.segment.index)
+            key = self._context.random_key
+            set_random_state(self._context.device, *key, self._whole.segment.index)
         for piece in self._program.pieces:
             # A piece has an autograd graph of its own, from leaves.
             inputs = [
@@ -223,7 +223,7 @@ class _Half:
             record.pieces = pieces
         return {name: values[found] for name, found in self._program.returned}
 
-    def backward(self, record: SavedHalf, gradients: TensorDict) -> Turns:
+    def backward(self, record: SavedHalf, gradients: TensorDict) -> Coroutine:
         """Run the pieces' backwards; `gradients` loses the outputs' and gains the inputs'."""
         assert record.pieces is not None
         for name, found in self._program.returned:
@@ -237,15 +237,15 @@ class _Half:
     def _call(
         self, piece: PieceProgram, inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        segment, around = piece.segment, self._around
+        segment, ctx = piece.segment, self._context
         if not segment.outputs:
             return ()
-        columns = (self._own(around.columns[n], n) for n in segment.columns)
-        batch_only = (self._own(around.batch_only[n], n) for n in segment.batch_only)
+        columns = (self._own(ctx.columns[n], n) for n in segment.columns)
+        batch_only = (self._own(ctx.batch_only[n], n) for n in segment.batch_only)
         with torch.set_grad_enabled(self._keep):
             return piece.function(
-                *(around.weights[name] for name in segment.parameters),
-                *(around.buffers[name] for name in segment.buffers),
+                *(ctx.weights[name] for name in segment.parameters),
+                *(ctx.buffers[name] for name in segment.buffers),
                 *columns,
                 *inputs,
                 *batch_only,
@@ -254,7 +254,7 @@ class _Half:
     def _own(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return _part(tensor, self._dims.get(name), self._share)
 
-    def _cross(self, crossings: Sequence[PieceAllReduce], values: TensorDict) -> Turns:
+    def _cross(self, crossings: Sequence[PieceAllReduce], values: TensorDict) -> Coroutine:
         """Sum what the ranks have made of a value, while the other half takes its turn."""
         sums = []
         for crossing in crossings:
@@ -268,7 +268,7 @@ class _Half:
         if sums:
             yield from self._let_other(sums)
 
-    def _cross_back(self, crossings: Sequence[PieceAllReduce], gradients: TensorDict) -> Turns:
+    def _cross_back(self, crossings: Sequence[PieceAllReduce], gradients: TensorDict) -> Coroutine:
         """Sum the gradients that the ranks have made, while the other half takes its turn."""
         sums = []
         arriving = []
@@ -285,8 +285,8 @@ class _Half:
         for source, gradient in arriving:
             add_to(gradients, source, gradient)
 
-    def _let_other(self, sums: Sequence[dist.Work | None]) -> Turns:
-        draws, device = self._whole.draws, self._around.device
+    def _let_other(self, sums: Sequence[dist.Work | None]) -> Coroutine:
+        draws, device = self._whole.draws, self._context.device
         state = random_state(device) if draws else None
         yield
         if state is not None:

@@ -222,7 +222,7 @@ class Program:
         fixed_values: what `fixed` has computed, once it has.
         parameter_writes: what is written into parameters before the stages run.
         fixed_versions: those that the buffers it read had then, which count what is written.
-        buffer_sync: of evaluation, buffers that training writes elsewhere; see
+        synced_buffers: of evaluation, buffers that training writes elsewhere; see
         `merak.engine.comm.buffer_sync`.
         remote_parameters: of evaluation, parameters that other ranks hold; see
         `merak.engine.comm.eval_parameters`.
@@ -241,7 +241,7 @@ class Program:
     fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
     parameter_writes: tuple[ParameterWrites, ...] = ()
     fixed_versions: list[int] = field(default_factory=list)
-    buffer_sync: dict[str, int] = field(default_factory=dict)
+    synced_buffers: dict[str, int] = field(default_factory=dict)
     remote_parameters: tuple[RemoteParameter, ...] = ()
     ranges: tuple[IndexRange, ...] = ()
 

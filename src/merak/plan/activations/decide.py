@@ -27,7 +27,7 @@ from merak.plan.cost.selective_ops import Dear
 from merak.plan.layout import EngineOptions
 from merak.plan.memory.model import Keeping, RankMemory
 from merak.plan.recompute_spec import Mode, Recompute, RecomputeSpec, parse_recompute
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 
 _SHARE_TO_FILL = 0.92
 """What `auto` takes of a GPU's memory; the rest is for its context, libraries and fragments."""
@@ -299,7 +299,7 @@ def pp_that_fits(forecast: Forecast, budget: int, times: Times) -> int | None:
     num_segments, pp = layout.partition.num_segments, 2 * mesh.pp
     while pp <= num_segments:
         try:
-            plans = Plans(options.schedule, pp, options.num_microbatches)
+            plans = StepPlans(options.schedule, pp, options.num_microbatches)
             num_stages = plans.base.schedule.num_stages
             partition = balance(times(), num_stages, options.num_microbatches)
         except ValueError:

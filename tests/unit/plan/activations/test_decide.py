@@ -58,7 +58,7 @@ def peak(found: Forecast, kept: frozenset[int] | None = None) -> int:
 def count_runs(engine: Engine) -> Counter[int]:
     """Count the calls of every segment from now on."""
     runs: Counter[int] = Counter()
-    program = engine._parts.base
+    program = engine._state.base
     for number, stage in program.stages.items():
         counted = []
         for segment in stage.segments:
@@ -89,7 +89,7 @@ def test_a_segment_that_keeps_its_activations_runs_once(
 
 def test_a_share_of_the_segments_recomputes() -> None:
     engine = engine_of(recompute=0.5)
-    kept = [s.saved for s in engine._parts.base.stages[0].segments]
+    kept = [s.kept for s in engine._state.base.stages[0].segments]
     assert sum(kept) == 3
 
 
