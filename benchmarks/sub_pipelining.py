@@ -155,7 +155,7 @@ def build(num_layers: int, tokens: int, in_halves: bool) -> ParallelModel:
         Blocks(num_layers),
         {"x": torch.zeros(SAMPLES, tokens, WIDTH)},
         sub_pipelining="on" if in_halves else "off",
-        features={
+        feature_dict={
             "up.*": features.Column(),
             "down.*": features.Row(),
             "first": features.Replicate(),

@@ -148,7 +148,7 @@ def compare(
         if key not in undisturbed:
             undisturbed[key] = one_step(options, cache, None, normed)
         expected, most = undisturbed[key]
-        options = replace(options, recompute="auto", memory_budget_bytes=ENOUGH)
+        options = replace(options, recompute="auto", memory_budget=ENOUGH)
         found, kept = one_step(options, cache, fault, normed)
         assert len(found) == len(expected)
         for one, other in zip(found, expected):
@@ -187,7 +187,7 @@ def test_wherever_memory_runs_out_the_step_is_run_again(pool, tmp_path):
     faults = [Fault(CALL, (0, 1)), Fault(PROPAGATE, (1,), 0), Fault(CALL, (1,), 5, 2)]
     # Buffers of transfers and sums, of which each rank has several.
     faults += [Fault("oom_guard.allocate", (rank,), n) for rank in (0, 1) for n in (0, 3, 8)]
-    once = (("exact_tied_gradients", False),)
+    once = (("tied_gradients", "step"),)
     faults += [Fault(PROPAGATE, (1,), 6, options=once)]
     check(pool, (1, 1, 2), faults, tmp_path)
 

@@ -19,12 +19,12 @@ from merak.graph.trace.autograd.expand import CONSTANT, expand_autograd
 from merak.graph.trace.autograd.steps import AUTOCAST
 from merak.graph.trace.explain import UntraceableError, refuse_dynamic_shape
 from merak.graph.trace.modes import packed_sequences as packed
+from merak.graph.trace.node_source import frames_of, line_of, modules_of
 from merak.graph.trace.opaque.dynamic_region import (
     DynamicSizes,
     gather_dynamic_regions,
     is_assertion,
 )
-from merak.graph.trace.source_lines import frames_of, line_of, modules_of
 from merak.graph.trace.verify import verify_constants
 
 aten = torch.ops.aten

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TraceError
+from merak.core.source_lines import is_library
 from merak.graph.trace.branches.rng_stream import draw_from_stream, is_stream_draw
 
 _LIBRARY = torch.library.Library("merak", "FRAGMENT")
@@ -59,19 +60,18 @@ class HostRandomError(TraceError):
         self.function = function
 
 
-def refuse_draw(frame: FrameType | None, libraries: Sequence[str]) -> None:
+def refuse_draw(frame: FrameType | None) -> None:
     """A model's code draws on the host: find the function that might be kept whole for it.
 
     Args:
         frame: that of the code.
-        libraries: parts of paths of code that is no part of a model.
 
     Raises:
         HostRandomError: if a module of the model is behind it.
     """
     where, function = "", None
     while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
-        if not any(part in frame.f_code.co_filename for part in libraries):
+        if not is_library(frame.f_code.co_filename):
             where = where or f"{frame.f_code.co_filename}:{frame.f_lineno}"
             function = _name_of(frame) or function
         frame = frame.f_back
