@@ -50,7 +50,7 @@ class DynamicRegion:
 
     Args:
         nodes: their graph, as `merak.graph.ir.serialize` has it; its placeholders are the node's
-        tensors.
+            tensors.
         outputs: sizes of the tensors that it returns.
         line: of the model's code, where they begin.
     """
