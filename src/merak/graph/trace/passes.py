@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from merak.graph.ir.mutation import eliminate_dead_code, settle_writes
+from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
 from merak.graph.trace.autograd.expand import expand_autograd
 from merak.graph.trace.modes.autograd_functions import refuse_seen_through
 from merak.graph.trace.normalize import (
@@ -57,7 +57,10 @@ PASSES: tuple[tuple[Pass, str], ...] = (
     (set_metadata, "no size is symbolic now; replaces fake values by shapes, lines and storages"),
     (erase_no_ops, "reads shapes and gradients from that metadata"),
     (_hoist_parameter_writes, "before copies of written tensors are made, of which it needs none"),
-    (lambda r: settle_writes(r.graph), "segments may recompute: the batch is never written"),
+    (
+        lambda r: repeat_buffer_mutations(r.graph),
+        "segments may recompute: the batch is never written",
+    ),
     (lambda r: eliminate_dead_code(r.graph), "what only erased nodes have read goes"),
     (slice_neighbours, "sharding rules know slices, and see through no list of indices"),
     (
