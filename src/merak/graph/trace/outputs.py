@@ -1,4 +1,4 @@
-"""What a model returns as a flat row of named tensors, and back."""
+"""A model's outputs as a flat dict of named tensors, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BETWEEN = re.compile(r"(?<!\\)\.")
 
 
 def named_outputs(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what a model returns, each with its name.
+    """Iterate over the tensors in a model's result, with their names.
 
     A tensor of a dict or dataclass has the name it has there, one of a tuple its position
     (`output1`), and one further in has both (`hidden_states.output0`). A tuple's first tensor is
@@ -63,7 +63,7 @@ def _escaped(name: str) -> str:
 
 
 def nested(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `named_outputs`: tuples and dicts inside as the model returned them.
+    """Rebuild nested outputs from flat names: the reverse of `named_outputs`.
 
     Args:
         outputs: by the names of `named_outputs`.

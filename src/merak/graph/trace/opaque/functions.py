@@ -1,4 +1,4 @@
-"""Opaque functions: calls of plain Python functions, recorded by a trace as one operator each.
+"""Opaque functions: calls of Python functions, recorded by a trace as one operator each.
 
 A function that loops over the tokens of a sequence is named by where it can be imported from, so
 that every process that runs the graph finds it. While a model is traced its code is exchanged, so
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class FunctionModule(nn.Module):
-    """A module without weights whose forward calls a function with its own code.
+    """Module without weights whose forward calls a function.
 
     Args:
         name: of the function, as of `function_name`.
@@ -69,7 +69,7 @@ def _reads_first(code: CodeType) -> bool:
 
 
 def function_of(name: str) -> FunctionType:
-    """The function of a name, without what decorates it.
+    """The function of a name, without its decorators.
 
     Raises:
         ImportError: there is no such module.
@@ -88,7 +88,7 @@ def function_of(name: str) -> FunctionType:
 
 @contextmanager
 def replaced_functions(stand_ins: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a call of one of some functions in this thread calls its stand-in instead.
+    """Replace some functions by stand-ins, in this thread.
 
     Args:
         stand_ins: by the name of the function.

@@ -1,4 +1,4 @@
-"""Tensors inside nested arguments and results: taken out, and put back."""
+"""Tensors in nested arguments and results: flattened into slots, and filled in again."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ PLAIN = (
 
 
 class NotPlain(Exception):
-    """A value that is neither a tensor, nor plain, nor made of such; the message is its type."""
+    """A value that is neither a tensor nor plain data; the message is its type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a tensor in nested values."""
+    """Placeholder for a tensor in nested values."""
 
     number: int
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """Take the tensors, and numbers that are not known yet, out of nested values.
+    """Take the tensors, and unknown scalars, out of nested values.
 
     Returns:
         The tensors in order, and the values with a `Slot` in the place of each; a tensor that is
@@ -66,7 +66,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def fill(template: Any, values: Sequence[Any]) -> Any:
-    """Put values back into the slots of what `flatten` has left."""
+    """Fill values into the slots that `flatten` has left."""
 
     def walk(item: Any) -> Any:
         if isinstance(item, Slot):
@@ -77,7 +77,7 @@ def fill(template: Any, values: Sequence[Any]) -> Any:
 
 
 def _rebuilt(value: Any, walk: Any) -> Any:
-    """The same container with what `walk` makes of its items."""
+    """The same container, with `walk` applied to its items."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(walk(item) for item in value))
     if isinstance(value, (tuple, list)):

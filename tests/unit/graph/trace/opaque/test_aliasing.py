@@ -1,4 +1,4 @@
-"""Modules kept whole whose results share memory, or that keep something between their calls."""
+"""Opaque modules whose results share storages, or that hold state between their calls."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class GrowsBuffer(nn.Module):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (WritesOutside(), "passes cannot be kept whole: it returns a tensor that shares memory"),
+        (WritesOutside(), "passes cannot be opaque: it returns a tensor that shares memory"),
         (SetsAttribute(), "the attribute factor of a Told in it is set by code around it"),
         (Model(Remembers()), "it keeps a tensor in the attribute seen of a Remembers"),
         (Model(Counts()), "called twice alike it returns two things"),
