@@ -20,7 +20,7 @@ from merak.engine.health.oom import OPTIMIZER_FIX, explained
 from merak.engine.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def parallelize(
         max_grad_norm: clip the global gradient norm to this.
         autocast: mixed precision: the model runs under torch.autocast with this type, over
             parameters of float32; float16 comes with a loss scale.
-        **options: further fields of `merak.plan.layout.EngineOptions`, such as `schedule`,
+        **options: further fields of `merak.plan.EngineOptions`, such as `schedule`,
             `recompute` and `memory_budget_bytes`.
 
     Returns:

@@ -16,9 +16,10 @@ from merak.graph.program.program import HalvedRun
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan import sub_pipelining as overlap
 from merak.plan.cost.measured_times import SegmentTimes
-from merak.plan.layout import EngineOptions, Layout
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
 from merak.plan.partition import Partition
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 from merak.schedule.registry import build, names
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, bert, gpt2, llama
@@ -219,14 +220,14 @@ def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
     mesh = init(tp=2)
     columns = dict(signature(draw(samples)).columns)
     graph = build_graph(GraphSource(blocks(0.1)), columns, training=True)
-    layout = Layout(graph, Partition(len(graph.segments), ()), Plans("1f1b", 1, 4))
+    layout = Layout(graph, Partition(len(graph.segments), ()), StepPlans("1f1b", 1, 4))
     times = [SegmentTimes(s.name, 0.1, 0.2) for s in graph.segments]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks_per_node))
         patch.setattr(overlap, "start_sum", machine.start)
         patch.setattr(overlap, "time", machine)
         patch.setattr(torch, "mm", machine.product)
-        return overlap.choose_halves(wish, layout, mesh, lambda: times)
+        return overlap.choose_sub_pipelining(wish, layout, mesh, lambda: times)
 
 
 def test_auto_halves_where_sums_between_machines_take_as_long_as_computation(pool):

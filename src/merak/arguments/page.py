@@ -9,11 +9,11 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 
+from merak.arguments.fields import OWN_FIELDS
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.rules import Layout, Policy, Rule
 from merak.arguments.single_process import REFUSED_VARIABLES
 from merak.arguments.table import ACCELERATOR, SECTIONS, SEQ2SEQ
-from merak.arguments.fields import OWN_FIELDS
 from merak.arguments.training import MerakArguments
 
 INTRODUCTION = """\

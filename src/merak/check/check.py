@@ -36,7 +36,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.trace.opaque.report import KeptWhole, report_kept
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
         ScheduleError, PlanError, ShardError: they do not.
     """
     layout, options = job.layout, job.options
-    plans = Plans(options.schedule, layout.pp, options.num_microbatches)
+    plans = StepPlans(options.schedule, layout.pp, options.num_microbatches)
     num_stages = plans.base.schedule.num_stages
     if num_stages > len(graph.segments):
         raise PlanError(

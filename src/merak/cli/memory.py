@@ -171,7 +171,7 @@ def memory_report(request: Request) -> MemoryReport:
     from merak.graph.segment.build import GraphSource
     from merak.graph.weights.empty_weights import empty_weights
     from merak.launch.devices import planned_device
-    from merak.plan.layout import EngineOptions
+    from merak.plan.engine_options import EngineOptions
     from merak.zoo.batches.batch import example_arguments, example_columns
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
 

@@ -19,9 +19,9 @@ from merak.engine.stage import Stage
 from merak.engine.zero.fsdp import Sharded
 from merak.engine.zero.parameters import TrainedParameters
 from merak.graph.program.program import Program
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 
-KeepLess = Callable[[int, Mapping[int, str]], tuple[Plans, Program]]
+KeepLess = Callable[[int, Mapping[int, str]], tuple[StepPlans, Program]]
 """Given a step, and why it was given up on some pipeline positions, the plans and the program to go
 on with."""
 
@@ -72,7 +72,7 @@ class Parts:
     kept_buffers: frozenset[str]
     base: Program
     program_for: Callable[[Signature, bool], Program]
-    plan_for: Plans
+    plan_for: StepPlans
     transfers: Transfers
     reducer: GradientReducer
     tied: TiedGradients

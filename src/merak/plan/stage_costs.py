@@ -19,7 +19,7 @@ from merak.plan.activations.offload import NOTHING, parse_offload
 from merak.plan.activations.offload_spec import Times
 from merak.plan.balance import Timed
 from merak.plan.recompute_spec import Mode, parse_recompute
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import Costs, stage_costs
 
 
@@ -36,7 +36,7 @@ class _Asked:
     limit_bytes: float | None
 
 
-def plans_for_costs(forecast: Forecast, times: Times) -> Plans:
+def plans_from_costs(forecast: Forecast, times: Times) -> StepPlans:
     """The plans of a schedule that is made for the job's own stages; called alike on every rank.
 
     Args:
@@ -44,9 +44,9 @@ def plans_for_costs(forecast: Forecast, times: Times) -> Plans:
         times: of the segments, estimated or measured.
     """
     mesh, options = forecast.mesh, forecast.options
-    wish = parse_recompute(options.recompute)
+    spec = parse_recompute(options.recompute)
     # What recomputes by the user's word, or fills the memory, is settled afterwards.
-    is_free = wish.mode is Mode.SCHEDULE and parse_offload(options.offload_activations) == NOTHING
+    is_free = spec.mode is Mode.SCHEDULE and parse_offload(options.offload_activations) == NOTHING
     budget = common_budget(options, mesh) if is_free else None
     asked: list[_Asked | None] = [None]
     if mesh.rank == 0:
@@ -57,7 +57,7 @@ def plans_for_costs(forecast: Forecast, times: Times) -> Plans:
     assert asked[0] is not None
     chosen: dict[str, Any] = {"costs": asked[0].costs}
     if not is_free:
-        everything = wish.mode is Mode.SELECTIVE or wish.share == 1.0
+        everything = spec.mode is Mode.SELECTIVE or spec.fraction == 1.0
         flags = (everything,) * asked[0].costs.num_stages
         return _made(forecast, {**chosen, "recompute": flags})
     if asked[0].limit_bytes is None:
@@ -68,11 +68,11 @@ def plans_for_costs(forecast: Forecast, times: Times) -> Plans:
         return _made(forecast, chosen)  # whoever compares with the memory says what would fit
 
 
-def _made(forecast: Forecast, chosen: Mapping[str, Any]) -> Plans:
+def _made(forecast: Forecast, chosen: Mapping[str, Any]) -> StepPlans:
     options = forecast.options
     if options.zero == 3:  # which needs whole backwards
         chosen = {**chosen, "split": False}
-    return Plans(options.schedule, forecast.mesh.pp, options.num_microbatches, chosen=chosen)
+    return StepPlans(options.schedule, forecast.mesh.pp, options.num_microbatches, chosen=chosen)
 
 
 def _asked(forecast: Forecast, times: Sequence[Timed], budget: int | None) -> _Asked:
@@ -92,12 +92,12 @@ def _asked(forecast: Forecast, times: Sequence[Timed], budget: int | None) -> _A
 def _with_memory(forecast: Forecast, costs: Costs, budget: int) -> _Asked:
     """Likewise, with what the stages hold, and what is left for that."""
     layout = forecast.layout
-    held, values = forecast.held_bytes(), layout.graph.values
+    held, values = forecast.saved_bytes(), layout.graph.values
     inputs = {s.index: sum(values[n].num_bytes for n in s.inputs) for s in layout.graph.segments}
     stages = layout.partition.stages
     activations = tuple(float(sum(held[i] for i in own)) for own in stages)
     checkpoints = tuple(float(sum(inputs[i] for i in own)) for own in stages)
-    ranks = forecast.ranks(layout.schedule, forecast.kept)
+    ranks = forecast.ranks(layout.schedule)
     states = {s.stage: s.total - s.activations for rank in ranks for s in rank.stages}
     # Buffers, columns, and what an operator or the optimizer takes for a while.
     others = max(r.peak.total_bytes - sum(stage.total for stage in r.stages) for r in ranks)

@@ -19,7 +19,8 @@ from merak.graph.ir.ir import batch_size
 from merak.ops.collectives import start_sum
 from merak.plan.balance import Timed
 from merak.plan.cost.overlap import Layers, layer_costs
-from merak.plan.layout import EngineOptions, Layout
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
 from merak.schedule.ir import Schedule
 from merak.schedule.simulate.simulate import simulate
 
@@ -36,7 +37,7 @@ _MOST_PRODUCTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class AllReduceTimes:
     """The all-reduces of a job as measured.
 
     Args:
@@ -48,7 +49,7 @@ class Sums:
     hidden: float
 
 
-def wish_for_halves(options: EngineOptions) -> str:
+def requested_sub_pipelining(options: EngineOptions) -> str:
     """Whether microbatches are to run in halves: with sequence parallelism they never do.
 
     Raises:
@@ -65,7 +66,7 @@ def wish_for_halves(options: EngineOptions) -> str:
     return "off"
 
 
-def choose_halves(
+def choose_sub_pipelining(
     wish: str, layout: Layout, mesh: Mesh, times: Callable[[], Sequence[Timed]]
 ) -> bool:
     """Whether microbatches run in halves; called alike on all ranks, and the same on all.
@@ -93,12 +94,12 @@ def choose_halves(
         dist.broadcast_object_list(measured, src=0)
     if not measured[0]:
         return False
-    sums = measure_sums(layout, mesh)
+    sums = measure_all_reduce(layout, mesh)
     # Measured times differ from rank to rank, and all need one answer: rank 0 decides.
     decided = [False]
     if mesh.rank == 0:
         stages = tensor_parallel_stages(layout, times(), mesh.tp, sums.seconds)
-        gain = gain_of_halves(layout.schedule, stages, sums.hidden)
+        gain = sub_pipelining_gain(layout.schedule, stages, sums.hidden)
         decided = [gain >= LEAST_GAIN]
         logger.info(
             "a sum over tp takes %.2g s, of which %.0f %% disappear beside computation: in halves "
@@ -137,7 +138,7 @@ def tensor_parallel_stages(
     return tuple(stages)
 
 
-def gain_of_halves(schedule: Schedule, stages: Sequence[Layers], hidden: float) -> float:
+def sub_pipelining_gain(schedule: Schedule, stages: Sequence[Layers], hidden: float) -> float:
     """How many times as fast an iteration is in halves, by the simulation.
 
     Args:
@@ -152,7 +153,7 @@ def gain_of_halves(schedule: Schedule, stages: Sequence[Layers], hidden: float) 
     return whole_s / expected_s if expected_s else 1.0
 
 
-def measure_sums(layout: Layout, mesh: Mesh) -> Sums:
+def measure_all_reduce(layout: Layout, mesh: Mesh) -> AllReduceTimes:
     """Measure an all-reduce over tp of what crosses a cut of the model; called alike on all ranks.
 
     Args:
@@ -163,7 +164,7 @@ def measure_sums(layout: Layout, mesh: Mesh) -> Sums:
     crossing = [graph.values[name] for cut in graph.boundaries() for name in cut]
     largest = max(crossing, key=lambda meta: meta.num_bytes, default=None)
     if largest is None:
-        return Sums(0.0, 0.0)
+        return AllReduceTimes(0.0, 0.0)
     tensor = torch.zeros(largest.shape, dtype=largest.dtype, device=mesh.device)
     factor = torch.zeros(_SIZE, _SIZE, device=mesh.device)
 
@@ -186,7 +187,7 @@ def measure_sums(layout: Layout, mesh: Mesh) -> Sums:
     compute_s = _seconds(lambda: compute(num_products), mesh.device)
     both_s = _seconds(both, mesh.device)
     saved = (sum_s + compute_s - both_s) / min(sum_s, compute_s)
-    return Sums(sum_s, min(max(saved, 0.0), 1.0))
+    return AllReduceTimes(sum_s, min(max(saved, 0.0), 1.0))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

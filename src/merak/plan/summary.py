@@ -13,7 +13,7 @@ from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
 from merak.core.units import count, ranges, size
 from merak.plan.activations.forecast import Forecast
-from merak.plan.step_plans import Plans
+from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
 from merak.schedule.simulate.simulate import simulate
@@ -84,11 +84,10 @@ def _rows(forecast: Forecast) -> list[tuple[str, ...]]:
 
 
 def _memory(forecast: Forecast) -> Sequence[str]:
-    schedule, kept = forecast.layout.schedule, forecast.kept
     try:
-        found = forecast.ranks(schedule, kept)
+        found = forecast.ranks(forecast.layout.schedule)
     except Exception:
-        # Code of the model's own may look at numbers, which tensors without them do not have.
+        # Code of the model's own may read values, which fake tensors do not have.
         return ["unknown"] * forecast.mesh.pp
     return [size(rank.peak.total_bytes) for rank in found]
 
@@ -117,7 +116,7 @@ def bubble(schedule: Schedule) -> float:
     return simulate(schedule, uniform(schedule.num_stages)).bubble_fraction
 
 
-def idle_pipeline(plans: Plans, option: str) -> str | None:
+def idle_pipeline(plans: StepPlans, option: str) -> str | None:
     """What to tell a user whose steps have too few microbatches for the pipeline.
 
     Args:

@@ -34,7 +34,7 @@ from merak.engine.loss_scale import LossScale
 from merak.graph.segment.build import GraphSource
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.weights.empty_weights import empty_weights
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.plan.summary import describe_mesh
 from merak.trainer.batch_agreement import Agreement, Council
 from merak.trainer.before import check_what_follows

@@ -13,8 +13,8 @@ from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
 from merak.engine.build import forecast_of
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
-from merak.plan.step_plans import Plans
+from merak.plan.engine_options import EngineOptions
+from merak.plan.step_plans import StepPlans
 from merak.plan.summary import bubble, describe_mesh, idle_pipeline, summary
 from tests.unit.graph import families
 
@@ -84,7 +84,7 @@ def test_a_mesh_in_a_line(monkeypatch: pytest.MonkeyPatch, hosts: str, expected:
 
 
 def test_an_idle_pipeline_is_told_of_with_a_fix() -> None:
-    said = idle_pipeline(Plans("1f1b", 4, 1), "gradient_accumulation_steps")
+    said = idle_pipeline(StepPlans("1f1b", 4, 1), "gradient_accumulation_steps")
     assert said == (
         "gradient_accumulation_steps=1 gives the pipeline of 4 ranks 1 microbatch a step, which "
         "leaves them idle 75% of the time; gradient_accumulation_steps=16 would leave 16%."
@@ -95,7 +95,7 @@ def test_an_idle_pipeline_is_told_of_with_a_fix() -> None:
     ("schedule", "pp", "microbatches"), [("1f1b", 1, 1), ("1f1b", 4, 4), ("zero_bubble_v", 4, 8)]
 )
 def test_a_pipeline_that_is_busy_is_not(schedule: str, pp: int, microbatches: int) -> None:
-    assert idle_pipeline(Plans(schedule, pp, microbatches), "num_microbatches") is None
+    assert idle_pipeline(StepPlans(schedule, pp, microbatches), "num_microbatches") is None
 
 
 def test_a_schedule_from_a_file_is_told_of_without_figures(tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_a_schedule_from_a_file_is_told_of_without_figures(tmp_path: Path) -> No
     from merak.schedule.serialize import to_text
 
     path.write_text(to_text(build("1f1b", 4, 2)))
-    said = idle_pipeline(Plans(str(path), 4, 2), "num_microbatches")
+    said = idle_pipeline(StepPlans(str(path), 4, 2), "num_microbatches")
     assert said is not None and said.endswith("; use more, such as num_microbatches=16.")
 
 
 def test_the_bubble_is_the_schedules() -> None:
-    assert bubble(Plans("1f1b", 4, 12).base.schedule) == pytest.approx(3 / 15)
+    assert bubble(StepPlans("1f1b", 4, 12).base.schedule) == pytest.approx(3 / 15)
 
 
 def test_progress_has_seconds(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,12 +21,12 @@ Step = tuple[float, float]
 """Seconds of computation, and of the sum over the ranks that follows it, of a whole microbatch."""
 
 
-def in_line_s(steps: Sequence[Step]) -> float:
+def sequential_s(steps: Sequence[Step]) -> float:
     """Seconds of work whose every sum is waited for."""
     return sum(compute_s + sum_s for compute_s, sum_s in steps)
 
 
-def in_turns_s(steps: Sequence[Step], share: float = 0.5) -> float:
+def interleaved_s(steps: Sequence[Step], share: float = 0.5) -> float:
     """Seconds of the same work in halves that take turns.
 
     Args:
@@ -127,7 +127,7 @@ class Layers:
 
     def _seconds(self, layer: Sequence[Step], in_halves: bool) -> float:
         steps = [*layer] * self.num_layers
-        return in_turns_s(steps) if in_halves else in_line_s(steps)
+        return interleaved_s(steps) if in_halves else sequential_s(steps)
 
 
 def layer_costs(stages: Sequence[Layers], in_halves: bool, **others: object) -> Costs:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merak.plan.cost.overlap import Layers, in_turns_s, layer_costs
+from merak.plan.cost.overlap import Layers, interleaved_s, layer_costs
 from merak.schedule.ir import Kind
 from merak.schedule.registry import build
 from merak.schedule.simulate.simulate import simulate
@@ -39,7 +39,7 @@ def two_queues(work: list[tuple[float, float]], share: float = 0.5) -> float:
 
 @given(steps, st.floats(0.3, 0.7))
 def test_halves_last_as_long_as_two_queues(work: list[tuple[float, float]], share: float) -> None:
-    assert in_turns_s(work, share) == pytest.approx(two_queues(work, share))
+    assert interleaved_s(work, share) == pytest.approx(two_queues(work, share))
 
 
 @given(st.integers(1, 12), times, times, times, times)
