@@ -146,11 +146,11 @@ def peak_of_step(parallel: ParallelModel, batch: dict[str, torch.Tensor]) -> int
     engine = parallel.engine
     state = parallel.optimizer.state.values() if parallel.optimizer is not None else ()
     held = [*engine.parameters.values(), *parallel.model.buffers()]
-    held += [*engine._parts.base.constants.values()]
+    held += [*engine._state.base.constants.values()]
     held += [t for own in state for t in own.values() if isinstance(t, torch.Tensor)]
     held = [tensor for tensor in held if tensor.device.type != "meta"]
     static = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
-    read = sum(c.nbytes for n, c in batch.items() if n in engine._parts.base.columns)
+    read = sum(c.nbytes for n, c in batch.items() if n in engine._state.base.columns)
     with Storages([*held, *batch.values()]) as storages:
         parallel.step(batch)
     return storages.peak_bytes + sum(static.values()) + read

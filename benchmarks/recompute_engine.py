@@ -91,7 +91,7 @@ def lasting(program: SegmentProgram, forward_s: float, share: float) -> SegmentP
 def slow_down(engine: Engine, forecast: Forecast, forward_s: float) -> None:
     """Let every segment of this rank compute for a known time."""
     shares = {i: ops.time_fraction for i, ops in forecast.policy.selective.items()}
-    stages = engine._parts.base.stages
+    stages = engine._state.base.stages
     for number, stage in stages.items():
         runs = tuple(
             lasting(s, forward_s, shares.get(s.segment.index, 0.0)) for s in stage.segments
@@ -131,7 +131,7 @@ def job_of(kind: str, options: Any) -> Job:
             {"x": torch.randn(count * 4, 64, 64, generator=draws)},
             {
                 "segment_times": Path(options.folder, "times.json"),
-                "segments_per_stage": (BLOCKS_PER_STAGE,) * NUM_STAGES,
+                "partition": (BLOCKS_PER_STAGE,) * NUM_STAGES,
             },
             options.forward_ms / 1e3,
             Path(options.folder),
@@ -155,9 +155,7 @@ def run_job(num_ranks: int, options: Any) -> list[dict[str, Any]]:
     count = options.microbatches
     job = job_of(options.kind, options)
     if job.forward_s is not None:
-        plain = dataclasses.replace(
-            job, options={"segments_per_stage": job.options["segments_per_stage"]}
-        )
+        plain = dataclasses.replace(job, options={"partition": job.options["partition"]})
         segments = foresee(plain, count).layout.graph.segments
         times = [SegmentTimes(s.name, job.forward_s, 2 * job.forward_s) for s in segments]
         if dist.get_rank() == 0:
@@ -177,7 +175,7 @@ def run_job(num_ranks: int, options: Any) -> list[dict[str, Any]]:
         kept = formula(whole, budget)
         listed = sorted(set(range(len(whole.layout.graph.segments))) - kept)
         rows.append(measure(f"formula in {share}", job, options, recompute=listed))
-        choice = {"recompute": "auto", "memory_budget_bytes": budget}
+        choice = {"recompute": "auto", "memory_budget": budget}
         rows.append(measure(f"auto in {share}", job, options, **choice) | {"budget": budget})
     return rows
 
@@ -235,10 +233,10 @@ def counted_step(parallel: Any, batch: Batch) -> int:
     parallel.step(batch)
     engine = parallel.engine
     known = [*engine.parameters.values(), *parallel.model.buffers()]
-    known += engine._parts.base.constants.values()
+    known += engine._state.base.constants.values()
     with Storages([*known, *batch.values()]) as storages:
         parallel.step(batch)
-    own = engine._parts.base.columns
+    own = engine._state.base.columns
     # The batch is there before the step; the estimate counts the columns that a rank reads.
     return storages.peak_bytes + sum(column.nbytes for n, column in batch.items() if n in own)
 

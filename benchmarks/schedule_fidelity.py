@@ -82,7 +82,7 @@ class Sleeping:
         self._seconds = seconds
         self._progress = progress
         self._kept: set[int] = set()
-        self.waiting = SleepingWeights(stage.waiting, self)
+        self.weight_gradients = SleepingWeights(stage.weight_gradients, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
@@ -205,9 +205,9 @@ def fall_asleep(engine: Engine, forward_s: float) -> None:
     """Let every stage of this rank take known times, and nothing else of it change."""
     stages: dict[int, Any] = {
         number: Sleeping(stage, durations(forward_s), engine.progress)
-        for number, stage in engine._parts.stages.items()
+        for number, stage in engine._state.stages.items()
     }
-    engine._parts = dataclasses.replace(engine._parts, stages=stages)
+    engine._state = dataclasses.replace(engine._state, stages=stages)
 
 
 def run_with_and_without(num_ranks: int, options: Any) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def seconds_per_action() -> float:
     start = time.perf_counter()
     for _ in range(count):
         with progress.action(action):
-            with progress.waiting(f"the activation of microbatch {count}", (1,)):
+            with progress.weight_gradients(f"the activation of microbatch {count}", (1,)):
                 pass
             progress.started()
     return (time.perf_counter() - start) / count

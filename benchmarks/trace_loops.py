@@ -27,9 +27,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Zamba 7B": ("Zamba", {}),
     "Zamba2": ("Zamba2", {}),
     "Bamba 9B": ("Bamba", {"attn_layer_indices": [9, 18, 27]}),
-    "Mamba2 2.7B": ("Mamba2", {}),
+    "Mamba2 7B": ("Mamba2", {}),
     "Qwen3-Next 80B": ("Qwen3Next", {}),
-    "Qwen3.5": ("Qwen3_5", {}),
+    "Qwen3.5 9B": ("Qwen3_5", {}),
     "MiniMax": ("MiniMax", {}),
 }
 """By name: the class without ForCausalLM, and what differs from its config's defaults."""
@@ -43,7 +43,7 @@ def run_here(name: str, sequence: int) -> dict[str, Any]:
     import merak
     from merak.core.tensor_meta import TensorMeta
     from merak.graph.segment.build import GraphSource, build_timed
-    from merak.graph.trace.opaque.operator import kept_calls
+    from merak.graph.trace.opaque.operator import opaque_calls
 
     family, changed = MODELS[name]
     model_class = getattr(transformers, f"{family}ForCausalLM")
@@ -63,7 +63,7 @@ def run_here(name: str, sequence: int) -> dict[str, Any]:
         "operators": sum(len(part.graph.nodes) for part in graph.segments),
         "segments": len(graph.segments),
         "opaque": sorted(
-            {call.place.path.partition(":")[2] or call.class_name for call in kept_calls(graph)}
+            {call.ref.path.partition(":")[2] or call.class_name for call in opaque_calls(graph)}
         ),
         "peak GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
     }

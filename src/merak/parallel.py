@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merak.core.errors import DataError, ScheduleError, TrainingError
+from merak.core.errors import ArgumentsError, DataError, ScheduleError, TrainingError
 from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
+from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.health.oom import OPTIMIZER_FIX, explained
+from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
 from merak.engine.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
@@ -54,8 +55,10 @@ class ParallelModel:
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
         self.plain: Mapping[str, Any] = {}  # arguments in every batch that are no tensors
-        trained = list(engine.trained.named.values())
-        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        optimizer_params = list(engine.optimizer_params.named.values())
+        self.optimizer = (
+            optimizer(optimizer_params) if optimizer is not None and optimizer_params else None
+        )
         engine.check_optimizer(self.optimizer)
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
@@ -80,7 +83,7 @@ class ParallelModel:
         """
         microbatches = split_batch(without_plain(batch, self.plain), self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
-        self.engine.trained.clear_gradients()
+        self.engine.optimizer_params.clear_gradients()
         losses = self.engine.train_step(
             self.num_steps,
             [signature(b).columns for b in microbatches],
@@ -121,9 +124,9 @@ class ParallelModel:
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
-            with explained("the optimizer's step", OPTIMIZER_FIX):
+            with explain_oom("the optimizer's step", OPTIMIZER_FIX):
                 self.optimizer.step()
-        self.engine.trained.write_back()
+        self.engine.optimizer_params.sync_model_params()
 
     def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The loss of one batch, without training.
@@ -178,8 +181,8 @@ def parallelize(
         max_grad_norm: clip the global gradient norm to this.
         autocast: mixed precision: the model runs under torch.autocast with this type, over
             parameters of float32; float16 comes with a loss scale.
-        **options: further fields of `merak.plan.EngineOptions`, such as `schedule`,
-            `recompute` and `memory_budget_bytes`.
+        **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
+            `schedule`, `recompute` and `memory_budget`; and `seed`.
 
     Returns:
         The parallel model, with `step` and `evaluate`.
@@ -193,6 +196,7 @@ def parallelize(
     columns, plain = split_plain(example_batch)
     sample = signature(split_batch(columns, num_microbatches)[0]).columns
     source = GraphSource(model, loss_fn, fixed=plain, device=mesh.device, autocast=autocast)
+    options = _todays_options(options)
     chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)
     engine = build_engine(source, sample, mesh, chosen)
     if engine.updates_inside and max_grad_norm is not None:
@@ -207,11 +211,41 @@ def parallelize(
             "so no rank can tell whether float16 has overflowed; use autocast=torch.bfloat16."
         )
     idle = engine.idle_pipeline("num_microbatches")
-    if idle is not None and mesh.rank == 0:
-        logger.warning("%s", idle)
+    if idle is not None:
+        warn_on_rank0(logger, "%s", idle)
     parallel = ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm, scaler)
     parallel.plain = plain
     return parallel
+
+
+_RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "features": ("feature_dict", lambda value: value),
+    "segments_per_stage": ("partition", lambda value: value),
+    "memory_budget_bytes": ("memory_budget", lambda value: value),
+    "exact_tied_gradients": ("tied_gradients", lambda exact: "microbatch" if exact else "step"),
+    "float32_gradients": ("gradient_sums", lambda float32: "float32" if float32 else "own"),
+}
+"""Former names of options: the name of today, and its value for a former one's."""
+
+
+def _todays_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their present names; a former name is warned of.
+
+    Args:
+        options: by name, as given to `merak.parallelize`.
+
+    Raises:
+        ArgumentsError: an option is given by its former and its present name.
+    """
+    found: dict[str, Any] = dict(options)
+    for former, (name, convert) in _RENAMED.items():
+        if former not in found:
+            continue
+        if name in found:
+            raise ArgumentsError(f"{former} is today called {name}; leave {former} out.")
+        found[name] = convert(found.pop(former))
+        warn_once(logger, "The option %s is today called %s.", former, name)
+    return found
 
 
 def split_batch(

@@ -116,7 +116,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def leave_out_host(engine: Engine, storages: Storages) -> None:
     """What waits in host memory is not on the device; on the CPU nothing else tells them apart."""
-    for offload in {id(s.offload): s.offload for s in engine._parts.stages.values()}.values():
+    for offload in {id(s.offload): s.offload for s in engine._state.stages.values()}.values():
         if offload is not None:
             make = type(offload)._in_host
 
@@ -155,7 +155,7 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
         ranks = forecast.ranks(schedule)
         peak = ranks[mesh.pp_rank].peak
         engine = build_engine(source, sample, mesh, options)
-        trained = engine.trained
+        trained = engine.optimizer_params
         optimizer = adam(trained.named.values())
         constants = forecast.layout.graph.constants
         known = [*model.buffers(), *constants.values(), *trained.named.values()]
@@ -168,7 +168,7 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
                 batches = [{n: c.clone() for n, c in batch.items()} for _ in range(count)]
                 engine.train_step(step, [sample] * len(batches), batches, 1.0)
                 optimizer.step()
-                trained.write_back()
+                trained.sync_model_params()
         static = sum(
             peak.by_category.get(c, 0)
             for c in (Category.PARAMETERS, Category.OPTIMIZER, Category.BUFFERS)

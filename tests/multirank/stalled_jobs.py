@@ -97,7 +97,7 @@ def data() -> None:
 
 def forward() -> None:
     model = trained(pp=3)
-    stage = next(iter(model.engine._parts.stages.values()))
+    stage = next(iter(model.engine._state.stages.values()))
     if is_rank(1):
         stage.forward = late(stage.forward)
     model.step(BATCH)
@@ -105,7 +105,7 @@ def forward() -> None:
 
 def gradients() -> None:
     model = trained(pp=1, dp=2)
-    reducer = model.engine._parts.reducer
+    reducer = model.engine._state.reducer
     if is_rank(1):
         reducer.ready = late(reducer.ready)
     model.step(BATCH)
@@ -113,7 +113,7 @@ def gradients() -> None:
 
 def tied() -> None:
     model = trained(pp=2)
-    exchange = model.engine._parts.tied
+    exchange = model.engine._state.tied
     if is_rank(0):  # which owns the tied weight
         exchange.finish = late(exchange.finish)
     model.step(BATCH)
@@ -121,7 +121,7 @@ def tied() -> None:
 
 def loss() -> None:
     model = trained(pp=2)
-    transfers = model.engine._parts.transfers
+    transfers = model.engine._state.transfers
     if is_rank(1):
         transfers.finish = late(transfers.finish)
     model.step(BATCH)

@@ -60,7 +60,7 @@ def run_merak(
         master_weights=True,
         sub_pipelining=sub_pipelining,
     )
-    runs = [run for s in parallel.engine._parts.base.stages.values() for run in s.runs]
+    runs = [run for s in parallel.engine._state.base.stages.values() for run in s.runs]
     assert any(isinstance(run, HalvedRun) for run in runs) == (sub_pipelining == "on")
     losses, after = [], []
     for step, count in enumerate(counts):
@@ -73,7 +73,7 @@ def run_merak(
         }
         losses.append(float(parallel.step(own)))
         engine = parallel.engine
-        after.append({n: p.detach().clone() for n, p in engine.trained.named.items()})
+        after.append({n: p.detach().clone() for n, p in engine.optimizer_params.named.items()})
         for name, parameter in engine.parameters.items():
             assert parameter.dtype == dtype
             assert torch.equal(parameter, after[-1][name].to(dtype))

@@ -18,7 +18,7 @@ from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.health.oom import explain_step
+from merak.engine.health.oom import explain_optimizer_oom
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from tests.multirank.ranks import RankError
@@ -44,7 +44,9 @@ class Fault:
 def injected(fault: Fault, rank: int, engine: Engine) -> Iterator[None]:
     """Inside, the fault happens."""
     place, name = fault.function.rsplit(".", 1)
-    holder: Any = engine._parts.relief if place == "relief" else importlib.import_module(place)
+    holder: Any = (
+        engine._state.oom_guard if place == "oom_guard" else importlib.import_module(place)
+    )
     real = getattr(holder, name)
     calls = iter(range(10**9))
 
@@ -52,7 +54,7 @@ def injected(fault: Fault, rank: int, engine: Engine) -> Iterator[None]:
         number = next(calls) - fault.after
         if rank not in fault.ranks or not 0 <= number < fault.times:
             return real(*args, **kwargs)
-        if place != "relief":
+        if place != "oom_guard":
             raise torch.OutOfMemoryError(WORDS)
         return real(fail_once(args[0]))
 
@@ -116,12 +118,12 @@ def one_step(
             3, [sample] * count, every[mesh.dp_rank :: mesh.dp], 1.0 / (count * mesh.dp)
         )
     assert torch.equal(before, torch.get_rng_state())
-    for stage in engine._parts.stages.values():
+    for stage in engine._state.stages.values():
         assert stage.num_in_flight == 0
-    found = [losses, *(item.stepped.grad for item in engine.trained.items.values())]
-    found += [engine._parts.buffers[name] for name in sorted(engine._parts.buffers)]
-    program = engine._parts.base
-    flags = engine._parts.plan_for.base.schedule.recompute
+    found = [losses, *(item.tensor.grad for item in engine.optimizer_params.items.values())]
+    found += [engine._state.buffers[name] for name in sorted(engine._state.buffers)]
+    program = engine._state.base
+    flags = engine._state.plan_for.base.schedule.recompute
     kept = sum(
         not flags[number] or segment.kept
         for number, stage in program.stages.items()
@@ -146,7 +148,7 @@ def compare(
         if key not in undisturbed:
             undisturbed[key] = one_step(options, cache, None, normed)
         expected, most = undisturbed[key]
-        options = replace(options, recompute="auto", memory_budget_bytes=ENOUGH)
+        options = replace(options, recompute="auto", memory_budget=ENOUGH)
         found, kept = one_step(options, cache, fault, normed)
         assert len(found) == len(expected)
         for one, other in zip(found, expected):
@@ -184,14 +186,18 @@ def test_all_kinds_of_schedules_run_the_step_again(pool, tmp_path):
 def test_wherever_memory_runs_out_the_step_is_run_again(pool, tmp_path):
     faults = [Fault(CALL, (0, 1)), Fault(PROPAGATE, (1,), 0), Fault(CALL, (1,), 5, 2)]
     # Buffers of transfers and sums, of which each rank has several.
-    faults += [Fault("relief.allocate", (rank,), n) for rank in (0, 1) for n in (0, 3, 8)]
-    once = (("exact_tied_gradients", False),)
+    faults += [Fault("oom_guard.allocate", (rank,), n) for rank in (0, 1) for n in (0, 3, 8)]
+    once = (("tied_gradients", "step"),)
     faults += [Fault(PROPAGATE, (1,), 6, options=once)]
     check(pool, (1, 1, 2), faults, tmp_path)
 
 
 def test_replicas_are_kept_together(pool, tmp_path):
-    faults = [Fault(CALL, (1,), 3), Fault(PROPAGATE, (0,), 10), Fault("relief.allocate", (1,), 1)]
+    faults = [
+        Fault(CALL, (1,), 3),
+        Fault(PROPAGATE, (0,), 10),
+        Fault("oom_guard.allocate", (1,), 1),
+    ]
     faults += [Fault(PROPAGATE, (0,), 4, options=(("zero", zero),)) for zero in (1, 2)]
     check(pool, (2, 1, 1), faults, tmp_path)
 
@@ -269,7 +275,7 @@ def ending(jobs: list[Final], cache: Path) -> list[str]:
         sample = signature(every[0]).columns
         engine = build_engine(GraphSource(model, cache_dir=cache), sample, mesh, options)
         optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1)
-        explain_step(optimizer)
+        explain_optimizer_oom(optimizer)
         # As transformers does, whose schedules wrap the step once more.
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         fault = Fault(job.function, (0,), 1, 10**6)

@@ -132,7 +132,7 @@ class Costs:
 
     def __init__(self, parallel: Any) -> None:
         self.seen: Counter[str] = Counter()
-        self._transfers = parallel.engine._parts.transfers
+        self._transfers = parallel.engine._state.transfers
         self._all_reduce, self._send = dist.all_reduce, self._transfers.send
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +181,8 @@ def run_parallel(
         optimizer=adamw,
         num_microbatches=MICROBATCHES // dp,
         schedule=schedule,
-        segments_per_stage=sizes,
-        features=FEATURES if kind == "adapted" else None,
+        partition=sizes,
+        feature_dict=FEATURES if kind == "adapted" else None,
     )
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
     for step in range(STEPS):

@@ -276,7 +276,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from merak.core import store as job_store, watchdog
+from merak.core.health import store as job_store, watchdog
 
 store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)

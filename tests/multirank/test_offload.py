@@ -40,7 +40,7 @@ def gradients(schedules: list[str], cache: Path) -> list[list[bool]]:
             source = GraphSource(tiny_gpt2(), cache_dir=cache)
             engine = build_engine(source, sample, mesh, options)
             losses = engine.train_step(0, [sample] * 4, batches(4), 0.25)
-            assert all(s.num_in_flight == 0 for s in engine._parts.stages.values())
+            assert all(s.num_in_flight == 0 for s in engine._state.stages.values())
             grads = [p.grad for p in engine.parameters.values()]
             seen.append([losses, *(g.clone() for g in grads if g is not None)])
         first, *others = seen
@@ -69,7 +69,7 @@ def trained(degrees: tuple[int, int, int], cases: list[Case]) -> list[bool]:
 def moved_bytes(engine: Engine) -> list[int]:
     """Sizes of all copies to the host from now on."""
     sizes: list[int] = []
-    for offload in {s.offload for s in engine._parts.stages.values() if s.offload is not None}:
+    for offload in {s.offload for s in engine._state.stages.values() if s.offload is not None}:
         make = offload._in_host
 
         def in_host(num_bytes: int, make: Any = make) -> torch.Tensor:
@@ -99,7 +99,7 @@ def steps(family: str, options: dict[str, Any], away: str | None) -> list[torch.
     sizes = moved_bytes(parallel.engine)
     losses = [parallel.step(batch) for _ in range(2)]
     assert bool(sizes) == (away is not None)
-    return [*losses, *(p.detach().clone() for p in parallel.engine.trained.named.values())]
+    return [*losses, *(p.detach().clone() for p in parallel.engine.optimizer_params.named.values())]
 
 
 @pytest.mark.slow

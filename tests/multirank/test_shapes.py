@@ -95,10 +95,10 @@ def train_on_ranks(
     options = EngineOptions(schedule=schedule, num_microbatches=num_microbatches, max_shapes=3)
     source = GraphSource(model_of(family), device=mesh.device, cache_dir=cache)
     engine = build_engine(source, sample, mesh, options)
-    optimizer = torch.optim.SGD(engine.trained.named.values(), lr=0.05)
+    optimizer = torch.optim.SGD(engine.optimizer_params.named.values(), lr=0.05)
     steps = []
     for step in range(len(LENGTHS)):
-        engine.trained.clear_gradients()
+        engine.optimizer_params.clear_gradients()
         batches = batches_of(step, family, mesh.dp_rank)
         columns = [signature(batch).columns for batch in batches]
         losses = engine.train_step(step, columns, batches, 1.0 / (len(batches) * dp))

@@ -120,7 +120,7 @@ def gradients(
             engine = build_engine(GraphSource(model, cache_dir=cache), sample, mesh, options)
             losses = engine.train_step(0, [sample] * 4, own, 0.25)
             grads = {name: p.grad.clone() for name, p in engine.parameters.items()}
-            runs = [r for s in engine._parts.base.stages.values() for r in s.runs]
+            runs = [r for s in engine._state.base.stages.values() for r in s.runs]
             halved = [
                 s.whole.segment.name for r in runs if isinstance(r, HalvedRun) for s in r.segments
             ]

@@ -79,7 +79,7 @@ def run(job: Job, layout: Layout, folder: str, resume: str | None, cache: str) -
         "norms": [log["grad_norm"] for log in trainer.state.log_history if "loss" in log],
         "class": type(trainer._inner_optimizer()).__name__,
         "state": sum(t.nbytes for s in state.values() for t in s.values() if t.numel() > 1),
-        "stepped": {p.dtype for p in trainer.engine.trained.named.values()},
+        "stepped": {p.dtype for p in trainer.engine.optimizer_params.named.values()},
     }
 
 

@@ -33,7 +33,7 @@ def make(layout: Layout, dtype: torch.dtype, **options: Any) -> Any:
     model = Classifier().to(dtype)
     example = share(0, dtype)
     return merak.parallelize(
-        model, example, optimizer=adamw, num_microbatches=4 // dp, features=FEATURES,
+        model, example, optimizer=adamw, num_microbatches=4 // dp, feature_dict=FEATURES,
         max_grad_norm=0.2, **options,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def train(layout: Layout, name: str, schedule: str, settings: list[dict[str, Any
             ),
             "gradients": sum(
                 p.grad.nbytes
-                for p in {*engine.parameters.values(), *engine.trained.named.values()}
+                for p in {*engine.parameters.values(), *engine.optimizer_params.named.values()}
                 if p.grad is not None
             ),
             "whole": sum(p.nbytes for p in engine.parameters.values()),
@@ -135,8 +135,8 @@ def resume(layout: Layout, folder: str, options: dict[str, Any], start: int) -> 
     mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
     parallel = make(layout, torch.bfloat16, master_weights=True, **options)
     engine = parallel.engine
-    stepped = engine.trained.stepped()
-    held = (engine.held(), engine.shards, mesh, stepped)
+    optimizer_tensors = engine.optimizer_params.optimizer_tensors()
+    held = (engine.held(), engine.shards, mesh, optimizer_tensors)
     if start:
         load_state(folder, parallel.model, parallel.optimizer, *held)
     losses = []
@@ -144,7 +144,7 @@ def resume(layout: Layout, folder: str, options: dict[str, Any], start: int) -> 
         if step == 2 and not start:
             save_state(folder, parallel.model, parallel.optimizer, *held)
         losses.append(parallel.step(share(step, torch.bfloat16)).item())
-    masters = {n: s.tensor.detach().clone() for n, s in stepped.items() if s.rows is None}
+    masters = {n: s.tensor.detach().clone() for n, s in optimizer_tensors.items() if s.rows is None}
     return losses, masters
 
 

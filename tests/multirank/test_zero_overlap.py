@@ -15,7 +15,7 @@ from torch import nn
 
 import merak
 from merak.engine.segments import run as whole
-from merak.engine.zero.param_all_gather import Arrivals
+from merak.engine.zero.param_all_gather import ParamAllGather
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_zero import make, share
 
@@ -33,8 +33,8 @@ def late(folder: str) -> list[tuple[str, int]]:
     """Replica 1 sends its last bucket when replica 0 has begun the next forward, not before."""
     parallel = small((2, 1, 1))
     rank, begun = parallel.engine.mesh.dp_rank, Path(folder) / "begun"
-    gather, wait, call = Arrivals._gather, Arrivals._wait, whole.call
-    last = parallel.engine.trained._arrivals._buckets[-1]
+    gather, wait, call = ParamAllGather._gather, ParamAllGather._wait, whole.call
+    last = parallel.engine.optimizer_params._param_all_gather._buckets[-1]
     events: list[tuple[str, int]] = []
     is_next = False
 
@@ -57,8 +57,8 @@ def late(folder: str) -> list[tuple[str, int]]:
         return outputs
 
     with (
-        mock.patch.object(Arrivals, "_gather", gather_late),
-        mock.patch.object(Arrivals, "_wait", noted),
+        mock.patch.object(ParamAllGather, "_gather", gather_late),
+        mock.patch.object(ParamAllGather, "_wait", noted),
         mock.patch.object(whole, "call", run),
     ):
         parallel.step(share(0, torch.float32))
@@ -92,7 +92,7 @@ def read(name: str) -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tens
     """Whether something was under way; what a reader of the model found; what there is."""
     parallel = small((2, 1, 1), zero=2)
     parallel.step(share(0, torch.float32))
-    under_way = parallel.engine.trained._arrivals.num_open > 0
+    under_way = parallel.engine.optimizer_params._param_all_gather.num_open > 0
     found = {n: t.detach().clone() for n, t in READERS[name](parallel.model).items()}
     return under_way, found, {n: p.detach() for n, p in parallel.engine.parameters.items()}
 

@@ -35,7 +35,7 @@ from merak.graph.cache.value_file import ValueFile, write_values
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
-from merak.graph.trace.opaque.report import KeptWhole, report_kept
+from merak.graph.trace.opaque.report import OpaqueModule, report_opaque
 from merak.plan.step_plans import StepPlans
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class CheckReport:
     seconds: float
     reason: str | None = None
     evaluation_max_rel_diff: float | None = None
-    kept_whole: list[KeptWhole] = field(default_factory=list)
+    kept_whole: list[OpaqueModule] = field(default_factory=list)
     filled: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     loss: str | None = None
@@ -138,7 +138,7 @@ def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckRepor
     report = CheckReport(job.case.name, False, None, None, None, TOLERANCE, 0.0, 0, 0.0)
     try:
         graph = trace_job(job, workshop.folder)
-        report = replace(report, segments=len(graph.segments), kept_whole=report_kept(graph))
+        report = replace(report, segments=len(graph.segments), kept_whole=report_opaque(graph))
         _refuse_misfit(job, graph)
         ranks = _train(job, workshop)
         report = replace(report, tp_sharded_fraction=_sharded_fraction(graph, ranks))

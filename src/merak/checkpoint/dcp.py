@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from merak.core.health.status import during, waiting_for_all
-from merak.core.shards import ParameterShard, RowShare
+from merak.core.shards import ParameterShard, RowShard
 from merak.graph.weights.holders import whole_shape
 from merak.graph.weights.rank_agreement import is_distributed
 
@@ -86,7 +86,7 @@ def part_of(tensor: torch.Tensor, shard: ParameterShard | None, index: int) -> P
 
 def part_of_rows(
     tensor: torch.Tensor,
-    rows: RowShare,
+    rows: RowShard,
     like: torch.Tensor,
     shard: ParameterShard | None,
     index: int,

@@ -43,7 +43,7 @@ def optimizer_parts(optimizer: Optimizer, view: RankView) -> State:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = _name(parameter, view)
-            if view.stepped_of(name).is_master:
+            if view.optimizer_tensor(name).is_master:
                 state[f"{PREFIX}{name}/{MASTER}"] = _part(parameter, name, view)
             for key, value in optimizer.state.get(parameter, {}).items():
                 full_key = f"{PREFIX}{name}/{key}"
@@ -116,8 +116,8 @@ def fill_optimizer(
         name, state_key = _split_key(key)
         if state_key != MASTER:
             values.setdefault(name, {})[state_key] = value
-        elif view.stepped_of(name).is_master:
-            view.stepped_of(name).tensor.detach().copy_(value)
+        elif view.optimizer_tensor(name).is_master:
+            view.optimizer_tensor(name).tensor.detach().copy_(value)
     packed = optimizer.state_dict()
     states: dict[int, dict[str, Any]] = {}
     for packed_group, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
@@ -165,7 +165,7 @@ def _target(
     parameter, shard = view.tensors[name], view.shards.get(name)
     size, dtype = tuple(entry.size), entry.properties.dtype
     if MARK not in key and size == whole_shape(parameter, shard):
-        shape = view.stepped_of(name).tensor.shape
+        shape = view.optimizer_tensor(name).tensor.shape
         # Zeros for the padding of a split vocabulary, of which nothing is stored.
         made = torch.zeros(shape, dtype=dtype, device=parameter.device)
         return made, _part(made, name, view)
@@ -175,7 +175,7 @@ def _target(
 
 def _part(value: torch.Tensor, name: str, view: RankView) -> Part:
     """A tensor of the shape of what is stepped of a parameter here, as a part of the whole."""
-    shard, rows = view.shards.get(name), view.stepped_of(name).rows
+    shard, rows = view.shards.get(name), view.optimizer_tensor(name).rows
     if rows is None:
         return part_of(value, shard, view.shard_index)
     return part_of_rows(value, rows, view.tensors[name], shard, view.shard_index)

@@ -26,7 +26,7 @@ from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
 from merak.core.health.status import during
 from merak.core.mesh import Mesh
-from merak.core.shards import ParameterShard, Stepped
+from merak.core.shards import OptimizerTensor, ParameterShard
 from merak.graph.weights.holders import RankView, find_holdings, view_of_rank
 from merak.graph.weights.rank_agreement import gather_objects
 
@@ -42,7 +42,7 @@ def save_state(
     owned: Collection[str],
     shards: Mapping[str, ParameterShard],
     mesh: Mesh,
-    stepped: Mapping[str, Stepped] | None = None,
+    optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
 ) -> None:
     """Save parameters, buffers and optimizer, each rank its own; all ranks call this together.
 
@@ -56,7 +56,8 @@ def save_state(
         owned: names of the parameters and buffers that this rank holds.
         shards: layouts of those of which it holds a part.
         mesh: the grid of ranks.
-        stepped: what the optimizer steps of this rank's parameters, where not those themselves.
+        optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
+        themselves.
 
     Raises:
         WeightsError: the folder cannot be written or holds other files, or the optimizer has
@@ -64,7 +65,7 @@ def save_state(
     """
     target = Path(folder)
     unfinished = target.with_name(f".{target.name}.partial")
-    view = view_of_rank(model, owned, shards, mesh, stepped)
+    view = view_of_rank(model, owned, shards, mesh, optimizer_tensors)
     state = _model_parts(view, _buffers_to_save(model, owned, shards, mesh))
 
     def start() -> None:
@@ -96,7 +97,7 @@ def load_state(
     owned: Collection[str],
     shards: Mapping[str, ParameterShard],
     mesh: Mesh,
-    stepped: Mapping[str, Stepped] | None = None,
+    optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
 ) -> None:
     """Load what `save_state` saved, in place, under this layout; all ranks call this together.
 
@@ -107,14 +108,15 @@ def load_state(
         owned: names of the parameters and buffers that this rank holds.
         shards: layouts of those of which it holds a part.
         mesh: the grid of ranks.
-        stepped: what the optimizer steps of this rank's parameters, where not those themselves.
+        optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
+        themselves.
 
     Raises:
         WeightsError: the folder holds no complete checkpoint, or that of another model, or no
             optimizer where one is to be loaded.
     """
     target = Path(folder)
-    view = view_of_rank(model, owned, shards, mesh, stepped)
+    view = view_of_rank(model, owned, shards, mesh, optimizer_tensors)
     state: State = {}
     tensors: dict[str, torch.Tensor] = {}
 
@@ -143,7 +145,7 @@ def load_state(
 
 def _refresh_masters(view: RankView) -> None:
     """Let precise copies be those of the parameters just loaded, until their own are."""
-    for name, found in view.stepped.items():
+    for name, found in view.optimizer_tensors.items():
         if found.is_master:
             data = view.tensors[name].detach()
             if found.rows is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,6 +49,7 @@ def check(  # one argument for each option
     with ranks_prepared(dp * tp * pp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
         from merak.core.health import failure
+        from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
         from merak.zoo.check_by_name import Request, check_named
         from merak.zoo.model_source import parse_overrides
@@ -70,14 +70,14 @@ def check(  # one argument for each option
                 evaluate=evaluate,
             ),
         )
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank0():
         show(report, _page, as_json)
     if not report.ok:
         raise typer.Exit(1)
 
 
 def _page(report: CheckReport) -> str:
-    from merak.graph.trace.opaque.report import kept_lines
+    from merak.graph.trace.opaque.report import opaque_lines
 
     if report.loss_max_rel_diff is None:
         compared = []
@@ -102,7 +102,7 @@ def _page(report: CheckReport) -> str:
         (
             f"{report.model}: {result}",
             *compared,
-            *kept_lines(report.kept_whole),
+            *opaque_lines(report.kept_whole),
             f"{report.segments} segments; tensor parallelism splits "
             f"{report.tp_sharded_fraction:.0%} of the parameters; {report.seconds:.1f} s",
         )

@@ -216,7 +216,7 @@ def memory_report(request: Request) -> MemoryReport:
             recompute=request.recompute,
             offload_activations=request.offload,
             host_bytes_per_s=request.host_bytes_per_s,
-            memory_budget_bytes=limit if request.budget is None else request.budget,
+            memory_budget=limit if request.budget is None else request.budget,
             optimizer=_optimizer(request.optimizer),
             zero=request.zero,
             master_weights=request.master_weights,

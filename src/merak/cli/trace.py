@@ -21,7 +21,7 @@ from merak.core.units import count, size
 if TYPE_CHECKING:
     from merak.graph.ir.ir import Segment
     from merak.graph.tensor_parallel.report import SegmentReport
-    from merak.graph.trace.opaque.report import KeptWhole
+    from merak.graph.trace.opaque.report import OpaqueModule
 
 Degree = Annotated[
     int,
@@ -87,7 +87,7 @@ class TraceReport:
     tp_sharded_fraction: float
     sequence_parallel: bool = False
     parts: list[Part] = field(default_factory=list)
-    kept_whole: list[KeptWhole] = field(default_factory=list)
+    kept_whole: list[OpaqueModule] = field(default_factory=list)
 
 
 def trace(
@@ -147,7 +147,7 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     from merak.graph.segment.build import GraphSource, build_timed
     from merak.graph.tensor_parallel.apply import derived
     from merak.graph.tensor_parallel.report import report_splits
-    from merak.graph.trace.opaque.report import report_kept
+    from merak.graph.trace.opaque.report import report_opaque
     from merak.graph.weights.empty_weights import empty_weights
     from merak.zoo.batches.batch import example_arguments, example_columns
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
@@ -191,7 +191,7 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
         tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (sum(shapes.values()) or 1),
         sequence_parallel=request.sequence_parallel,
         parts=[_part(*pair, shapes) for pair in zip(segments, split, strict=True)],
-        kept_whole=report_kept(timed.graph),
+        kept_whole=report_opaque(timed.graph),
     )
 
 
@@ -225,7 +225,7 @@ def peak_rss_bytes() -> int:
 
 
 def _page(report: TraceReport) -> str:
-    from merak.graph.trace.opaque.report import kept_lines
+    from merak.graph.trace.opaque.report import opaque_lines
 
     most = max(report.boundary_tensors, default=0)
     seconds = report.seconds
@@ -235,7 +235,7 @@ def _page(report: TraceReport) -> str:
         "",
         *_segments(report.parts),
         "",
-        *kept_lines(report.kept_whole),
+        *opaque_lines(report.kept_whole),
         f"with tp={report.tp}, {report.tp_sharded_fraction:.0%} of the parameters are split; "
         f"{sum(p.forward_collectives for p in report.parts)} collectives of activations in the "
         f"forward, {sum(p.backward_collectives for p in report.parts)} in the backward",

@@ -7,11 +7,12 @@ standard error; with `merak.parallelize`, the script decides by how it sets up l
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from merak.core.rank0 import is_rank0
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def show_announcements(level: int = logging.INFO) -> None:
 
 def is_announcing() -> bool:
     """Whether anybody sees what this rank announces."""
-    return os.environ.get("RANK", "0") == "0" and logger.isEnabledFor(logging.INFO)
+    return is_rank0() and logger.isEnabledFor(logging.INFO)
 
 
 def announce(message: str, *values: object) -> None:

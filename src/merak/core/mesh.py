@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from merak.core.errors import MeshError
 from merak.core.health import failure, store, watchdog
 from merak.core.health.status import waiting
+from merak.core.rank0 import warn_on_rank0
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +147,9 @@ def init(
     mesh = _connect(dp, tp, pp, chosen, backend, timeout_s)
     _current.append(mesh)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    if mesh.rank == 0 and crosses_nodes(mesh, per_node):
-        logger.warning(
+    if crosses_nodes(mesh, per_node):
+        warn_on_rank0(
+            logger,
             "tp=%d spans nodes of %d ranks: every layer sums over tp several times a microbatch, "
             "and between nodes that takes many times as long as inside one; use a tp that divides "
             "%d, and pp or dp for the rest.",

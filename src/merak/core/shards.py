@@ -81,7 +81,7 @@ def join(shares: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RowShare:
+class RowShard:
     """The rows along its first dim of a rank's tensor that are stepped or stored here.
 
     Args:
@@ -94,7 +94,7 @@ class RowShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class OptimizerTensor:
     """What an optimizer steps in the place of a parameter.
 
     Args:
@@ -104,11 +104,11 @@ class Stepped:
     """
 
     tensor: torch.Tensor
-    rows: RowShare | None = None
+    rows: RowShard | None = None
     is_master: bool = False
 
 
-def row_share(shape: tuple[int, ...], degree: int, index: int) -> RowShare:
+def row_shard(shape: tuple[int, ...], degree: int, index: int) -> RowShard:
     """The rows of a tensor of some shape that one of some replicas steps; counts differ by one."""
     count = shape[0] if shape else 1
-    return RowShare(count * index // degree, count * (index + 1) // degree)
+    return RowShard(count * index // degree, count * (index + 1) // degree)

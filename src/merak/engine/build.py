@@ -22,21 +22,21 @@ from merak.engine.comm.sparse_gradients import warn_densified
 from merak.engine.comm.stage_replicas import reduced_of, replica_groups
 from merak.engine.comm.tied_gradients import Leaf, Shared, TiedGradients
 from merak.engine.engine import Engine
-from merak.engine.health.oom import Relief
+from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import clock_of
 from merak.engine.health.watchdog import check_limit, set_limit, watch
-from merak.engine.local_programs import Programs, check_max_shapes, num_readers, rewriter
-from merak.engine.oom_replan import Backoff
-from merak.engine.parameter_writes import refuse_settling
-from merak.engine.parts import KeepLess, Parts
-from merak.engine.segments.activation_offload import Offload
+from merak.engine.local_programs import ProgramCache, check_max_shapes, num_readers, rewriter
+from merak.engine.oom_replan import OomReplanner
+from merak.engine.parameter_writes import refuse_parameter_writes
+from merak.engine.segments.activation_offload import ActivationOffload
 from merak.engine.stage import Stage
+from merak.engine.state import EngineState, SaveFewer
 from merak.engine.weight_versions import LiveWeights, StashedWeights, Weights
-from merak.engine.zero.fsdp import Sharded, can_give_up, replace_parameters
-from merak.engine.zero.param_all_gather import Arrivals, guard
-from merak.engine.zero.parameters import Precision, TrainedParameters
-from merak.engine.zero.unshard_order import Turns
+from merak.engine.zero.fsdp import FsdpParameters, can_abort_step, replace_parameters
+from merak.engine.zero.optimizer_params import OptimizerParams, Precision
+from merak.engine.zero.param_all_gather import ParamAllGather, wait_on_access
+from merak.engine.zero.unshard_order import UnshardOrder
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
@@ -101,11 +101,11 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     layout = forecast.layout
     times = partial(segment_times, layout.graph, options, mesh, source.cache_dir)
     in_halves = choose_sub_pipelining(_wish_for_halves(layout, options), layout, mesh, times)
-    programs = Programs(source, mesh, layout, forecast.rewrite, in_halves, options)
+    programs = ProgramCache(source, mesh, layout, forecast.rewrite, in_halves, options)
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
     refuse_optional_layers(layout, options.zero)
-    refuse_settling(layout, in_shares=options.zero == 3 and mesh.dp > 1)
+    refuse_parameter_writes(layout, in_shares=options.zero == 3 and mesh.dp > 1)
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, in_halves)
     warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
@@ -118,12 +118,12 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
             shards=programs.base.shards,
             shard_index=mesh.tp_rank,
         )
-    keep_less = None
-    may_give_up = layout.schedule.is_synchronous and (options.zero != 3 or can_give_up())
-    if may_replan(options.recompute) and may_give_up:
+    save_fewer = None
+    can_abort = layout.schedule.is_synchronous and (options.zero != 3 or can_abort_step())
+    if may_replan(options.recompute) and can_abort:
         profile = partial(speeds, options, mesh, source.cache_dir)
-        keep_less = Backoff(forecast, times, profile, programs).keep_less
-    return _assemble(layout, programs, names, mesh, options, keep_less)
+        save_fewer = OomReplanner(forecast, times, profile, programs).save_fewer
+    return _assemble(layout, programs, names, mesh, options, save_fewer)
 
 
 def _wish_for_halves(layout: Layout, options: EngineOptions) -> str:
@@ -195,11 +195,11 @@ def _forecast(
 
 def _assemble(
     layout: Layout,
-    programs: Programs,
+    programs: ProgramCache,
     names: Sequence[str],
     mesh: Mesh,
     options: EngineOptions,
-    keep_less: KeepLess | None,
+    save_fewer: SaveFewer | None,
 ) -> Engine:
     model = programs.source.model
     everything = dict(model.named_parameters(remove_duplicate=False))
@@ -207,20 +207,22 @@ def _assemble(
     programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
     shared = _shared(layout)
     progress = Progress(clock_of(mesh.device), options.recorded_steps)
-    sharded = _sharded(programs, (parameters, shared), mesh, options, progress)
-    if sharded is not None:
-        parameters |= sharded.hollow
-    trained, arrivals = _trained(programs, (parameters, sharded), mesh, options, progress)
-    weights = partial(_weights, layout, programs, (parameters, shared), arrivals)
-    offload = Offload(mesh.device) if layout.activations.offloaded else None
+    fsdp = _fsdp(programs, (parameters, shared), mesh, options, progress)
+    if fsdp is not None:
+        parameters |= fsdp.drained
+    optimizer_params, param_all_gather = _trained(
+        programs, (parameters, fsdp), mesh, options, progress
+    )
+    weights = partial(_weights, layout, programs, (parameters, shared), param_all_gather)
+    offload = ActivationOffload(mesh.device) if layout.activations.offloaded else None
     stages = {
         stage: Stage(
-            stage, weights(stage), programs.buffers, waiting, mesh.device, sharded, offload
+            stage, weights(stage), programs.buffers, weight_gradients, mesh.device, fsdp, offload
         )
-        for stage, waiting in programs.waiting.items()
+        for stage, weight_gradients in programs.weight_gradients.items()
     }
-    relief = Relief(is_armed=keep_less is not None)
-    transfers = _connected(layout, mesh, progress, relief)
+    oom_guard = OomGuard(is_armed=save_fewer is not None)
+    transfers = _connected(layout, mesh, progress, oom_guard)
     groups = replica_groups(mesh, layout.schedule)
     reduced = reduced_of(
         programs.own_segments(), programs.owners, groups, parameters, shared, options.bucket_bytes
@@ -229,7 +231,7 @@ def _assemble(
     replica_buffers = ReplicaBuffers(written, programs.buffers, mesh, progress)
     replica_buffers.start()
     engine = Engine(
-        Parts(
+        EngineState(
             mesh=mesh,
             model=model,
             stages=stages,
@@ -246,24 +248,26 @@ def _assemble(
             program_for=programs,
             plan_for=layout.plans,
             transfers=transfers,
-            reducer=GradientReducer(reduced, progress, trained.shares(), relief),
-            tied=_tied(layout, stages, (trained, sharded), mesh, options, (progress, relief)),
-            trained=trained,
-            sharded=sharded,
+            reducer=GradientReducer(reduced, progress, optimizer_params.by_id(), oom_guard),
+            tied=_tied(
+                layout, stages, (optimizer_params, fsdp), mesh, options, (progress, oom_guard)
+            ),
+            optimizer_params=optimizer_params,
+            fsdp=fsdp,
             zero=options.zero,
             seed=options.seed,
             progress=progress,
-            relief=relief,
-            keep_less=keep_less,
+            oom_guard=oom_guard,
+            save_fewer=save_fewer,
         )
     )
     weakref.finalize(engine, watch(progress, mesh))
     return engine
 
 
-def _connected(layout: Layout, mesh: Mesh, progress: Progress, relief: Relief) -> Transfers:
+def _connected(layout: Layout, mesh: Mesh, progress: Progress, oom_guard: OomGuard) -> Transfers:
     """The ways between the stages, those of training and of evaluation."""
-    transfers = Transfers(mesh, progress, relief, max_open_sends=4 * mesh.pp)
+    transfers = Transfers(mesh, progress, oom_guard, max_open_sends=4 * mesh.pp)
     evaluated = channels_of_pipe(layout.stage_rank)
     transfers.connect(channels_of(layout.plans.base.steps) | evaluated)
     return transfers
@@ -278,19 +282,21 @@ def _shared(layout: Layout) -> frozenset[str]:
 
 def _weights(
     layout: Layout,
-    programs: Programs,
+    programs: ProgramCache,
     held: tuple[Mapping[str, nn.Parameter], frozenset[str]],
-    arrivals: Arrivals | None,
+    param_all_gather: ParamAllGather | None,
     stage: int,
 ) -> Weights:
     parameters, shared = held
     if layout.schedule.is_synchronous:
-        return LiveWeights(parameters, shared, arrivals)
+        return LiveWeights(parameters, shared, param_all_gather)
     own = {n for s in programs.base.stages[stage].segments for n in s.segment.parameters}
     return StashedWeights({name: p for name, p in parameters.items() if name in own})
 
 
-def _owned(layout: Layout, programs: Programs, names: Sequence[str], mesh: Mesh) -> frozenset[str]:
+def _owned(
+    layout: Layout, programs: ProgramCache, names: Sequence[str], mesh: Mesh
+) -> frozenset[str]:
     """The parameters whose first reader in the first pipe is here."""
     first = {name: layout.stage_rank[min(programs.owners[name])] for name in names}
     return frozenset(name for name, rank in first.items() if rank == mesh.pp_rank)
@@ -302,7 +308,7 @@ def _norm_order(model: nn.Module, layout: Layout) -> tuple[str, ...]:
     return tuple(n for n, p in model.named_parameters() if n in read and p.requires_grad)
 
 
-def _kept_buffers(layout: Layout, programs: Programs, mesh: Mesh) -> frozenset[str]:
+def _kept_buffers(layout: Layout, programs: ProgramCache, mesh: Mesh) -> frozenset[str]:
     """The buffers that this rank answers for: the first stage to read one, or stage 0."""
     first: dict[str, int] = {}
     for stage, own in enumerate(layout.partition.stages):
@@ -314,18 +320,18 @@ def _kept_buffers(layout: Layout, programs: Programs, mesh: Mesh) -> frozenset[s
 
 
 def _trained(
-    programs: Programs,
-    held: tuple[Mapping[str, nn.Parameter], Sharded | None],
+    programs: ProgramCache,
+    held: tuple[Mapping[str, nn.Parameter], FsdpParameters | None],
     mesh: Mesh,
     options: EngineOptions,
     progress: Progress,
-) -> tuple[TrainedParameters, Arrivals | None]:
+) -> tuple[OptimizerParams, ParamAllGather | None]:
     """What this rank steps, and what brings it the others' steps."""
-    parameters, sharded = held
+    parameters, fsdp = held
     precision = Precision(options.master_weights, options.float32_gradients)
     group = mesh.group("dp") if options.zero else None
     if group is None:
-        return TrainedParameters(parameters, None, precision), None
+        return OptimizerParams(parameters, None, precision), None
     stages = programs.base.stages.values()
     read = [n for stage in stages for s in stage.segments for n in s.segment.parameters]
     in_order = [n for n in dict.fromkeys([*read, *parameters]) if not parameters[n].is_meta]
@@ -335,18 +341,18 @@ def _trained(
         for bucket in fill_buckets((parameters[n] for n in in_order), options.bucket_bytes)
     ]
     most_open = MAX_OPEN_GATHERS if options.zero >= 2 else None
-    arrivals = Arrivals(buckets, group, most_open, progress)
-    guard(programs.source.model, arrivals)
-    return TrainedParameters(parameters, group, precision, arrivals, sharded), arrivals
+    param_all_gather = ParamAllGather(buckets, group, most_open, progress)
+    wait_on_access(programs.source.model, param_all_gather)
+    return OptimizerParams(parameters, group, precision, param_all_gather, fsdp), param_all_gather
 
 
-def _sharded(
-    programs: Programs,
+def _fsdp(
+    programs: ProgramCache,
     held: tuple[Mapping[str, nn.Parameter], frozenset[str]],
     mesh: Mesh,
     options: EngineOptions,
     progress: Progress,
-) -> Sharded | None:
+) -> FsdpParameters | None:
     """The parameters that replicas hold in shares; the model has empty ones in their places."""
     parameters, shared = held
     group = mesh.group("dp")
@@ -365,35 +371,35 @@ def _sharded(
         for s in stage.segments
     ]
     assert mesh.device_mesh is not None
-    turns = Turns(group, mesh.device, progress)
+    turns = UnshardOrder(group, mesh.device, progress)
     replicas = mesh.device_mesh["dp"]
-    sharded = Sharded(segments, parameters, replicas, options.master_weights, shared, turns)
-    places = {id(parameters[name]): hollow for name, hollow in sharded.hollow.items()}
+    fsdp = FsdpParameters(segments, parameters, replicas, options.master_weights, shared, turns)
+    places = {id(parameters[name]): drained for name, drained in fsdp.drained.items()}
     replace_parameters(programs.source.model, places)
-    return sharded
+    return fsdp
 
 
 def _tied(
     layout: Layout,
     stages: Mapping[int, Stage],
-    held: tuple[TrainedParameters, Sharded | None],
+    held: tuple[OptimizerParams, FsdpParameters | None],
     mesh: Mesh,
     options: EngineOptions,
-    told: tuple[Progress, Relief],
+    told: tuple[Progress, OomGuard],
 ) -> TiedGradients:
-    trained, sharded = held
+    optimizer_params, fsdp = held
     weights = [stage.weights for stage in stages.values()]
     live = [own for own in weights if isinstance(own, LiveWeights)]
     names = _shared(layout)
     leaves: dict[str, Sequence[Leaf]] = {
         name: [own.shared[name] for own in live if name in own.shared] for name in names
     }
-    parameters = final = trained.parameters  # masters take their gradients from there
-    if trained.is_sharded:
-        final = {name: item.stepped for name, item in trained.items.items()}
-    if sharded is not None:  # shares are collected
-        leaves |= {name: [sharded.leaves[name]] for name in names if name in sharded.leaves}
-        parameters = {**parameters, **sharded.stepped}
+    parameters = final = optimizer_params.parameters  # masters take their gradients from there
+    if optimizer_params.is_sharded:
+        final = {name: item.tensor for name, item in optimizer_params.items.items()}
+    if fsdp is not None:  # shares are collected
+        leaves |= {name: [fsdp.leaves[name]] for name in names if name in fsdp.leaves}
+        parameters = {**parameters, **fsdp.optimizer_tensors}
     shared = Shared(parameters, leaves, final, options.exact_tied_gradients, *told)
     num_pipes = len(layout.schedule.pipes) if layout.schedule.is_synchronous else 0
     pipes = [find_holders(layout.readers(pipe)) for pipe in range(num_pipes)]

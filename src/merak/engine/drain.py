@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_map
 
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
-from merak.engine.comm.stage_io import Exchange
+from merak.engine.comm.stage_io import StageIO
 from merak.engine.stage import Microbatch, Stage
 from merak.engine.tensors_by_name import ParamLeaves, TensorDict
 from merak.engine.weight_versions import LiveWeights
-from merak.engine.zero.fsdp import Sharded
-from merak.engine.zero.unshard_order import has_turn
+from merak.engine.zero.fsdp import FsdpParameters
+from merak.engine.zero.unshard_order import needs_parameters
 from merak.graph.ir.ir import Kind as ValueKind
 from merak.graph.program.program import Program, SegmentProgram
 from merak.graph.program.split_backward import WeightGradients
-from merak.graph.trace.branches.flags import is_choice
+from merak.graph.trace.branches.flags import is_condition
 from merak.schedule.ir import Action, Kind, Schedule
 from merak.schedule.steps import Payload, Receive
 
@@ -41,7 +41,7 @@ def num_begun(mesh: Mesh) -> int:
     return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
-class Hollow:
+class DrainStep:
     """Performs actions without computing anything.
 
     Args:
@@ -50,28 +50,28 @@ class Hollow:
         exchange: the values between stages.
         schedule: of the step.
         microbatches: of the step.
-        sharded: the parameters of which replicas hold shares; None for none.
+        fsdp: the parameters of which replicas hold shares; None for none.
     """
 
     def __init__(  # one argument for each thing that it takes part in
         self,
         mesh: Mesh,
         stages: Mapping[int, Stage],
-        exchange: Exchange,
+        exchange: StageIO,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
-        sharded: Sharded | None = None,
+        fsdp: FsdpParameters | None = None,
     ) -> None:
         self._mesh = mesh
         self._exchange = exchange
         self._schedule = schedule
         self._microbatches = microbatches
-        self._shares = None if sharded is None else HollowShares(sharded)
-        self._shadow: Shadow | None = None
+        self._shares = None if fsdp is None else DrainedParameters(fsdp)
+        self._shadow: FakeStages | None = None
         if mesh.group("tp") is not None:
-            self._shadow = Shadow(mesh.device, stages, schedule, microbatches, self._shares)
+            self._shadow = FakeStages(mesh.device, stages, schedule, microbatches, self._shares)
 
-    def catch_up(self, before: Sequence[Action]) -> None:
+    def fast_forward(self, before: Sequence[Action]) -> None:
         """Come to where the rank stands.
 
         Args:
@@ -113,7 +113,7 @@ class Hollow:
         recomputes = self._schedule.recompute[action.stage]
         segments = self._program(action.microbatch).stages[action.stage].segments
         for segment in reversed(segments) if goes_back else segments:
-            if self._shares is not None and has_turn(segment, action.kind, recomputes):
+            if self._shares is not None and needs_parameters(segment, action.kind, recomputes):
                 self._shares.begin(segment.segment.parameters)
                 self._shares.end(segment.segment.parameters)
             if goes_back:
@@ -139,23 +139,23 @@ class Hollow:
 _GOING_BACK = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))
 
 
-class HollowShares:
+class DrainedParameters:
     """Parameters in shares as a rank gathers them that computes nothing: for its replicas alone.
 
     Args:
-        sharded: those parameters.
+        fsdp: those parameters.
     """
 
-    def __init__(self, sharded: Sharded) -> None:
-        self._sharded = sharded
+    def __init__(self, fsdp: FsdpParameters) -> None:
+        self._fsdp = fsdp
         self.takes_part = True
-        sharded.give_up()
+        fsdp.abort_step()
 
     def begin(self, names: Sequence[str]) -> None:
         """Gather with the others what nobody reads here."""
         if self.takes_part:
             with _disable_current_modes():
-                self._sharded.begin(names, hollow=True)
+                self._fsdp.begin(names, drained=True)
 
     def call(
         self,
@@ -170,10 +170,10 @@ class HollowShares:
         """Give zeros to the sums of gradients."""
         if self.takes_part:
             with _disable_current_modes():
-                self._sharded.end(names, hollow=True)
+                self._fsdp.end(names, drained=True)
 
 
-class Shadow:
+class FakeStages:
     """A rank's stages on tensors without numbers, whose collectives others take part in.
 
     Args:
@@ -190,7 +190,7 @@ class Shadow:
         stages: Mapping[int, Stage],
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
-        shares: HollowShares | None,
+        shares: DrainedParameters | None,
     ) -> None:
         self._device = device
         self._shares = shares
@@ -205,7 +205,7 @@ class Shadow:
 
         Args:
             action: what to perform.
-            segment_done: as of `Hollow.act`.
+            segment_done: as of `DrainStep.act`.
             num_done: how many of its collectives are left out at first; None for all of them.
         """
 
@@ -260,7 +260,7 @@ class Shadow:
                     if kind in (ValueKind.COLUMN, ValueKind.DERIVED):
                         into = columns if kind is ValueKind.COLUMN else derived
                         into[name] = self._fake(node.meta["tensor"])
-                        if is_choice(node):  # of which collectives there are
+                        if is_condition(node):  # of which collectives there are
                             into[name] = real.derived[name]
         return Microbatch(real.program, columns, derived, real.random_key)
 

@@ -8,12 +8,12 @@ import torch
 
 from merak.core.errors import DataError
 from merak.core.tensor_meta import Signature
-from merak.engine.parts import Parts
+from merak.engine.state import EngineState
 from merak.graph.program.index_ranges import problem_of
 
 
 def check_indices(
-    parts: Parts,
+    state: EngineState,
     what: str,
     signatures: Sequence[Signature],
     batches: Sequence[Mapping[str, torch.Tensor]],
@@ -22,7 +22,7 @@ def check_indices(
     """Hold the indices of some microbatches against what they are looked up in.
 
     Args:
-        parts: of this rank's engine.
+        state: of this rank's engine.
         what: is about to run, for people to read.
         signatures: of each microbatch.
         batches: its columns, as far as this rank reads them.
@@ -32,6 +32,6 @@ def check_indices(
         DataError: an index is out of range.
     """
     for signature, batch in zip(signatures, batches, strict=True):
-        problem = problem_of(parts.program_for(signature, training).ranges, batch)
+        problem = problem_of(state.program_for(signature, training).ranges, batch)
         if problem is not None:
             raise DataError(f"in {what}, {problem}")

@@ -16,8 +16,8 @@ from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature
-from merak.engine.comm.buffer_sync import find_moved, find_writers
-from merak.engine.comm.eval_parameters import find_loans
+from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
+from merak.engine.comm.eval_parameters import find_remote_parameters
 from merak.engine.comm.sparse_gradients import densify, find_densified
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.program.index_ranges import find_ranges
@@ -25,8 +25,8 @@ from merak.graph.program.program import (
     NOTHING_CHOSEN,
     Arrange,
     Choices,
-    Loan,
     Program,
+    RemoteParameter,
     Rewrite,
     arrange_whole,
     compile_program,
@@ -45,7 +45,7 @@ from merak.plan.layout import Layout, stage_bounds, stages_of_parameters
 logger = logging.getLogger(__name__)
 
 
-class Programs:
+class ProgramCache:
     """What this rank runs for a signature; traced when a shape is first met, then kept.
 
     All ranks of a pipeline meet the same shapes in the same order, so they keep the same ones.
@@ -80,7 +80,7 @@ class Programs:
         self._stage_rank = layout.stage_rank
         self._choices = _choices(layout)
         self._in_halves = in_halves
-        self.waiting = {stage: WeightGradients() for stage in self.own_stages}
+        self.weight_gradients = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
         self._observer = options.observer
         self._zero = options.zero
@@ -106,7 +106,7 @@ class Programs:
             if self.densified:
                 rewrites[stage].append(partial(densify, self.densified))
             if self._splits_backwards:
-                rewrites[stage].append(partial(_defer, self._shared, self.waiting[stage]))
+                rewrites[stage].append(partial(_defer, self._shared, self.weight_gradients[stage]))
             if self._observer is not None:
                 rewrites[stage].append(self._observer)
         return rewrites
@@ -151,7 +151,7 @@ class Programs:
 
     def _compile(self, graph: ModelGraph, training: bool) -> Program:
         bounds = stage_bounds(graph, self.owners, self._partition)
-        loans = self._loans(graph, bounds, training)
+        remote_parameters = self._remote_parameters(graph, bounds, training)
         # A graph that was cut otherwise has other segments: there nothing is kept by number.
         is_same = len(graph.segments) == self._partition.num_segments
         choices = self._choices if is_same and training else NOTHING_CHOSEN
@@ -165,24 +165,36 @@ class Programs:
             graph, parallel = parallel.fit(graph)
         program = compile_program(graph, bounds, self._make_rewrites(parallel), choices, arrange)
         device = self.mesh.device
-        moved = find_moved(self._writers, self._stage_rank, graph, bounds) if not training else {}
+        synced_buffers = (
+            find_synced_buffers(self._writers, self._stage_rank, graph, bounds)
+            if not training
+            else {}
+        )
         constants = {n: t.to(device) for n, t in graph.constants.items()}
-        return replace(program, constants=constants, moved=moved, loans=loans, ranges=ranges)
+        return replace(
+            program,
+            constants=constants,
+            synced_buffers=synced_buffers,
+            remote_parameters=remote_parameters,
+            ranges=ranges,
+        )
 
-    def _loans(self, graph: ModelGraph, bounds: Sequence[int], training: bool) -> tuple[Loan, ...]:
+    def _remote_parameters(
+        self, graph: ModelGraph, bounds: Sequence[int], training: bool
+    ) -> tuple[RemoteParameter, ...]:
         """What ranks lend each other, in evaluations.
 
         Raises:
             TraceError: a training step would need it too, or replicas hold shares.
         """
-        loans = find_loans(self.owners, self._stage_rank, graph, bounds)
-        if loans and (training or self._zero == 3):
+        remote_parameters = find_remote_parameters(self.owners, self._stage_rank, graph, bounds)
+        if remote_parameters and (training or self._zero == 3):
             raise TraceError(
-                f"{loans[0].name} is read on another stage in this mode or shape of the model than "
-                "in the one that the job was planned with; use a smaller pp, or "
+                f"{remote_parameters[0].name} is read on another stage in this mode or shape of "
+                "the model than in the one that the job was planned with; use a smaller pp, or "
                 + ("one batch shape." if training else "zero=2.")
             )
-        return loans
+        return remote_parameters
 
 
 def _choices(layout: Layout) -> Choices:
@@ -217,9 +229,9 @@ def rewriter(
 
 
 def _defer(
-    kept: frozenset[str], waiting: WeightGradients, segment: Segment
+    kept: frozenset[str], weight_gradients: WeightGradients, segment: Segment
 ) -> tuple[Segment, dict[str, ParameterShard]]:
-    return defer_weights(segment, kept, waiting), {}
+    return defer_weights(segment, kept, weight_gradients), {}
 
 
 def num_readers(graph: ModelGraph) -> Counter[str]:

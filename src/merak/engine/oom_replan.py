@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.core.health.status import phase, waiting_for_first
-from merak.engine.local_programs import Programs
+from merak.engine.local_programs import ProgramCache
 from merak.graph.program.program import Program
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.decide import Profile, find_fitting_pp, gigabytes, selective_operators
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Less:
+class _FewerSaved:
     """The policy that saves fewer activations, or the reason why there is none."""
 
     policy: ActivationPolicy = field(default_factory=ActivationPolicy)
     problem: str | None = None
 
 
-class Backoff:
+class OomReplanner:
     """Gives up kept activations, step by step, where memory runs out.
 
     Args:
@@ -53,14 +53,14 @@ class Backoff:
     """
 
     def __init__(
-        self, forecast: Forecast, times: Times, profile: Profile, programs: Programs
+        self, forecast: Forecast, times: Times, profile: Profile, programs: ProgramCache
     ) -> None:
         self._forecast = forecast
         self._times = times
         self._profile = profile
         self._programs = programs
 
-    def keep_less(self, step: int, reasons: Mapping[int, str]) -> tuple[StepPlans, Program]:
+    def save_fewer(self, step: int, reasons: Mapping[int, str]) -> tuple[StepPlans, Program]:
         """Let some segments recompute that kept their activations; called alike on every rank.
 
         Args:
@@ -74,13 +74,13 @@ class Backoff:
             PlanError: everything recomputes already where memory ran out.
         """
         mesh, layout = self._forecast.mesh, self._forecast.layout
-        decided: list[_Less] = [_Less()]
+        decided: list[_FewerSaved] = [_FewerSaved()]
         if mesh.rank == 0:
             try:
                 with phase("choosing what to keep less of"):
-                    decided = [self._less(step, reasons)]
+                    decided = [self._fewer_saved(step, reasons)]
             except PlanError as error:
-                decided = [_Less(problem=str(error))]
+                decided = [_FewerSaved(problem=str(error))]
         if mesh.device_mesh is not None:
             with waiting_for_first("what to keep less of"):
                 dist.broadcast_object_list(decided, src=0)
@@ -95,7 +95,7 @@ class Backoff:
         self._programs.choose(layout)
         return plans, self._programs.base
 
-    def _less(self, step: int, reasons: Mapping[int, str]) -> _Less:
+    def _fewer_saved(self, step: int, reasons: Mapping[int, str]) -> _FewerSaved:
         forecast = self._forecast
         policy = forecast.policy
         selective = {**selective_operators(forecast, self._profile), **policy.selective}
@@ -104,14 +104,14 @@ class Backoff:
             own = frozenset(forecast.segments_of(rank)) - forecast.untrained
             if not own & (saved | partly):
                 raise PlanError(self._hopeless(step, rank, reason))
-            whole, some = self._choose_less(rank, selective)
+            whole, some = self._choose_fewer(rank, selective)
             # What another position has to give up on a stage of both, this one may as well.
             saved -= own - whole
             partly = (partly - own) | (some - saved)
         some_ops = {index: selective[index] for index in partly - saved}
-        return _Less(ActivationPolicy(saved, some_ops, policy.offloaded & saved))
+        return _FewerSaved(ActivationPolicy(saved, some_ops, policy.offloaded & saved))
 
-    def _choose_less(
+    def _choose_fewer(
         self, rank: int, selective: Mapping[int, SelectiveOps]
     ) -> tuple[frozenset[int], frozenset[int]]:
         """The best choice for a position that needs less than the present one."""

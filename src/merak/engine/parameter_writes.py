@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from merak.core.errors import ScheduleError
 from merak.core.shards import ParameterShard, join, take
-from merak.engine.parts import Parts
-from merak.graph.ir.ir import Settled
+from merak.engine.state import EngineState
+from merak.graph.ir.ir import ParameterWrites
 from merak.graph.program.codegen import runnable
 from merak.graph.program.program import Program
 from merak.graph.trace.branches.flags import optional_parameters
@@ -19,68 +19,72 @@ from merak.plan.layout import Layout
 Batch = Mapping[str, torch.Tensor]
 
 
-def settle(parts: Parts, programs: Sequence[Program], batches: Sequence[Batch]) -> None:
+def apply_parameter_writes(
+    state: EngineState, programs: Sequence[Program], batches: Sequence[Batch]
+) -> None:
     """Write into this rank's parameters what the model would; called alike on all replicas.
 
     Args:
-        parts: what the engine is made of.
+        state: what the engine is made of.
         programs: of this replica's microbatches.
         batches: their columns.
 
     Raises:
         ScheduleError: replicas hold shares of a parameter that is not written share by share.
     """
-    every = {one.parameter: (one, program) for program in programs for one in program.settled}
-    own = [found for name, found in every.items() if name in parts.parameters]
+    every = {
+        one.parameter: (one, program) for program in programs for one in program.parameter_writes
+    }
+    own = [found for name, found in every.items() if name in state.parameters]
     if not own:
         return
-    if parts.sharded is not None:
-        refuse_shares([one for one, _ in own])
-    parts.trained.wait()
+    if state.fsdp is not None:
+        refuse_sharded_writes([one for one, _ in own])
+    state.optimizer_params.wait()
     for one, program in own:
-        lookups = _lookups(parts, one, batches)
-        buffers = {**parts.buffers, **program.constants}
-        _settle(parts, one, [{**buffers, **batch} for batch in lookups])
+        lookups = _lookups(state, one, batches)
+        buffers = {**state.buffers, **program.constants}
+        _apply(state, one, [{**buffers, **batch} for batch in lookups])
 
 
-def _lookups(parts: Parts, one: Settled, batches: Sequence[Batch]) -> list[Batch]:
+def _lookups(state: EngineState, one: ParameterWrites, batches: Sequence[Batch]) -> list[Batch]:
     """The columns that are read for it, of every microbatch of all replicas; else nothing, once."""
     if not one.columns:
         return [{}]
     own = [{name: batch[name] for name in one.columns} for batch in batches]
-    group = parts.mesh.group("dp")
+    group = state.mesh.group("dp")
     if group is None:
         return list(own)
     found: list[list[Batch]] = [[] for _ in range(dist.get_world_size(group))]
-    with parts.progress.waiting(f"what is looked up in {one.parameter} by", parts.mesh.peers("dp")):
+    with state.progress.waiting(f"what is looked up in {one.parameter} by", state.mesh.peers("dp")):
         dist.all_gather_object(found, own, group=group)
-    device = parts.mesh.device
+    device = state.mesh.device
     return [{n: t.to(device) for n, t in batch.items()} for each in found for batch in each]
 
 
 @torch.no_grad()
-def _settle(parts: Parts, one: Settled, given: Sequence[Batch]) -> None:
+def _apply(state: EngineState, one: ParameterWrites, given: Sequence[Batch]) -> None:
     """Write one parameter, and what the optimizer steps for it."""
     name = one.parameter
-    item = parts.trained.items.get(name)
-    if parts.sharded is not None and name in parts.sharded.hollow:
-        share = parts.sharded.share(name)
-        low = share.to(parts.parameters[name].dtype)
+    item = state.optimizer_params.items.get(name)
+    if state.fsdp is not None and name in state.fsdp.drained:
+        share = state.fsdp.share(name)
+        low = share.to(state.parameters[name].dtype)
         _follow(share, low, _run(one, low.clone(), given))
         return
-    data = parts.parameters[name].detach()
+    data = state.parameters[name].detach()
     rows = None if item is None or not item.is_master else item.own_rows()
     before = None if rows is None else rows.clone()
-    shard = parts.base.shards.get(name)
+    shard = state.base.shards.get(name)
     if shard is None or one.elementwise:
         _run(one, data, given)
     else:
-        data.copy_(take(_run(one, _whole(parts, data, shard), given), shard, parts.mesh.tp_rank))
+        data.copy_(take(_run(one, _whole(state, data, shard), given), shard, state.mesh.tp_rank))
     if item is not None and rows is not None and before is not None:
-        _follow(item.stepped.detach(), before, rows)
+        _follow(item.tensor.detach(), before, rows)
 
 
-def _run(one: Settled, value: torch.Tensor, given: Sequence[Batch]) -> torch.Tensor:
+def _run(one: ParameterWrites, value: torch.Tensor, given: Sequence[Batch]) -> torch.Tensor:
     write = runnable(one.graph)
     for batch in given:
         write(value, *(batch[name] for name in (*one.buffers, *one.columns)))
@@ -92,22 +96,22 @@ def _follow(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> 
     torch.where(before == after, master, after.to(master.dtype), out=master)
 
 
-def _whole(parts: Parts, share: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
+def _whole(state: EngineState, share: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
     """A parameter that is split over tp, put together for a moment."""
-    group = parts.mesh.group("tp")
+    group = state.mesh.group("tp")
     shares = [torch.empty_like(share) for _ in range(shard.degree)]
-    with parts.progress.waiting("the shares of a parameter of", parts.mesh.peers("tp")):
+    with state.progress.waiting("the shares of a parameter of", state.mesh.peers("tp")):
         dist.all_gather(shares, share.contiguous(), group=group)
     return join(shares, shard)
 
 
-def refuse_shares(settled: Collection[Settled]) -> None:
+def refuse_sharded_writes(parameter_writes: Collection[ParameterWrites]) -> None:
     """Shares of a parameter know nothing of each other.
 
     Raises:
         ScheduleError: one of those is not written element by element.
     """
-    for one in settled:
+    for one in parameter_writes:
         if not one.elementwise:
             raise ScheduleError(
                 f"zero=3 holds shares of {one.parameter!r}, into which the model writes more than "
@@ -115,7 +119,7 @@ def refuse_shares(settled: Collection[Settled]) -> None:
             )
 
 
-def refuse_settling(layout: Layout, *, in_shares: bool) -> None:
+def refuse_parameter_writes(layout: Layout, *, in_shares: bool) -> None:
     """What the model writes into its parameters is written before a step, on all that hold them.
 
     Args:
@@ -126,8 +130,8 @@ def refuse_settling(layout: Layout, *, in_shares: bool) -> None:
         ScheduleError: the layout's steps do not allow that.
     """
     if in_shares:
-        refuse_shares(layout.graph.settled)
-    names = {one.parameter for one in layout.graph.settled}
+        refuse_sharded_writes(layout.graph.parameter_writes)
+    names = {one.parameter for one in layout.graph.parameter_writes}
     if names and not layout.schedule.is_synchronous:
         raise ScheduleError(
             f"schedule={layout.schedule.name!r} updates weights inside a step, and the model "

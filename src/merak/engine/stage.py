@@ -12,11 +12,16 @@ from typing import Any, Protocol
 
 import torch
 
-from merak.engine.segments import run as whole
-from merak.engine.segments import run_sub_pipelined as interleave
-from merak.engine.segments.activation_offload import Offload
-from merak.engine.segments.context import InShares, Surroundings
-from merak.engine.tensors_by_name import BeginSums, ParamLeaves, TensorDict, no_sums
+from merak.engine.segments import run as run_whole
+from merak.engine.segments import run_sub_pipelined
+from merak.engine.segments.activation_offload import ActivationOffload
+from merak.engine.segments.context import SegmentContext, ShardedParameters
+from merak.engine.tensors_by_name import (
+    GiveLeafGradients,
+    ParamLeaves,
+    TensorDict,
+    no_leaf_gradients,
+)
 from merak.engine.weight_versions import Weights
 from merak.graph.program.program import HalvedRun, Program, SegmentProgram, StageProgram
 from merak.graph.program.split_backward import WeightGradients
@@ -33,7 +38,7 @@ class Microbatch:
         random_key: names the microbatch among all of the job, for its random draws.
         scale: the factor of its loss in the step's loss.
         loss_scale: a further factor of its gradients, which the step's end takes out.
-        lent: in evaluation, parameters that other ranks hold; see
+        remote: in evaluation, parameters that other ranks hold; see
         `merak.engine.comm.eval_parameters`.
     """
 
@@ -43,16 +48,16 @@ class Microbatch:
     random_key: tuple[int | str, ...]
     scale: float = 1.0
     loss_scale: float = 1.0
-    lent: TensorDict = field(default_factory=dict)
+    remote: TensorDict = field(default_factory=dict)
 
 
 class Runner(Protocol):
-    """A way to run a part of a stage; the modules `whole` and `interleave` are such."""
+    """A way to run a part of a stage; the modules `run` and `run_sub_pipelined` are such."""
 
-    def forward(self, run: Any, values: TensorDict, around: Surroundings, keep: bool) -> Any:
+    def forward(self, run: Any, values: TensorDict, ctx: SegmentContext, save: bool) -> Any:
         """Run it; returns what its backward needs."""
 
-    def recompute(self, run: Any, saved: Any, around: Surroundings) -> None:
+    def recompute(self, run: Any, saved: Any, ctx: SegmentContext) -> None:
         """Bring back the activations that the forward did not keep."""
 
     def backward(
@@ -60,13 +65,13 @@ class Runner(Protocol):
         run: Any,
         saved: Any,
         gradients: TensorDict,
-        around: Surroundings,
+        ctx: SegmentContext,
         segment_done: Callable[[SegmentProgram], None],
     ) -> None:
         """Run its backward."""
 
 
-RUNNERS: Mapping[type, Runner] = {SegmentProgram: whole, HalvedRun: interleave}
+RUNNERS: Mapping[type, Runner] = {SegmentProgram: run_whole, HalvedRun: run_sub_pipelined}
 
 
 class Stage:
@@ -76,9 +81,10 @@ class Stage:
         index: the stage's number in the pipeline.
         weights: what its segments compute with.
         buffers: the model's buffers by name.
-        waiting: where the segments leave weight gradients, if the schedule splits backwards.
+        weight_gradients: where the segments leave weight gradients, if the schedule splits
+        backwards.
         device: where it computes.
-        sharded: parameters that are gathered for a segment alone; None for none.
+        fsdp: parameters that are gathered for a segment alone; None for none.
         offload: what moves activations to host memory; None for nothing.
     """
 
@@ -87,23 +93,23 @@ class Stage:
         index: int,
         weights: Weights,
         buffers: Mapping[str, torch.Tensor],
-        waiting: WeightGradients,
+        weight_gradients: WeightGradients,
         device: torch.device,
-        sharded: InShares | None = None,
-        offload: Offload | None = None,
+        fsdp: ShardedParameters | None = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
-        self.sharded = sharded
+        self.fsdp = fsdp
         self.offload = offload
         self.index = index
         self.weights = weights
-        self.waiting = waiting
+        self.weight_gradients = weight_gradients
         self.buffers = buffers
         self.device = device
         # Per microbatch in flight, what the backward of each run needs.
         self._saved: dict[int, list[Any]] = {}
 
     def forward(
-        self, number: int, microbatch: Microbatch, received: TensorDict, keep: bool
+        self, number: int, microbatch: Microbatch, received: TensorDict, save: bool
     ) -> TensorDict:
         """Run all segments on one microbatch.
 
@@ -111,37 +117,37 @@ class Stage:
             number: the microbatch's number in the step.
             microbatch: its columns and derived values.
             received: the values of the stage's `received`.
-            keep: keep every segment's activations for the backward; else those of the segments
+            save: keep every segment's activations for the backward; else those of the segments
                 that its program keeps, and of the others only the inputs.
 
         Returns:
             The values of `sent`, and the model's outputs made here.
         """
         program = microbatch.program.stages[self.index]
-        around = self._around(self.weights.of(number), microbatch)
+        ctx = self._context(self.weights.of(number), microbatch)
         values = dict(received)
         saved = self._saved[number] = []
         for run in program.runs:
-            saved.append(RUNNERS[type(run)].forward(run, values, around, keep))
-            self._turn()
+            saved.append(RUNNERS[type(run)].forward(run, values, ctx, save))
+            self._segment_ended()
         return _detached(values, program)
 
     def evaluate(self, microbatch: Microbatch, received: TensorDict) -> TensorDict:
         """Run all segments on one microbatch without a backward to come."""
         program = microbatch.program.stages[self.index]
-        lent, live = microbatch.lent, self.weights.live
-        around = self._around({**live, **lent} if lent else live, microbatch)
+        remote, live = microbatch.remote, self.weights.live
+        ctx = self._context({**live, **remote} if remote else live, microbatch)
         values = dict(received)
         for run in program.runs:
-            RUNNERS[type(run)].forward(run, values, around, keep=False)
+            RUNNERS[type(run)].forward(run, values, ctx, save=False)
         return _detached(values, program)
 
     def recompute(self, number: int, microbatch: Microbatch) -> None:
         """Bring back the activations that the forward of a microbatch did not keep."""
         program = microbatch.program.stages[self.index]
-        around = self._around(self.weights.of(number), microbatch)
+        ctx = self._context(self.weights.of(number), microbatch)
         for run, saved in zip(program.runs, self._saved[number], strict=True):
-            RUNNERS[type(run)].recompute(run, saved, around)
+            RUNNERS[type(run)].recompute(run, saved, ctx)
 
     def backward(
         self,
@@ -149,46 +155,47 @@ class Stage:
         microbatch: Microbatch,
         gradients: TensorDict,
         segment_done: Callable[[SegmentProgram], None],
-        begin_sums: BeginSums = no_sums,
+        leaf_gradients: GiveLeafGradients = no_leaf_gradients,
     ) -> TensorDict:
         """Run all segments' backwards on one microbatch.
 
-        Where the schedule splits backwards, the gradients of GEMMs' weights are left in `waiting`.
+        Where the schedule splits backwards, the gradients of GEMMs' weights are left in
+        `weight_gradients`.
 
         Args:
             number: the microbatch's number in the step.
             microbatch: as in the forward.
             gradients: of the values of `sent`, and of the loss where it is made here.
             segment_done: called after each segment's backward, last segment first.
-            begin_sums: gives what enters a segment's backward of parameters that several read.
+            leaf_gradients: gives what enters a segment's backward of parameters that several read.
 
         Returns:
             The gradients of the values of `received` that carry one.
         """
         program = microbatch.program.stages[self.index]
         saved = self._saved.pop(number)
-        around = self._around(self.weights.of(number), microbatch)
-        around = replace(around, begin_sums=begin_sums)
-        self.waiting.start(number)
-        self._begin_fetch(saved)
+        ctx = self._context(self.weights.of(number), microbatch)
+        ctx = replace(ctx, leaf_gradients=leaf_gradients)
+        self.weight_gradients.start(number)
+        self._prefetch(saved)
         for run in reversed(program.runs):
-            self._begin_fetch(saved[:-1])
-            RUNNERS[type(run)].backward(run, saved.pop(), gradients, around, segment_done)
-            self._turn()
+            self._prefetch(saved[:-1])
+            RUNNERS[type(run)].backward(run, saved.pop(), gradients, ctx, segment_done)
+            self._segment_ended()
         wanted = microbatch.program.gradients_of(program.received)
         return {name: _gradient(name, gradients, microbatch, self.device) for name in wanted}
 
     def prefetch(self, number: int) -> None:
         """The backward of a microbatch is next: have its first activations back on the device."""
-        self._begin_fetch(self._saved.get(number, []))
+        self._prefetch(self._saved.get(number, []))
 
-    def _begin_fetch(self, saved: Sequence[Any]) -> None:
-        if self.offload is not None and saved and saved[-1].away is not None:
-            self.offload.begin_fetch(saved[-1].away.stash)
+    def _prefetch(self, saved: Sequence[Any]) -> None:
+        if self.offload is not None and saved and saved[-1].offloaded is not None:
+            self.offload.prefetch(saved[-1].offloaded.tensors)
 
-    def _turn(self) -> None:
+    def _segment_ended(self) -> None:
         if self.offload is not None:
-            self.offload.turn()
+            self.offload.segment_ended()
 
     @property
     def num_in_flight(self) -> int:
@@ -200,18 +207,18 @@ class Stage:
         self._saved.clear()
         if self.offload is not None:
             self.offload.forget()
-        self.waiting.forget()
+        self.weight_gradients.forget()
         self.weights.forget()
 
-    def _around(self, weights: ParamLeaves, microbatch: Microbatch) -> Surroundings:
-        return Surroundings(
+    def _context(self, weights: ParamLeaves, microbatch: Microbatch) -> SegmentContext:
+        return SegmentContext(
             weights=weights,
             buffers={**self.buffers, **microbatch.program.constants},
             columns=microbatch.columns,
             derived=microbatch.derived,
             random_key=microbatch.random_key,
             device=self.device,
-            sharded=self.sharded,
+            fsdp=self.fsdp,
             offload=self.offload,
         )
 

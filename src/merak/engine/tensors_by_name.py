@@ -16,15 +16,15 @@ TensorDict = dict[str, torch.Tensor]
 """Activations or gradients, by the name of the value."""
 
 
-Sums = Sequence[tuple[torch.Tensor, torch.Tensor]]
+LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Leaves, and the gradients that later readers have given to each."""
 
 
-BeginSums = Callable[[SegmentProgram, ParamLeaves], Sums]
+GiveLeafGradients = Callable[[SegmentProgram, ParamLeaves], LeafGradients]
 """Called before a segment's backward: gives the leaves of parameters that it reads several times
 and later segments read as well, with what those have given; see `tied.TiedGradients.begin`."""
 
 
-def no_sums(segment: SegmentProgram, leaves: ParamLeaves) -> Sums:
+def no_leaf_gradients(segment: SegmentProgram, leaves: ParamLeaves) -> LeafGradients:
     """Where no gradient is collected over several segments."""
     return ()

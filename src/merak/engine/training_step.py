@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from merak.engine.comm.stage_io import Exchange
-from merak.engine.drain import Hollow, num_begun
+from merak.engine.comm.stage_io import StageIO
+from merak.engine.drain import DrainStep, num_begun
 from merak.engine.microbatches import Microbatches
-from merak.engine.parts import Parts
 from merak.engine.stage import Microbatch
+from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
-from merak.engine.zero.unshard_order import turns_of
+from merak.engine.zero.unshard_order import unshards_of
 from merak.graph.program.program import SegmentProgram
 from merak.plan.step_plans import StepPlan
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
@@ -38,7 +38,7 @@ class TrainingStep:
     """Forward and backward of all microbatches, as a plan orders them.
 
     Args:
-        parts: what the engine is made of.
+        state: what the engine is made of.
         exchange: the values between stages.
         prepare: derives from a microbatch what its stages read.
         plan: the schedule for these microbatches.
@@ -47,22 +47,22 @@ class TrainingStep:
 
     def __init__(
         self,
-        parts: Parts,
-        exchange: Exchange,
+        state: EngineState,
+        exchange: StageIO,
         prepare: Microbatches,
         plan: StepPlan,
         microbatches: Sequence[Microbatch],
     ) -> None:
-        self.losses = torch.zeros(len(microbatches), device=parts.mesh.device)
-        self._parts = parts
+        self.losses = torch.zeros(len(microbatches), device=state.mesh.device)
+        self._state = state
         self._exchange = exchange
         self._prepare = prepare
         self._plan = plan
         self._schedule = plan.schedule
-        self._rank = parts.mesh.pp_rank
+        self._rank = state.mesh.pp_rank
         self._microbatches = microbatches
         self._update: Update | None = None
-        self._hollow: Hollow | None = None
+        self._drain_step: DrainStep | None = None
         # Segments whose backward in the action that runs has been told to whoever waits for it.
         self._told: set[int] = set()
         own = plan.schedule.actions[self._rank]
@@ -81,40 +81,40 @@ class TrainingStep:
                 a synchronous one.
         """
         self._update = update
-        self._parts.progress.planned(self._schedule)
+        self._state.progress.planned(self._schedule)
         self._start()
         for task in self._plan.steps[self._rank]:
             _HANDLERS[type(task)](self, task)
-        self._parts.reducer.wait()
-        self._parts.tied.finish()
+        self._state.reducer.wait()
+        self._state.tied.finish()
         self._exchange.finish()
 
     def run_empty(self) -> None:
         """Take part in the reductions of a step in which this replica has no microbatch."""
-        self._parts.tied.start_step(lambda pipe, stage: (), lambda pipe, stage, behind: 0)
-        self._parts.reducer.start_step(self._reductions())
+        self._state.tied.start_step(lambda pipe, stage: (), lambda pipe, stage, behind: 0)
+        self._state.reducer.start_step(self._reductions())
         for stage in self._reductions():
-            self._parts.reducer.complete(stage)
-        self._parts.reducer.wait()
-        self._parts.tied.finish()
+            self._state.reducer.complete(stage)
+        self._state.reducer.wait()
+        self._state.tied.finish()
 
     def _start(self) -> None:
         plan = self._plan
-        self._parts.reducer.start_step(self._reductions())
-        self._parts.tied.start_step(
+        self._state.reducer.start_step(self._reductions())
+        self._state.tied.start_step(
             lambda pipe, stage: plan.order(stage, pipe, GRADIENT_KINDS), plan.open_sends
         )
-        for number, stage in self._parts.stages.items():
+        for number, stage in self._state.stages.items():
             if isinstance(stage.weights, StashedWeights):
                 stage.weights.start_step(self._schedule.weight_versions[number])
-        if self._parts.sharded is not None:
-            self._parts.sharded.start(self._turns())
+        if self._state.fsdp is not None:
+            self._state.fsdp.start(self._unshards())
 
-    def _turns(self) -> Iterator[tuple[tuple[str, ...], bool]]:
+    def _unshards(self) -> Iterator[tuple[tuple[str, ...], bool]]:
         """When which parameters are gathered, in the whole step."""
         for action in self._schedule.actions[self._rank]:
             program = self._microbatches[action.microbatch].program.stages[action.stage]
-            yield from turns_of(action.kind, program, self._schedule.recompute[action.stage])
+            yield from unshards_of(action.kind, program, self._schedule.recompute[action.stage])
 
     def _reductions(self) -> list[int]:
         steps = self._plan.steps[self._rank]
@@ -123,7 +123,7 @@ class TrainingStep:
     # ---- handlers of steps ----
 
     def _compute(self, task: Compute) -> None:
-        with self._parts.progress.action(task.action):
+        with self._state.progress.action(task.action):
             self._attempt(task.action)
         if task.action.kind in FINAL_KINDS:
             self._complete(task.action)
@@ -135,26 +135,26 @@ class TrainingStep:
         self._exchange.post(task, self._microbatches[task.microbatch].program)
 
     def _reduce(self, task: ReduceGradients) -> None:
-        self._parts.reducer.complete(task.stage)
+        self._state.reducer.complete(task.stage)
 
     def _step_optimizer(self, task: OptimizerStep) -> None:
         """Inside an asynchronous schedule; else the caller does it, after clipping and so on."""
         if self._schedule.is_synchronous:
             return
         assert self._update is not None
-        self._parts.reducer.wait()
-        stages = [self._parts.stages[stage] for stage in task.stages]
+        self._state.reducer.wait()
+        stages = [self._state.stages[stage] for stage in task.stages]
         written = {id(leaf) for stage in stages for leaf in stage.weights.live.values()}
-        others = [p for p in self._parts.parameters.values() if id(p) not in written]
+        others = [p for p in self._state.parameters.values() if id(p) not in written]
         hidden = [parameter.grad for parameter in others]
         for stage in stages:
             assert isinstance(stage.weights, StashedWeights)
             stage.weights.before_update()
         for parameter in others:
             parameter.grad = None
-        self._parts.trained.take_gradients()
+        self._state.optimizer_params.take_gradients()
         self._update()
-        self._parts.trained.clear_gradients()
+        self._state.optimizer_params.clear_gradients()
         for parameter, gradient in zip(others, hidden, strict=True):
             parameter.grad = gradient
 
@@ -162,60 +162,60 @@ class TrainingStep:
 
     def _attempt(self, action: Action) -> None:
         """Perform an action; if memory runs out, its rest and all that follow in name only."""
-        relief = self._parts.relief
+        oom_guard = self._state.oom_guard
         self._told.clear()
-        if self._parts.sharded is not None:
-            self._parts.sharded.turns.mark()
-        if relief.reason is not None:
-            self._perform_hollow(action, 0)
+        if self._state.fsdp is not None:
+            self._state.fsdp.order.mark()
+        if oom_guard.reason is not None:
+            self._drain(action, 0)
             return
-        begun = num_begun(self._parts.mesh) if relief.is_armed else 0
+        begun = num_begun(self._state.mesh) if oom_guard.is_armed else 0
         try:
             self._prefetch(action)
             _ACTIONS[action.kind](self, action)
             return
         except Exception as error:
-            if not relief.takes(error):
+            if not oom_guard.handles(error):
                 raise
             reason = str(error)
-        relief.give_up(reason)
-        self._perform_hollow(action, num_begun(self._parts.mesh) - begun)
+        oom_guard.abort_step(reason)
+        self._drain(action, num_begun(self._state.mesh) - begun)
 
     def _prefetch(self, action: Action) -> None:
         """While an action computes, what the next one reads first comes back from host memory."""
         following = self._following.get(action)
         if following is not None and following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            self._parts.stages[following.stage].prefetch(following.microbatch)
+            self._state.stages[following.stage].prefetch(following.microbatch)
 
-    def _perform_hollow(self, action: Action, num_done: int) -> None:
-        with self._parts.relief.for_good():
-            hollow = self._hollow or self._become_hollow(action)
-            hollow.act(action, partial(self._tell, action), num_done)
+    def _drain(self, action: Action, num_done: int) -> None:
+        with self._state.oom_guard.no_retry():
+            drained = self._drain_step or self._start_drain(action)
+            drained.act(action, partial(self._tell, action), num_done)
 
-    def _become_hollow(self, action: Action) -> Hollow:
+    def _start_drain(self, action: Action) -> DrainStep:
         """What performs an action and all that follow, now that the step is given up."""
-        parts = self._parts
+        state = self._state
         for microbatch in self._microbatches:
             if microbatch.program.chooses:
                 self._prepare.derive(microbatch)
-        self._hollow = Hollow(
-            parts.mesh,
-            parts.stages,
+        self._drain_step = DrainStep(
+            state.mesh,
+            state.stages,
             self._exchange,
             self._schedule,
             self._microbatches,
-            parts.sharded,
+            state.fsdp,
         )
         own = self._schedule.actions[self._rank]
-        self._hollow.catch_up(own[: own.index(action)])
-        return self._hollow
+        self._drain_step.fast_forward(own[: own.index(action)])
+        return self._drain_step
 
     def _tell(self, action: Action, segment: SegmentProgram) -> None:
         """Others may have the gradients of a segment; once for each segment of an action."""
         if segment.segment.index in self._told:
             return
         self._collect(segment, action)
-        reducer = self._parts.reducer
+        reducer = self._state.reducer
         is_final = self._is_last(action) or reducer.every_microbatch
         if action.kind is Kind.BACKWARD and is_final:
             reducer.ready(action.stage, self._unshared(segment))
@@ -228,7 +228,7 @@ class TrainingStep:
             self._prepare.derive(microbatch)
         received = self._taken(Payload.ACTIVATION, stage - 1, number)
         keep = not self._schedule.recompute[stage]
-        made = self._parts.stages[stage].forward(number, microbatch, received, keep)
+        made = self._state.stages[stage].forward(number, microbatch, received, keep)
         program = microbatch.program.stages[stage]
         if (loss := _loss_made_by(stage, microbatch)) is not None:
             self.losses[number] = made[loss] * microbatch.scale
@@ -238,13 +238,13 @@ class TrainingStep:
 
     def _recompute(self, action: Action) -> None:
         microbatch = self._microbatches[action.microbatch]
-        self._parts.stages[action.stage].recompute(action.microbatch, microbatch)
+        self._state.stages[action.stage].recompute(action.microbatch, microbatch)
 
     def _backward(self, action: Action) -> None:
-        stage = self._parts.stages[action.stage]
+        stage = self._state.stages[action.stage]
 
         def segment_done(segment: SegmentProgram) -> None:
-            stage.waiting.run(action.microbatch)
+            stage.weight_gradients.run(action.microbatch)
             self._tell(action, segment)
 
         self._run_backward(action, segment_done)
@@ -253,7 +253,7 @@ class TrainingStep:
         self._run_backward(action, partial(self._tell, action))
 
     def _weight_gradient(self, action: Action) -> None:
-        self._parts.stages[action.stage].waiting.run(action.microbatch)
+        self._state.stages[action.stage].weight_gradients.run(action.microbatch)
 
     def _run_backward(self, action: Action, segment_done: Callable[[SegmentProgram], None]) -> None:
         stage, number = action.stage, action.microbatch
@@ -262,25 +262,25 @@ class TrainingStep:
         if (loss := _loss_made_by(stage, microbatch)) is not None:
             dtype = microbatch.program.values[loss].dtype
             scale = microbatch.scale * microbatch.loss_scale * self._share(number)
-            gradients[loss] = torch.full((), scale, dtype=dtype, device=self._parts.mesh.device)
+            gradients[loss] = torch.full((), scale, dtype=dtype, device=self._state.mesh.device)
         pipe = self._schedule.microbatch_pipes[number]
-        made = self._parts.stages[stage].backward(
+        made = self._state.stages[stage].backward(
             number,
             microbatch,
             gradients,
             segment_done,
-            partial(self._parts.tied.begin, pipe, number),
+            partial(self._state.tied.begin, pipe, number),
         )
         if stage > 0:
             self._exchange.give(Payload.GRADIENT, stage, number, made)
 
     def _complete(self, action: Action) -> None:
         """A stage has a microbatch's gradients; after the last one its derived values go."""
-        weights = self._parts.stages[action.stage].weights
+        weights = self._state.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
             weights.finished(action.microbatch)
         if not self._is_last(action):
-            self._parts.reducer.microbatch_done(action.stage)
+            self._state.reducer.microbatch_done(action.stage)
         self._stages_left[action.microbatch] -= 1
         if not self._stages_left[action.microbatch]:
             self._microbatches[action.microbatch].derived = {}
@@ -292,12 +292,12 @@ class TrainingStep:
             return {}
         source = Receive(payload, producer, number, self._schedule.rank_of(producer, number))
         values = self._exchange.take(source, self._microbatches[number].program)
-        self._parts.progress.started()
+        self._state.progress.started()
         return values
 
     def _collect(self, segment: SegmentProgram, action: Action) -> None:
         pipe = self._schedule.microbatch_pipes[action.microbatch]
-        self._parts.tied.collect(segment, pipe, action.microbatch)
+        self._state.tied.collect(segment, pipe, action.microbatch)
 
     def _is_last(self, action: Action) -> bool:
         """Whether an action completes its stage's gradients of the step, here."""
@@ -312,9 +312,9 @@ class TrainingStep:
         return count / min(per_update, count - first)
 
     def _unshared(self, segment: SegmentProgram) -> list[torch.nn.Parameter]:
-        parts = self._parts
+        state = self._state
         names = segment.segment.parameters
-        return [parts.parameters[name] for name in names if name not in parts.shared]
+        return [state.parameters[name] for name in names if name not in state.shared]
 
 
 def _loss_made_by(stage: int, microbatch: Microbatch) -> str | None:

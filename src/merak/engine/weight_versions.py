@@ -16,7 +16,7 @@ import torch
 
 from merak.core.gradients import add_gradient, gradient_dtype
 from merak.engine.tensors_by_name import ParamLeaves
-from merak.engine.zero.param_all_gather import Arrivals, Awaited
+from merak.engine.zero.param_all_gather import AwaitedParams, ParamAllGather
 
 
 class LiveWeights:
@@ -25,14 +25,14 @@ class LiveWeights:
     Args:
         parameters: by name, at least those that the stage's segments read.
         shared: names whose gradient is collected apart, since several segments read them.
-        arrivals: what the parameters wait for before they are read; None for nothing.
+        param_all_gather: what the parameters wait for before they are read; None for nothing.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
         shared: Collection[str],
-        arrivals: Arrivals | None = None,
+        param_all_gather: ParamAllGather | None = None,
     ) -> None:
         # A shared parameter enters each stage as a leaf of its own over the same memory.
         self.shared = {
@@ -43,7 +43,9 @@ class LiveWeights:
         for name, leaf in self.shared.items():
             leaf.grad_dtype = parameters[name].grad_dtype
         leaves = {**parameters, **self.shared}
-        self.live: ParamLeaves = leaves if arrivals is None else Awaited(leaves, arrivals)
+        self.live: ParamLeaves = (
+            leaves if param_all_gather is None else AwaitedParams(leaves, param_all_gather)
+        )
 
     def of(self, number: int) -> ParamLeaves:
         """What a microbatch computes with."""

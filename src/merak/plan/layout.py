@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from merak.core.errors import PlanError
-from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh
+from merak.core.rank0 import decide_on_rank0
 from merak.graph.ir.ir import ModelGraph
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.balance import Timed, balance
@@ -78,20 +76,17 @@ def partition_segments(
     """
     num_segments = len(graph.segments)
     check_stages(num_segments, num_stages, mesh.pp)
-    if options.segments_per_stage is not None:
-        return from_sizes(options.segments_per_stage, num_segments)
+    if options.partition is not None:
+        return from_sizes(options.partition, num_segments)
     if num_stages == 1:
         return Partition(num_segments, ())
-    # Measured speeds differ from rank to rank, and all ranks need one partition: rank 0 decides.
-    decided: list[Partition | None] = [None]
-    if mesh.rank == 0:
+
+    def balanced() -> Partition:
         costs = segment_times(graph, options, mesh, cache)
-        decided = [balance(costs, num_stages, options.num_microbatches)]
-    if mesh.device_mesh is not None:
-        with waiting_for_first("the balance of stages"):
-            dist.broadcast_object_list(decided, src=0)
-    assert decided[0] is not None
-    return decided[0]
+        return balance(costs, num_stages, options.num_microbatches)
+
+    # Measured speeds differ from rank to rank, and all ranks need one partition.
+    return decide_on_rank0(mesh, "the balance of stages", balanced)
 
 
 def check_stages(num_segments: int, num_stages: int, pp: int) -> None:
@@ -112,7 +107,7 @@ def segment_times(
 ) -> Sequence[Timed]:
     """Times of all segments for one microbatch: from the user's file, or estimated."""
     if options.segment_times is not None:
-        return load_times(options.segment_times, [segment.name for segment in graph.segments])
+        return load_times(Path(options.segment_times), [segment.name for segment in graph.segments])
     return segment_costs(graph.segments, speeds(options, mesh, cache))
 
 

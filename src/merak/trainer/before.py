@@ -9,6 +9,7 @@ from transformers import Trainer
 
 from merak.checkpoint.save_pretrained import check_saves
 from merak.core.errors import WeightsError
+from merak.core.rank0 import warn_on_rank0
 from merak.data import check_not_empty, example_batch
 from merak.trainer.columns import check_batch
 
@@ -32,8 +33,7 @@ def check_what_follows(trainer: Trainer) -> None:
     except WeightsError as error:
         if trainer.args.save_strategy != "no":
             raise
-        if trainer.args.should_log:
-            logger.warning("%s Until then the model can be trained, but not saved.", error)
+        warn_on_rank0(logger, "%s Until then the model can be trained, but not saved.", error)
 
 
 def _check_evaluations(trainer: Trainer) -> None:

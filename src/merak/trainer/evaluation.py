@@ -19,7 +19,7 @@ from merak.data import BatchSignature, example_batch, shard_loader, without_plai
 from merak.data.fetch import is_iterable
 from merak.engine.engine import Engine
 from merak.graph.trace.outputs import LOSS, nested
-from merak.trainer.batch_agreement import Agreement, Batch, Council
+from merak.trainer.batch_exchange import Agreement, Batch, BatchExchange
 from merak.trainer.tokens import TOKENS, TokenCounter
 
 
@@ -118,7 +118,7 @@ class Evaluation:
     def __init__(
         self,
         engine: Engine,
-        council: Council,
+        council: BatchExchange,
         loader: DataLoader[Any],
         counter: TokenCounter,
         options: EvaluationOptions,

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from merak.arguments import MerakArguments
 from merak.core.errors import DataError
+from merak.core.rank0 import warn_on_rank0
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +39,13 @@ def refuse_unequal_replicas(
     try:
         num_batches = len(loader)
     except TypeError:
-        if args.should_log:
-            logger.warning(
-                "%s, and the length of the dataset is not known: if its last batches are not a "
-                "multiple of dp=%d, the job ends there; leave them out "
-                "(dataloader_drop_last=True).",
-                reason,
-                dp_degree,
-            )
+        warn_on_rank0(
+            logger,
+            "%s, and the length of the dataset is not known: if its last batches are not a "
+            "multiple of dp=%d, the job ends there; leave them out (dataloader_drop_last=True).",
+            reason,
+            dp_degree,
+        )
         return
     rest = num_batches % dp_degree
     last_step = math.ceil(

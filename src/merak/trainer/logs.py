@@ -14,7 +14,7 @@ from transformers.training_args import trainer_log_levels
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
-    from merak.trainer.batch_agreement import Council
+    from merak.trainer.batch_exchange import BatchExchange
 
 _PASSIVE = "passive"
 _GB = 1e9
@@ -60,7 +60,7 @@ class Throughput:
 class Logging(Trainer):
     """The part of `MerakTrainer` that logs."""
 
-    _council: Council | None
+    _council: BatchExchange | None
     throughput: Throughput
     # What the ranks have measured for the log that comes; empty where there is none.
     _measured: dict[str, float]
@@ -80,7 +80,7 @@ class Logging(Trainer):
         self._measured = {}
         super().log(logs, *args, **kwargs)
 
-    def _measure(self, council: Council) -> dict[str, float]:
+    def _measure(self, council: BatchExchange) -> dict[str, float]:
         """What is logged of the job; called alike on every rank."""
         found: dict[str, float] = {}
         rate = self.throughput.take()

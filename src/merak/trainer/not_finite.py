@@ -13,6 +13,7 @@ import torch
 
 from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
+from merak.core.rank0 import warn_on_rank0
 from merak.engine.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,7 @@ class SkippedSteps:
         finite_loss = bool(torch.isfinite(losses).all())
         self._window_is_finite |= finite_loss
         self._any_is_finite |= finite_loss
-        if args.should_log:
-            logger.warning("step %d skipped: %s", step, found)
+        warn_on_rank0(logger, "step %d skipped: %s", step, found)
         return True
 
     def _count(self, args: MerakArguments, step: int, found: str) -> None:

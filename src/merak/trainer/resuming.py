@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from merak.checkpoint.dcp import is_complete
 from merak.core.errors import WeightsError
+from merak.core.rank0 import warn_on_rank0
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ def _last_whole(output_dir: Path) -> str:
         except WeightsError as problem:
             problems.append(problem)
             continue
-        if problems and os.environ.get("RANK", "0") == "0":
-            logger.warning("%s Resuming from %s.", problems[0], checkpoint)
+        if problems:
+            warn_on_rank0(logger, "%s Resuming from %s.", problems[0], checkpoint)
         return str(checkpoint)
     if problems:
         raise problems[0]

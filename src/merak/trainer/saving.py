@@ -103,7 +103,7 @@ class Saving(Trainer):
                 self.engine.held(),
                 self.engine.shards,
                 self.mesh,
-                self.engine.trained.stepped(),
+                self.engine.optimizer_params.optimizer_tensors(),
             )
         if self.args.should_save:
             scheduler = self.lr_scheduler.state_dict()
@@ -135,9 +135,11 @@ class Saving(Trainer):
         assert self.engine is not None
         folder = Path(checkpoint) / RANKS_FOLDER
         engine = self.engine
-        held, stepped = engine.held(), engine.trained.stepped()
+        held, optimizer_tensors = engine.held(), engine.optimizer_params.optimizer_tensors()
         with engine.whole_model():
-            load_state(folder, self.model, optimizer, held, engine.shards, self.mesh, stepped)
+            load_state(
+                folder, self.model, optimizer, held, engine.shards, self.mesh, optimizer_tensors
+            )
 
     def _inner_optimizer(self) -> Any:
         """The optimizer itself, inside accelerate's wrapper."""

@@ -26,17 +26,18 @@ from merak.arguments.folders import make_output_folder
 from merak.core.announce import announce, show_announcements
 from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
+from merak.core.rank0 import warn_on_rank0
 from merak.data import check_not_empty, example_batch, shard_loader, split_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.engine.health.oom import explain_step
+from merak.engine.health.oom import explain_optimizer_oom
 from merak.engine.loss_scale import LossScale
 from merak.graph.segment.build import GraphSource
-from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.engine_options import EngineOptions
+from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
-from merak.trainer.batch_agreement import Agreement, Council
+from merak.trainer.batch_exchange import Agreement, BatchExchange
 from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
@@ -78,7 +79,7 @@ class MerakTrainer(Saving, Logging, Trainer):
         self.mesh = current_mesh()
         refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
         self.engine: Engine | None = None
-        self._council: Council | None = None
+        self._council: BatchExchange | None = None
         self._counter: TokenCounter | None = None
         self._evaluation: Evaluation | None = None
         self.throughput = Throughput()
@@ -141,10 +142,10 @@ class MerakTrainer(Saving, Logging, Trainer):
         trains = trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
         self.engine = build_engine(source, columns, self.mesh, options)
-        self._council = Council(self.mesh, self.engine.progress)
+        self._council = BatchExchange(self.mesh, self.engine.progress)
         idle = self.engine.idle_pipeline("gradient_accumulation_steps") if trains else None
-        if idle is not None and self.args.should_log:
-            logger.warning("%s", idle)
+        if idle is not None:
+            warn_on_rank0(logger, "%s", idle)
         if self.engine.updates_inside:
             refuse_what_needs_all_gradients(self.args)
         return self.engine
@@ -169,29 +170,12 @@ class MerakTrainer(Saving, Logging, Trainer):
 
     def _engine_options(self) -> EngineOptions:
         args = self.args
-        assert args.bucket_bytes is not None
-        written = args.feature_dict
-        assert not isinstance(written, str)  # the arguments have read the file
+        chosen: dict[str, Any] = {name: getattr(args, name) for name in PARALLEL_OPTIONS}
+        chosen["feature_dict"] = args.feature_dict or None
         return EngineOptions(
-            schedule=args.schedule,
+            **chosen,
             num_microbatches=args.gradient_accumulation_steps,
             seed=args.seed,
-            features=parse_features(written) if written else None,
-            segments_per_stage=tuple(args.partition) if args.partition else None,
-            segment_times=Path(args.segment_times) if args.segment_times else None,
-            bucket_bytes=args.bucket_bytes,
-            exact_tied_gradients=args.tied_gradients == "microbatch",
-            sub_pipelining=args.sub_pipelining,
-            sequence_parallel=args.sequence_parallel,
-            master_weights=args.master_weights,
-            float32_gradients=args.gradient_sums == "float32",
-            zero=args.zero,
-            hang_limit_s=args.hang_limit_s,
-            max_shapes=args.max_shapes,
-            recompute=args.recompute,
-            offload_activations=args.offload_activations,
-            host_bytes_per_s=args.host_bytes_per_s,
-            memory_budget_bytes=args.memory_budget,
             optimizer=partial(similar_optimizer, self),
         )
 
@@ -285,7 +269,7 @@ class MerakTrainer(Saving, Logging, Trainer):
         agreement, engine, counter = self._agreement, self.engine, self._counter
         assert agreement is not None and engine is not None and counter is not None
         own = agreement.own(self.mesh)
-        engine.trained.clear_gradients()
+        engine.optimizer_params.clear_gradients()
         extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
         losses = engine.train_step(
             self.state.global_step,
@@ -330,7 +314,7 @@ class MerakTrainer(Saving, Logging, Trainer):
         if self.args.logging_nan_inf_filter:
             self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
         if skips:
-            self.engine.trained.clear_gradients()  # without a gradient nothing is stepped
+            self.engine.optimizer_params.clear_gradients()  # without a gradient nothing is stepped
         return None if self.engine.updates_inside else norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -342,7 +326,7 @@ class MerakTrainer(Saving, Logging, Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of this rank's own parameters."""
         assert self.engine is not None
-        trained = self.engine.trained
+        trained = self.engine.optimizer_params
         is_new = self.optimizer is None  # a second `train` goes on with the one of the first
         kind = str(getattr(self.args.optim, "value", self.args.optim))
         with in_one_sentence(f"optim={kind!r} cannot be made"):
@@ -351,8 +335,8 @@ class MerakTrainer(Saving, Logging, Trainer):
             )
         self.engine.check_optimizer(optimizer)
         if is_new:
-            optimizer.register_step_post_hook(lambda *_: trained.write_back())
-            explain_step(optimizer)
+            optimizer.register_step_post_hook(lambda *_: trained.sync_model_params())
+            explain_optimizer_oom(optimizer)
         return optimizer
 
     def create_scheduler(

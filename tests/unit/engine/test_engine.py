@@ -111,12 +111,12 @@ def test_shapes_met_last_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     expected = copy.deepcopy(model)
     engine = engine_of(model, _ids(3), max_shapes=2)
     columns = [signature(_ids(length)).columns for length in range(3, 8)]
-    first, second = engine._parts.program_for(columns[1], True), columns[2]
-    engine._parts.program_for(second, True)
-    assert engine._parts.program_for(columns[1], True) is first  # and so used after the second
-    engine._parts.program_for(columns[3], True)
-    assert engine._parts.program_for(columns[1], True) is first
-    assert engine._parts.program_for(columns[0], True) is engine._parts.base
+    first, second = engine._state.program_for(columns[1], True), columns[2]
+    engine._state.program_for(second, True)
+    assert engine._state.program_for(columns[1], True) is first  # and so used after the second
+    engine._state.program_for(columns[3], True)
+    assert engine._state.program_for(columns[1], True) is first
+    assert engine._state.program_for(columns[0], True) is engine._state.base
     assert not _warnings(caplog)
     for step, length in enumerate((4, 5, 6, 7, 3, 4, 5, 6)):
         batch = _ids(length)
@@ -170,7 +170,7 @@ def test_a_failed_step_does_not_poison_the_next(moment: str) -> None:
     _fail(engine, batches, moment)
     model.zero_grad()
     assert torch.equal(train(engine, batches), expected)
-    assert engine._parts.stages[0].num_in_flight == 0
+    assert engine._state.stages[0].num_in_flight == 0
 
 
 def _fail(engine: Engine, batches: list[dict[str, torch.Tensor]], moment: str) -> None:
@@ -197,9 +197,9 @@ def _fail(engine: Engine, batches: list[dict[str, torch.Tensor]], moment: str) -
 
 
 def test_more_stages_than_segments_says_the_most() -> None:
-    sizes = len(engine_of(Skips(), number_batch())._parts.base.stages[0].segments)
+    sizes = len(engine_of(Skips(), number_batch())._state.base.stages[0].segments)
     with pytest.raises(PlanError, match=rf"99.*{sizes}"):
-        engine_of(Skips(), number_batch(), segments_per_stage=(99,))
+        engine_of(Skips(), number_batch(), partition=(99,))
 
 
 def test_a_model_without_a_loss_is_refused() -> None:

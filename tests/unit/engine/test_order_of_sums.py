@@ -103,7 +103,7 @@ def test_sums_are_those_of_one_process(kind: type[nn.Module], options: dict[str,
     columns = [signature(batch).columns for batch in batches]
     chosen = EngineOptions(num_microbatches=2, **options)  # type: ignore[arg-type]
     engine = build_engine(GraphSource(model=model), columns[0], mesh.current_mesh(), chosen)
-    assert len(engine._parts.base.stages[0].segments) > 2
+    assert len(engine._state.base.stages[0].segments) > 2
     engine.train_step(0, columns, batches, 0.5)
     for batch in batches:
         (expected(**batch) / 2).backward()

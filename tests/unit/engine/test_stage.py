@@ -104,7 +104,7 @@ def test_recompute_ahead_of_the_backward() -> None:
     program = program_of(graph, [0, len(graph.segments)], [0])
     (stage,) = stages_of(model, graph, 1, set())
     microbatch = microbatch_of(program, batch, buffers_of(model, graph))
-    stage.forward(7, microbatch, {}, keep=False)
+    stage.forward(7, microbatch, {}, save=False)
     saved = stage._saved[7]
     assert all(record.outputs is None for record in saved)
     stage.recompute(7, microbatch)
@@ -122,7 +122,7 @@ def test_microbatches_may_go_backward_in_any_order() -> None:
     (stage,) = stages_of(model, graph, 1, set())
     made = [microbatch_of(program, b, buffers_of(model, graph)) for b in batches]
     for number, microbatch in enumerate(made):
-        stage.forward(number, microbatch, {}, keep=True)
+        stage.forward(number, microbatch, {}, save=True)
     assert stage.num_in_flight == 3
     assert program.loss is not None
     for number in (1, 2, 0):
@@ -140,7 +140,7 @@ def test_a_failed_step_is_forgotten() -> None:
     run_backward(graph, [stage], batch, [0, len(graph.segments)], True)
     program = program_of(graph, [0, len(graph.segments)], [0])
     microbatch = microbatch_of(program, batch, buffers_of(model, graph))
-    stage.forward(0, microbatch, {}, keep=True)
+    stage.forward(0, microbatch, {}, save=True)
     stage.forget()
     assert stage.num_in_flight == 0
     assert all(leaf.grad is None for leaf in stage.weights.shared.values())
@@ -188,7 +188,7 @@ def test_recomputation_neither_repeats_nor_sees_writes_into_buffers() -> None:
     assert program.loss is not None
     microbatches = [microbatch_of(program, b, dict(stage.buffers), scale=1.0) for b in batches]
     for number, microbatch in enumerate(microbatches):
-        stage.forward(number, microbatch, {}, keep=False)
+        stage.forward(number, microbatch, {}, save=False)
     for number, microbatch in enumerate(microbatches):
         if number:
             stage.recompute(number, microbatch)

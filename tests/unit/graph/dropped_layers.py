@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from merak.graph.trace.branches.rng_stream import drawn
+from merak.graph.trace.branches.rng_stream import draw_from_stream
 
 Batch = dict[str, torch.Tensor]
 WIDTH, DEPTH = 8, 4
@@ -131,16 +131,18 @@ def same_draws() -> Iterator[None]:
     numbers = count(1)
 
     def unit() -> float:
-        return float(drawn(next(numbers), "aten.rand.default", [], dtype=torch.float64))
+        return float(draw_from_stream(next(numbers), "aten.rand.default", [], dtype=torch.float64))
 
     def rand(*sizes: Any) -> torch.Tensor:
         size = list(sizes[0]) if sizes and not isinstance(sizes[0], int) else list(sizes)
-        return drawn(next(numbers), "aten.rand.default", size)
+        return draw_from_stream(next(numbers), "aten.rand.default", size)
 
     with (
         mock.patch.object(torch, "rand", rand),
         mock.patch.object(
-            torch, "bernoulli", lambda p: drawn(next(numbers), "aten.bernoulli.default", p)
+            torch,
+            "bernoulli",
+            lambda p: draw_from_stream(next(numbers), "aten.bernoulli.default", p),
         ),
         mock.patch.object(random, "random", unit),
         mock.patch.object(random, "uniform", lambda a, b: unit() * (b - a) + a),

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.opaque.operator import is_kept, kept_nodes, saved_bytes_of
+from merak.graph.trace.opaque.operator import is_opaque, opaque_nodes, saved_bytes_of
 from merak.plan.cost.operators import node_work
 from merak.plan.cost.segment_memory import SegmentMemories
 
@@ -47,7 +47,7 @@ def graph_of(model: nn.Module) -> ModelGraph:
 
 
 def test_products_are_counted_both_ways() -> None:
-    (node,) = kept_nodes(graph_of(Model()))
+    (node,) = opaque_nodes(graph_of(Model()))
     work = node_work(node, "cpu")
     x = torch.randn(SHAPE, requires_grad=True)
     with FlopCounterMode(display=False) as forward:
@@ -61,7 +61,7 @@ def test_products_are_counted_both_ways() -> None:
 
 def test_what_it_saves_is_what_eager_code_saves() -> None:
     graph = graph_of(Model())
-    (node,) = kept_nodes(graph)
+    (node,) = opaque_nodes(graph)
     module, x = Wide(), torch.randn(SHAPE, requires_grad=True)
     given = {t.untyped_storage()._cdata for t in (x, *module.parameters())}
     seen: dict[int, int] = {}
@@ -76,6 +76,6 @@ def test_what_it_saves_is_what_eager_code_saves() -> None:
     assert sum(seen.values()) >= 2 * 64 * 256 * 4  # of each of the two functions' results
     assert saved_bytes_of(node) == sum(seen.values())
     measure = SegmentMemories(torch.device("cpu"))
-    (segment,) = (s for s in graph.segments if any(map(is_kept, s.graph.nodes)))
+    (segment,) = (s for s in graph.segments if any(map(is_opaque, s.graph.nodes)))
     others = sum(t.nbytes for t in (torch.empty(64, 32), torch.empty(64, 4)))
     assert sum(seen.values()) <= measure(segment).saved_bytes <= sum(seen.values()) + others

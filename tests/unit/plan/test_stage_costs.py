@@ -36,7 +36,7 @@ def alone() -> Iterator[None]:
 def forecast(times: Path, **options: object) -> Forecast:
     sample = signature(text_batch()).columns
     planned = mesh.Mesh(1, 1, POSITIONS, 0, torch.device("cpu"), None)
-    chosen = EngineOptions("auto", MICROBATCHES, segment_times=times)
+    chosen = EngineOptions(schedule="auto", num_microbatches=MICROBATCHES, segment_times=times)
     source = GraphSource(gpt2(dropout=0.2))
     return forecast_of(source, sample, planned, replace(chosen, **options))  # type: ignore[arg-type]
 
@@ -80,7 +80,7 @@ def test_it_keeps_to_the_memory(times: Path) -> None:
 
     free = forecast(times)
     budget = int(0.9 * peak(free))
-    narrow = forecast(times, memory_budget_bytes=budget)
+    narrow = forecast(times, memory_budget=budget)
     assert peak(narrow) <= budget
     # What fits is not undone by a longer step than need be: all that is not kept is recomputed.
     assert narrow.layout.schedule != free.layout.schedule

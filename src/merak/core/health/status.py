@@ -6,7 +6,6 @@ own threads (`merak.core.health.watchdog`) and tells the other ranks.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,11 +135,6 @@ def _as(name: str, wait: Wait | None) -> Iterator[None]:
         yield
     finally:
         _current[0] = before._replace(since_s=time.perf_counter())
-
-
-def speaks() -> bool:
-    """Whether this is the rank, of all hosts, that logs what every rank knows."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def status() -> Status:

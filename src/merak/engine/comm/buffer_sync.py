@@ -30,7 +30,7 @@ def find_writers(layout: Layout) -> dict[str, int]:
     return writers
 
 
-def find_moved(
+def find_synced_buffers(
     writers: Mapping[str, int], stage_rank: Sequence[int], graph: ModelGraph, bounds: Sequence[int]
 ) -> dict[str, int]:
     """Of some buffers those that other ranks read in a graph.
@@ -55,7 +55,7 @@ def find_moved(
 
 
 @torch.no_grad()
-def bring(
+def sync_buffers(
     mesh: Mesh,
     buffers: Mapping[str, torch.Tensor],
     programs: Sequence[Program],
@@ -69,12 +69,14 @@ def bring(
         programs: of what is to be evaluated.
         progress: told of the wait.
     """
-    moved = {name: rank for program in programs for name, rank in program.moved.items()}
+    synced_buffers = {
+        name: rank for program in programs for name, rank in program.synced_buffers.items()
+    }
     group = mesh.group("pp")
-    if group is None or not moved:
+    if group is None or not synced_buffers:
         return
     with progress.waiting("the buffers that training has written on", mesh.peers("pp")):
-        for name, rank in moved.items():
+        for name, rank in synced_buffers.items():
             packed = buffers[name].contiguous()
             dist.broadcast(packed.view(-1).view(torch.uint8), mesh.rank_at(rank), group)
             if packed.data_ptr() != buffers[name].data_ptr():

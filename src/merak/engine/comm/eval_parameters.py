@@ -15,15 +15,15 @@ from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, take
 from merak.engine.health.status import Progress
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.program.program import Loan, Program
+from merak.graph.program.program import Program, RemoteParameter
 
 
-def find_loans(
+def find_remote_parameters(
     owners: Mapping[str, frozenset[int]],
     stage_rank: Sequence[int],
     graph: ModelGraph,
     bounds: Sequence[int],
-) -> tuple[Loan, ...]:
+) -> tuple[RemoteParameter, ...]:
     """What ranks have to lend each other, in the same order on all of them.
 
     Args:
@@ -32,19 +32,19 @@ def find_loans(
         graph: what is to run.
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
     """
-    found: dict[tuple[str, int], Loan] = {}
+    found: dict[tuple[str, int], RemoteParameter] = {}
     for stage, reader in enumerate(stage_rank):
         for segment in graph.segments[bounds[stage] : bounds[stage + 1]]:
             for name in segment.parameters:
                 holders = {stage_rank[held] for held in owners[name]}
                 if reader not in holders:
-                    loan = Loan(name, min(holders), reader, graph.parameters[name])
-                    found.setdefault((name, reader), loan)
+                    one = RemoteParameter(name, min(holders), reader, graph.parameters[name])
+                    found.setdefault((name, reader), one)
     return tuple(found.values())
 
 
 @torch.no_grad()
-def borrow(
+def fetch_remote(
     mesh: Mesh,
     parameters: Mapping[str, torch.nn.Parameter],
     programs: Sequence[Program],
@@ -61,26 +61,26 @@ def borrow(
     Returns:
         By name, this rank's shares of the parameters that are lent to it.
     """
-    loans = dict.fromkeys(loan for program in programs for loan in program.loans)
-    if not loans:
+    every = dict.fromkeys(one for program in programs for one in program.remote_parameters)
+    if not every:
         return {}
     group = mesh.group("pp")
     shards = {name: shard for program in programs for name, shard in program.shards.items()}
-    lent: dict[str, torch.Tensor] = {}
+    remote: dict[str, torch.Tensor] = {}
     with progress.waiting("parameters that are lent for an evaluation by", mesh.peers("pp")):
-        for loan in loans:
-            if loan.owner == mesh.pp_rank:
-                held = parameters[loan.name].detach().contiguous()
-                dist.send(held, mesh.rank_at(loan.reader), group)
-            elif loan.reader == mesh.pp_rank:
-                shape = _shape(loan, shards.get(loan.name), mesh.tp_rank)
-                lent[loan.name] = torch.empty(shape, dtype=loan.meta.dtype, device=mesh.device)
-                dist.recv(lent[loan.name], mesh.rank_at(loan.owner), group)
-    return lent
+        for one in every:
+            if one.owner == mesh.pp_rank:
+                held = parameters[one.name].detach().contiguous()
+                dist.send(held, mesh.rank_at(one.reader), group)
+            elif one.reader == mesh.pp_rank:
+                shape = _shape(one, shards.get(one.name), mesh.tp_rank)
+                remote[one.name] = torch.empty(shape, dtype=one.meta.dtype, device=mesh.device)
+                dist.recv(remote[one.name], mesh.rank_at(one.owner), group)
+    return remote
 
 
-def _shape(loan: Loan, shard: ParameterShard | None, tp_rank: int) -> tuple[int, ...]:
+def _shape(one: RemoteParameter, shard: ParameterShard | None, tp_rank: int) -> tuple[int, ...]:
     """Of a rank's share of a parameter."""
     if shard is None:
-        return loan.meta.shape
-    return tuple(take(torch.empty(loan.meta.shape, device="meta"), shard, tp_rank).shape)
+        return one.meta.shape
+    return tuple(take(torch.empty(one.meta.shape, device="meta"), shard, tp_rank).shape)

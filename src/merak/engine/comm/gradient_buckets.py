@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from merak.core.gradients import add_gradient, dense, no_gradient
 from merak.engine.comm.row_shards import pack_all
-from merak.engine.health.oom import Relief
+from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
 
@@ -63,7 +63,7 @@ def fill_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class _Reduction:
     """A bucket that is being summed.
 
     Args:
@@ -72,7 +72,7 @@ class _Sum:
         sent: this rank's gradients, which must stay until then.
         flat: the sums that come, or this replica's share of them.
         bucket: the parameters.
-        having: on how many ranks each of them has a gradient, and what tells when that is known;
+        holders: on how many ranks each of them has a gradient, and what tells when that is known;
             None where they always have one.
     """
 
@@ -81,13 +81,13 @@ class _Sum:
     sent: torch.Tensor
     flat: torch.Tensor
     bucket: Bucket
-    having: tuple[torch.Tensor, dist.Work] | None = None
+    holders: tuple[torch.Tensor, dist.Work] | None = None
 
     def absent(self) -> frozenset[int]:
         """Ids of the parameters that have no gradient anywhere; waits until that is known."""
-        if self.having is None:
+        if self.holders is None:
             return frozenset()
-        counts, work = self.having
+        counts, work = self.holders
         work.wait()
         pairs = zip(self.bucket, counts.tolist(), strict=True)
         return frozenset(id(parameter) for parameter, count in pairs if not count)
@@ -101,30 +101,31 @@ class GradientReducer:
     Args:
         stages: this rank's stages.
         progress: told of every wait.
-        stepped: by id of a parameter, what this replica's optimizer steps of it, and so the only
+        optimizer_tensors: by id of a parameter, what this replica's optimizer steps of it, and so
+        the only
             rows whose sums it gets; None for whole sums on every replica.
-        relief: what happens where there is no memory for a bucket.
+        oom_guard: what happens where there is no memory for a bucket.
     """
 
     def __init__(
         self,
         stages: Mapping[int, StageGradients],
         progress: Progress,
-        stepped: Mapping[int, torch.nn.Parameter] | None = None,
-        relief: Relief | None = None,
+        optimizer_tensors: Mapping[int, torch.nn.Parameter] | None = None,
+        oom_guard: OomGuard | None = None,
     ) -> None:
-        self._relief = relief or Relief()
+        self._oom_guard = oom_guard or OomGuard()
         # Whether sums are taken after every microbatch, so that there is never more than its share
         # between them. All replicas then have equally many, and start buckets in the same order.
         self.every_microbatch = False
-        self._stepped = stepped
+        self._optimizer_tensors = optimizer_tensors
         self._stages = stages
         self._progress = progress
         self._queue: deque[int] = deque()
         # Of every stage: buckets still to start, and what is final.
         self._left: dict[int, deque[Bucket]] = {}
         self._final: dict[int, set[int]] = {}
-        self._open: deque[_Sum] = deque()
+        self._open: deque[_Reduction] = deque()
 
     def start_step(self, order: Iterable[int]) -> None:
         """A step begins.
@@ -162,15 +163,15 @@ class GradientReducer:
     def wait(self) -> None:
         """Put the sums in the place of the gradients."""
         while self._open:
-            self._relief.allocate(partial(self._take, self._open.popleft()))
+            self._oom_guard.allocate(partial(self._take, self._open.popleft()))
 
-    def _take(self, found: _Sum) -> None:
+    def _take(self, found: _Reduction) -> None:
         stage = found.stage
         peers = others_of(self._stages[stage].group)
         with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
             found.work.wait()
-        if self._stepped is not None:
-            self._take_shares(found)
+        if self._optimizer_tensors is not None:
+            self._add_shards(found)
             return
         pieces = found.flat.split([p.numel() for p in found.bucket])
         absent = found.absent()
@@ -196,18 +197,18 @@ class GradientReducer:
             self._start(stage, left.popleft())
 
     def _start(self, stage: int, bucket: Bucket) -> None:
-        self._relief.allocate(partial(self._begin, stage, bucket))
+        self._oom_guard.allocate(partial(self._begin, stage, bucket))
 
     def _begin(self, stage: int, bucket: Bucket) -> None:
         while self.every_microbatch and len(self._open) >= MAX_OPEN_BUCKETS:
             self._take(self._open.popleft())
         # A replica without a microbatch, or a parameter that took no part, gives zeros.
-        having = self._count(stage, bucket)
+        holders = self._count(stage, bucket)
         gradients = [dense(p.grad) if p.grad is not None else no_gradient(p) for p in bucket]
         for parameter in bucket:
             parameter.grad = None
         group = self._stages[stage].group
-        if self._stepped is None:
+        if self._optimizer_tensors is None:
             rows = [gradient.reshape(-1) for gradient in gradients]
             flat = torch.cat(rows) if len(rows) > 1 else rows[0]
             everything = flat
@@ -218,7 +219,7 @@ class GradientReducer:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             work = scatter(flat, everything, group=group, async_op=True)
         assert work is not None
-        self._open.append(_Sum(stage, work, everything, flat, bucket, having))
+        self._open.append(_Reduction(stage, work, everything, flat, bucket, holders))
 
     def _count(self, stage: int, bucket: Bucket) -> tuple[torch.Tensor, dist.Work] | None:
         """Start to count on how many ranks each parameter has a gradient."""
@@ -231,16 +232,16 @@ class GradientReducer:
         assert work is not None
         return counts, work
 
-    def _take_shares(self, found: _Sum) -> None:
-        assert self._stepped is not None
+    def _add_shards(self, found: _Reduction) -> None:
+        assert self._optimizer_tensors is not None
         start = 0
         absent = found.absent()
         for parameter in found.bucket:
-            stepped = self._stepped[id(parameter)]
-            piece = found.flat[start : start + stepped.numel()].view_as(stepped)
-            start += stepped.numel()
-            if stepped.numel() and id(parameter) not in absent:
-                add_gradient(stepped, piece)
+            tensor = self._optimizer_tensors[id(parameter)]
+            piece = found.flat[start : start + tensor.numel()].view_as(tensor)
+            start += tensor.numel()
+            if tensor.numel() and id(parameter) not in absent:
+                add_gradient(tensor, piece)
 
 
 def others_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from merak.core.shards import ParameterShard, RowShare
+from merak.core.shards import ParameterShard, RowShard
 
 
 def pipeline_norm(
@@ -54,7 +54,7 @@ def global_norm(
     tp_degree: int,
     groups: Sequence[dist.ProcessGroup | None],
     device: torch.device,
-    rows: Mapping[int, RowShare] | None = None,
+    rows: Mapping[int, RowShard] | None = None,
 ) -> torch.Tensor:
     """The 2-norm of all gradients of the model, every parameter counted once.
 
@@ -91,7 +91,7 @@ def global_norm(
 
 
 def _pieces(
-    gradient: torch.Tensor, shard: ParameterShard | None, rows: RowShare | None
+    gradient: torch.Tensor, shard: ParameterShard | None, rows: RowShard | None
 ) -> list[tuple[torch.Tensor, bool]]:
     """A gradient, or its fused parts where only some are split; and whether they are."""
     if shard is None or not shard.whole:

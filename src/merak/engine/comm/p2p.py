@@ -12,7 +12,7 @@ import torch.distributed as dist
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
-from merak.engine.health.oom import Relief
+from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.schedule.steps import Payload, Receive, Send, Step
 
@@ -29,16 +29,16 @@ class Transfers:
     Args:
         mesh: the grid of ranks.
         progress: told of every wait.
-        relief: what happens where there is no memory for a buffer.
+        oom_guard: what happens where there is no memory for a buffer.
         max_open_sends: sends whose buffers may be held at a time.
     """
 
     def __init__(
-        self, mesh: Mesh, progress: Progress, relief: Relief, max_open_sends: int = 64
+        self, mesh: Mesh, progress: Progress, oom_guard: OomGuard, max_open_sends: int = 64
     ) -> None:
         self.mesh = mesh
         self._progress = progress
-        self._relief = relief
+        self._oom_guard = oom_guard
         self._max_open_sends = max_open_sends
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sends: deque[tuple[Send, list[dist.Work], list[torch.Tensor]]] = deque()
@@ -60,7 +60,7 @@ class Transfers:
         group = self._groups[step.payload, self.mesh.pp_rank < step.peer]
         peer = self.mesh.rank_at(step.peer)
         # What is only marked as conjugated or negated would arrive as it lies in memory.
-        buffers = self._relief.allocate(
+        buffers = self._oom_guard.allocate(
             lambda: [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
         )
         works = [_started(dist.isend(buffer, peer, group)) for buffer in buffers]
@@ -72,7 +72,7 @@ class Transfers:
         """Start to receive some values, in order, into new tensors."""
         group = self._groups[step.payload, step.peer < self.mesh.pp_rank]
         peer = self.mesh.rank_at(step.peer)
-        buffers = self._relief.allocate(
+        buffers = self._oom_guard.allocate(
             lambda: [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
         )
         works = [_started(dist.irecv(buffer, peer, group)) for buffer in buffers]

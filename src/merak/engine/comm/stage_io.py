@@ -9,7 +9,7 @@ from merak.graph.program.program import Program
 from merak.schedule.steps import Payload, Receive, Send
 
 
-class Exchange:
+class StageIO:
     """What this rank's stages give to other stages and take from them.
 
     Args:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from merak.core.gradients import add_gradient, dense, gradient_dtype, no_gradient
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.engine.health.oom import Relief
+from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
-from merak.engine.tensors_by_name import ParamLeaves, Sums
+from merak.engine.tensors_by_name import LeafGradients, ParamLeaves
 from merak.graph.program.program import SegmentProgram
 from merak.plan.tied_parameters import Holder
 
@@ -53,7 +53,7 @@ class Shared:
         every_microbatch: exchange after every microbatch, as exact as one process; else once a
             step, with less traffic and another order of summing.
         progress: told of every wait.
-        relief: what happens where there is no memory for a sum.
+        oom_guard: what happens where there is no memory for a sum.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -61,7 +61,7 @@ class Shared:
     final: Mapping[str, torch.nn.Parameter]
     every_microbatch: bool
     progress: Progress
-    relief: Relief
+    oom_guard: OomGuard
 
 
 class TiedGradients:
@@ -75,7 +75,7 @@ class TiedGradients:
 
     def __init__(self, mesh: Mesh, pipes: Sequence[Holders], shared: Shared) -> None:
         self._final = shared.final
-        self._relief = shared.relief
+        self._oom_guard = shared.oom_guard
         self._chains = [Chain(mesh, holders, shared) for holders in pipes]
         names = list(pipes[0]) if pipes else []
         self._deliveries = {name: _deliveries([p[name] for p in pipes]) for name in names}
@@ -98,7 +98,7 @@ class TiedGradients:
 
     def begin(
         self, pipe: int, microbatch: int, segment: SegmentProgram, leaves: ParamLeaves
-    ) -> Sums:
+    ) -> LeafGradients:
         """What enters a segment's backward; see `Chain.begin`."""
         return self._chains[pipe].begin(segment, microbatch, leaves) if self._chains else ()
 
@@ -116,7 +116,7 @@ class TiedGradients:
                 continue
             for pipe, owner, taker in deliveries:
                 if self._rank == owner:
-                    gradient = self._relief.allocate(partial(_gradient_of, parameter))
+                    gradient = self._oom_guard.allocate(partial(_gradient_of, parameter))
                     self._chains[pipe].send(name, gradient, taker)
                 elif self._rank == taker:
                     chain = self._chains[pipe]
@@ -166,7 +166,7 @@ class Chain:
         self._parameters = shared.parameters
         self._every_microbatch = shared.every_microbatch
         self._progress = shared.progress
-        self._relief = shared.relief
+        self._oom_guard = shared.oom_guard
         self._own = {
             name: holder
             for name, found in holders.items()
@@ -212,7 +212,7 @@ class Chain:
         }
         self._arriving = {name: deque() for name in self._expected}
 
-    def begin(self, segment: SegmentProgram, microbatch: int, leaves: ParamLeaves) -> Sums:
+    def begin(self, segment: SegmentProgram, microbatch: int, leaves: ParamLeaves) -> LeafGradients:
         """The sums of later readers, for the parameters that a segment reads several times.
 
         Where they enter its backward, it adds what each of its own readers gives one by one, as
@@ -286,11 +286,11 @@ class Chain:
         self._taken.discard((name, key))
         after = self._after(name)
         if after is not None:
-            self.send(name, self._relief.allocate(partial(_whole, total, parameter)), after.rank)
+            self.send(name, self._oom_guard.allocate(partial(_whole, total, parameter)), after.rank)
             # By then those before have been taken, or can be without anything more of this rank.
             self._close(name, self._most_open[name])
         elif total is not None:
-            self._relief.allocate(partial(add_gradient, parameter, total))
+            self._oom_guard.allocate(partial(add_gradient, parameter, total))
 
     def _sum(self, own: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor:
         """A share and the sum before it, in one process's order."""
@@ -298,7 +298,7 @@ class Chain:
             found = before if own is None else own
             assert found is not None
             return found
-        return self._relief.allocate(partial(torch.add, before, own))
+        return self._oom_guard.allocate(partial(torch.add, before, own))
 
     def _close(self, name: str, most_open: int) -> None:
         """Wait for the oldest sends of a parameter's gradients, until so many are open."""
@@ -354,7 +354,7 @@ class Chain:
     ) -> tuple[dist.Work, torch.Tensor]:
         """Start to receive a gradient of some tensor from another pipeline position."""
         make = partial(torch.empty, like.shape, dtype=gradient_dtype(like), device=like.device)
-        buffer = self._relief.allocate(make)
+        buffer = self._oom_guard.allocate(make)
         work = dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name])
         assert work is not None
         return work, buffer

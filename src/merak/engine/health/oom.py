@@ -23,7 +23,7 @@ from merak.core.mesh import Mesh
 _Made = TypeVar("_Made")
 
 
-class StepGivenUp(Exception):
+class StepAborted(Exception):
     """Some rank ran out of memory in a step; raised on every rank.
 
     Args:
@@ -35,7 +35,7 @@ class StepGivenUp(Exception):
         self.reasons = reasons
 
 
-class Relief:
+class OomGuard:
     """Whether this rank has run out of memory in the step that runs, and what it does then.
 
     Args:
@@ -56,11 +56,11 @@ class Relief:
         self.reason = None
         self._release = release
 
-    def takes(self, error: BaseException) -> bool:
+    def handles(self, error: BaseException) -> bool:
         """Whether an error is one that a step may be given up for."""
         return self.is_armed and is_out_of_memory(error)
 
-    def give_up(self, reason: str) -> None:
+    def abort_step(self, reason: str) -> None:
         """Give the step up, and let go of its activations.
 
         Called when the error is no longer handled: it holds what the frames that it passed hold.
@@ -82,15 +82,15 @@ class Relief:
         try:
             return make()
         except Exception as error:
-            if not self.takes(error):
+            if not self.handles(error):
                 raise
             reason = str(error)
-        self.give_up(reason)
-        with self.for_good():
+        self.abort_step(reason)
+        with self.no_retry():
             return make()
 
     @contextmanager
-    def for_good(self) -> Iterator[None]:
+    def no_retry(self) -> Iterator[None]:
         """Inside, memory that is short although the step's activations are gone ends the job.
 
         What is done here for others has then been done in part, and can't be begun anew.
@@ -111,7 +111,7 @@ class Relief:
 
 
 @contextmanager
-def explained(what: str, fix: str) -> Iterator[None]:
+def explain_oom(what: str, fix: str) -> Iterator[None]:
     """Inside, an error that says that memory ran out becomes one that says what to do.
 
     Args:
@@ -129,13 +129,13 @@ def explained(what: str, fix: str) -> Iterator[None]:
         raise TrainingError(f"{what} ran out of memory ({error}); {fix}.") from error
 
 
-def explain_step(optimizer: torch.optim.Optimizer) -> None:
+def explain_optimizer_oom(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer's step say what to do when it runs out of memory."""
     step: Callable[..., Any] = type(optimizer).step
 
     @wraps(step)
     def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with explained("the optimizer's step", OPTIMIZER_FIX):
+        with explain_oom("the optimizer's step", OPTIMIZER_FIX):
             return step(self, *args, **kwargs)
 
     # A method, as learning rate schedulers, which wrap it as well, expect it to be.
@@ -150,13 +150,13 @@ OPTIMIZER_FIX = (
 """What to do about an optimizer that runs out of memory."""
 
 
-def agree(relief: Relief, mesh: Mesh) -> None:
+def agree(oom_guard: OomGuard, mesh: Mesh) -> None:
     """Let all ranks know whether one of them has given the step up; called alike on every rank.
 
     Raises:
-        StepGivenUp: on every rank, if so.
+        StepAborted: on every rank, if so.
     """
-    own = None if relief.reason is None else (mesh.pp_rank, relief.reason)
+    own = None if oom_guard.reason is None else (mesh.pp_rank, oom_guard.reason)
     said: list[Any] = [own]
     if mesh.device_mesh is not None:
         flag = torch.tensor([float(own is not None)], device=mesh.device)
@@ -167,7 +167,7 @@ def agree(relief: Relief, mesh: Mesh) -> None:
         dist.all_gather_object(said, own)
     reasons = dict(found for found in said if found is not None)
     if reasons:
-        raise StepGivenUp(reasons)
+        raise StepAborted(reasons)
 
 
 _NO_MEMORY = (

@@ -21,7 +21,7 @@ _MOST_BEHIND = 4096
 """Marks of a device that are kept where nobody looks whether they are passed."""
 
 
-class Standing(NamedTuple):
+class RankStatus(NamedTuple):
     """Where a rank stands, and since when on `time.perf_counter`'s clock.
 
     A phase is a training step or a microbatch of an evaluation; empty between them, where the time
@@ -34,7 +34,7 @@ class Standing(NamedTuple):
     since_s: float
 
     @property
-    def is_engines(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether the engine is at work or waits here."""
         return bool(self.phase) or self.wait is not None
 
@@ -49,9 +49,9 @@ class Progress:
 
     def __init__(self, clock: Clock, num_kept: int) -> None:
         self.records = Records(clock, num_kept)
-        self.standing = Standing("", None, None, time.perf_counter())
+        self.status = RankStatus("", None, None, time.perf_counter())
         # What the host has left and a device that runs behind it may not have: oldest first.
-        self.behind: deque[tuple[Standing, Mark]] = deque(maxlen=_MOST_BEHIND)
+        self.behind: deque[tuple[RankStatus, Mark]] = deque(maxlen=_MOST_BEHIND)
         self._clock = clock
         self._start: Mark = 0.0
 
@@ -76,15 +76,15 @@ class Progress:
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Inside an action is performed; record it, from `started` on if that is called."""
-        before = self.standing
-        self.standing = Standing(before.phase, action, None, time.perf_counter())
+        before = self.status
+        self.status = RankStatus(before.phase, action, None, time.perf_counter())
         self._start = self._clock.mark()
         try:
             yield
             end = self._leave()
             self.records.add(action, self._start, end)
         finally:
-            self.standing = before._replace(since_s=time.perf_counter())
+            self.status = before._replace(since_s=time.perf_counter())
 
     def started(self) -> None:
         """The action has all that it waited for."""
@@ -98,35 +98,35 @@ class Progress:
             what: for what, ending in a preposition that "rank 3" can follow.
             peers: global ranks that it needs for that.
         """
-        before = self.standing
+        before = self.status
         now = time.perf_counter()
-        self.standing = Standing(before.phase, before.action, Wait(what, peers), now)
+        self.status = RankStatus(before.phase, before.action, Wait(what, peers), now)
         try:
             yield
             if self._clock.runs_behind:
                 self._leave()
         finally:
-            self.standing = before._replace(since_s=time.perf_counter())
+            self.status = before._replace(since_s=time.perf_counter())
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
-        self.standing = Standing(phase, None, None, time.perf_counter())
+        self.status = RankStatus(phase, None, None, time.perf_counter())
         try:
             yield
         finally:
-            self.standing = Standing("", None, None, time.perf_counter())
+            self.status = RankStatus("", None, None, time.perf_counter())
 
     def _leave(self) -> Mark:
         mark = self._clock.mark()
         if self._clock.runs_behind:
-            self.behind.append((self.standing, mark))
+            self.behind.append((self.status, mark))
         return mark
 
-    def device_standing(self) -> Standing | None:
+    def device_status(self) -> RankStatus | None:
         """The first thing that a device running behind the host has not done; None if none."""
         while self.behind:
-            standing, mark = self.behind[0]
+            status, mark = self.behind[0]
             if not self._clock.is_past(mark):
-                return standing
+                return status
             self.behind.popleft()
         return None

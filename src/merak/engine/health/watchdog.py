@@ -10,7 +10,7 @@ from merak.core.errors import ArgumentsError
 from merak.core.health import watchdog
 from merak.core.health.status import Report, named
 from merak.core.mesh import Mesh
-from merak.engine.health.status import Progress, Standing
+from merak.engine.health.status import Progress, RankStatus
 from merak.schedule.ir import Kind
 
 _NAMES = {
@@ -74,49 +74,49 @@ class EngineReporter:
     def __init__(self, progress: Progress, mesh: Mesh) -> None:
         self._progress = progress
         self._mesh = mesh
-        self._device: tuple[Standing | None, float] = (None, 0.0)
+        self._device: tuple[RankStatus | None, float] = (None, 0.0)
 
     def __call__(self) -> Report | None:
         """The engine's report; None where it has no work and waits for nobody."""
         now = time.perf_counter()
-        behind = self._progress.device_standing()
+        behind = self._progress.device_status()
         if behind is not self._device[0]:
             self._device = (behind, now)
-        own = self._progress.standing
+        own = self._progress.status
         if behind is not None:
             own = behind._replace(since_s=self._device[1])
-        if not own.is_engines:
+        if not own.is_busy:
             return None
         for_s = now - own.since_s
         return Report(self._described(own, for_s), _waited(own, for_s), for_s, True, False)
 
-    def _described(self, standing: Standing, for_s: float) -> str:
-        said = describe(standing, for_s)
-        if standing.action is not None and standing.wait is None and self._mesh.tp > 1:
+    def _described(self, status: RankStatus, for_s: float) -> str:
+        said = describe(status, for_s)
+        if status.action is not None and status.wait is None and self._mesh.tp > 1:
             said += f", unless for its tensor parallel peers, {named(self._mesh.peers('tp'))}"
         return said
 
 
-def describe(standing: Standing, for_s: float) -> str:
+def describe(status: RankStatus, for_s: float) -> str:
     """Where a rank's engine stands, as the rest of a sentence that begins with the rank.
 
     Args:
-        standing: where, at work or waiting.
+        status: where, at work or waiting.
         for_s: for how long, s.
     """
-    action = standing.action
-    place = f"stands in {standing.phase}" if standing.phase else "stands between steps"
+    action = status.action
+    place = f"stands in {status.phase}" if status.phase else "stands between steps"
     if action is not None:
         place = (
             f"stands at {action} (stage {action.stage}, {_NAMES[action.kind]}, microbatch "
-            f"{action.microbatch}) of {standing.phase}"
+            f"{action.microbatch}) of {status.phase}"
         )
-    return f"{place} and {_waited(standing, for_s)}"
+    return f"{place} and {_waited(status, for_s)}"
 
 
-def _waited(standing: Standing, for_s: float) -> str:
-    if standing.wait is None:
-        work = "computed" if standing.action is not None else "worked"
+def _waited(status: RankStatus, for_s: float) -> str:
+    if status.wait is None:
+        work = "computed" if status.action is not None else "worked"
         return f"has {work} for {for_s:.1f} s, without a wait of its own"
-    what, peers = standing.wait
+    what, peers = status.wait
     return f"has waited {for_s:.1f} s for {what} {named(peers)}"

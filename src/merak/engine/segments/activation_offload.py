@@ -23,34 +23,34 @@ import torch
 
 from merak.core.errors import TrainingError
 from merak.core.storages import can_move, storages_of
-from merak.engine.segments.copy_streams import AtOnce, OnStream, Way
+from merak.engine.segments.copy_streams import CopyQueue, StreamCopies, SyncCopies
 from merak.ops.sharded_saved import saved_by
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class _Moved:
+class _OffloadedStorage:
     """One storage, on the device, in host memory or on its way; autograd's views keep it alive.
 
     Args:
         source: the storage as the forward made it.
-        here: its bytes on the device; None while they are in host memory alone.
+        on_device: its bytes on the device; None while they are in host memory alone.
         host: its bytes in host memory.
-        left: the mark of the copy to the host.
-        is_wanted: whether its backward is near, so that it stays on the device.
+        copied: the mark of the copy to the host.
+        is_needed: whether its backward is near, so that it stays on the device.
     """
 
     source: weakref.ref[torch.UntypedStorage]
-    here: torch.Tensor | None
+    on_device: torch.Tensor | None
     host: torch.Tensor | None = None
-    left: Any = None
-    is_wanted: bool = False
+    copied: Any = None
+    is_needed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _SavedView:
     """A tensor that autograd saved, as a part of a storage that moves."""
 
-    moved: _Moved
+    stored: _OffloadedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -58,7 +58,7 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _SavedTensor:
     """A tensor as it was when autograd saved it; nobody may write into it after that."""
 
     tensor: torch.Tensor
@@ -76,27 +76,27 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class Stash:
+class OffloadedTensors:
     """What one segment's forward saved for one microbatch, as far as it moves.
 
     Args:
         storages: those that are still needed.
-        seen: what was saved, until it has been given.
-        came: the mark of the copies back, once they have begun.
-        is_coming: whether they have.
+        saved: what was saved, until it has been given.
+        fetched: the mark of the copies back, once they have begun.
+        is_fetching: whether they have.
     """
 
-    storages: list[weakref.ref[_Moved]] = field(default_factory=list)
-    seen: list[_Seen] = field(default_factory=list)
-    came: Any = None
-    is_coming: bool = False
+    storages: list[weakref.ref[_OffloadedStorage]] = field(default_factory=list)
+    saved: list[_SavedTensor] = field(default_factory=list)
+    fetched: Any = None
+    is_fetching: bool = False
 
-    def alive(self) -> list[_Moved]:
+    def alive(self) -> list[_OffloadedStorage]:
         """What autograd still holds of it."""
-        return [moved for ref in self.storages if (moved := ref()) is not None]
+        return [stored for ref in self.storages if (stored := ref()) is not None]
 
 
-class Offload:
+class ActivationOffload:
     """Moves what autograd saves to host memory and back, for all stages of a rank.
 
     Args:
@@ -106,113 +106,121 @@ class Offload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         on_gpu = device.type == "cuda"
-        self._out: Way = OnStream(device) if on_gpu else AtOnce()
-        self._back: Way = OnStream(device) if on_gpu else AtOnce()
-        self._next: list[_Moved] = []
-        self._leaving: list[_Moved] = []
+        self._out: CopyQueue = StreamCopies(device) if on_gpu else SyncCopies()
+        self._back: CopyQueue = StreamCopies(device) if on_gpu else SyncCopies()
+        self._next: list[_OffloadedStorage] = []
+        self._copying: list[_OffloadedStorage] = []
         # By address of the storage, for segments that save the same one.
-        self._known: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[int, _OffloadedStorage] = (
+            weakref.WeakValueDictionary()
+        )
 
     @contextmanager
-    def saving(self, stash: Stash, held: Iterable[torch.Tensor]) -> Iterator[None]:
+    def saving(self, offloaded: OffloadedTensors, held: Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside, what autograd saves goes to a stash.
 
         Args:
-            stash: gains what moves.
+            offloaded: gains what moves.
             held: tensors that are on the device anyway.
         """
         stays = storages_of(held)
 
         def pack(tensor: torch.Tensor) -> Any:
-            seen = _Seen(tensor.detach(), tensor._version)  # itself, it might hold itself
+            saved = _SavedTensor(tensor.detach(), tensor._version)  # itself, it might hold itself
             if not can_move(tensor, self._device, stays):
-                return seen
-            stash.seen.append(seen)
-            moved = self._find(tensor.untyped_storage(), stash)
-            return _View(
-                moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+                return saved
+            offloaded.saved.append(saved)
+            stored = self._find(tensor.untyped_storage(), offloaded)
+            return _SavedView(
+                stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
             )
 
         with saved_by(pack, _unpack):
             yield
 
-    def _find(self, storage: torch.UntypedStorage, stash: Stash) -> _Moved:
-        moved = self._known.get(storage._cdata)
-        if moved is None or moved.source() is not storage:
-            here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            moved = self._known[storage._cdata] = _Moved(weakref.ref(storage), here)
-        if all(ref() is not moved for ref in stash.storages):
-            stash.storages.append(weakref.ref(moved))
-        return moved
+    def _find(
+        self, storage: torch.UntypedStorage, offloaded: OffloadedTensors
+    ) -> _OffloadedStorage:
+        stored = self._known.get(storage._cdata)
+        if stored is None or stored.source() is not storage:
+            on_device = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            stored = self._known[storage._cdata] = _OffloadedStorage(
+                weakref.ref(storage), on_device
+            )
+        if all(ref() is not stored for ref in offloaded.storages):
+            offloaded.storages.append(weakref.ref(stored))
+        return stored
 
-    def give(self, stash: Stash, held: Iterable[torch.Tensor]) -> None:
-        """A segment has saved all it saves; the next `turn` begins to copy it.
+    def offload_saved(self, offloaded: OffloadedTensors, held: Iterable[torch.Tensor]) -> None:
+        """A segment has saved all it saves; the next `segment_ended` begins to copy it.
 
         Args:
-            stash: what it has saved.
+            offloaded: what it has saved.
             held: tensors that turned out to be on the device anyway.
 
         Raises:
             TrainingError: the segment has written into what it had saved.
         """
         stays = storages_of(held)
-        while stash.seen:
-            stash.seen.pop().unwritten()
-        for moved in stash.alive():
-            storage = moved.source()
+        while offloaded.saved:
+            offloaded.saved.pop().unwritten()
+        for stored in offloaded.alive():
+            storage = stored.source()
             if storage is not None and storage._cdata in stays:
-                moved.is_wanted = True  # it is not copied at all
-            elif moved.host is None and not moved.is_wanted:
-                self._next.append(moved)
+                stored.is_needed = True  # it is not copied at all
+            elif stored.host is None and not stored.is_needed:
+                self._next.append(stored)
 
-    def turn(self) -> None:
+    def segment_ended(self) -> None:
         """A segment's forward or backward has ended: give up what has left meanwhile."""
-        if self._leaving:
-            self._out.wait(self._leaving[-1].left)
-        for moved in self._leaving:
-            if not moved.is_wanted:
-                moved.here = None
-        self._leaving = [moved for moved in self._next if not moved.is_wanted]
+        if self._copying:
+            self._out.wait(self._copying[-1].copied)
+        for stored in self._copying:
+            if not stored.is_needed:
+                stored.on_device = None
+        self._copying = [stored for stored in self._next if not stored.is_needed]
         self._next.clear()
         pairs = []
-        for moved in self._leaving:
-            assert moved.here is not None
-            moved.host = self._in_host(moved.here.numel())
-            pairs.append((moved.host, moved.here))
-        left = self._out.copy(pairs) if pairs else None
-        for moved in self._leaving:
-            moved.left = left
+        for stored in self._copying:
+            assert stored.on_device is not None
+            stored.host = self._in_host(stored.on_device.numel())
+            pairs.append((stored.host, stored.on_device))
+        copied = self._out.copy(pairs) if pairs else None
+        for stored in self._copying:
+            stored.copied = copied
 
-    def begin_fetch(self, stash: Stash) -> None:
+    def prefetch(self, offloaded: OffloadedTensors) -> None:
         """Begin to copy a stash back, if that has not begun."""
-        wanted = [moved for moved in stash.alive() if not moved.is_wanted]
-        for moved in wanted:
-            moved.is_wanted = True  # what has not left yet stays
-        away = [moved for moved in wanted if moved.here is None]
+        wanted = [stored for stored in offloaded.alive() if not stored.is_needed]
+        for stored in wanted:
+            stored.is_needed = True  # what has not left yet stays
+        in_host = [stored for stored in wanted if stored.on_device is None]
         pairs = []
-        for moved in away:
-            assert moved.host is not None
+        for stored in in_host:
+            assert stored.host is not None
             # Memory of the stream that will read it and free it.
-            moved.here = torch.empty(moved.host.numel(), dtype=torch.uint8, device=self._device)
-            pairs.append((moved.here, moved.host))
-        if away:
-            stash.came = self._back.copy(pairs, [moved.left for moved in away])
-            stash.is_coming = True
-        for moved in away:
-            moved.host = None
+            stored.on_device = torch.empty(
+                stored.host.numel(), dtype=torch.uint8, device=self._device
+            )
+            pairs.append((stored.on_device, stored.host))
+        if in_host:
+            offloaded.fetched = self._back.copy(pairs, [stored.copied for stored in in_host])
+            offloaded.is_fetching = True
+        for stored in in_host:
+            stored.host = None
 
-    def fetch(self, stash: Stash) -> None:
+    def fetch(self, offloaded: OffloadedTensors) -> None:
         """Have a stash back on the device."""
-        self.begin_fetch(stash)
-        if stash.is_coming:
-            self._back.wait(stash.came)
+        self.prefetch(offloaded)
+        if offloaded.is_fetching:
+            self._back.wait(offloaded.fetched)
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         for way in (self._out, self._back):
             way.drain()  # memory that is given up now must not be written or read any more
         self._next.clear()
-        self._leaving.clear()
+        self._copying.clear()
 
     def _in_host(self, num_bytes: int) -> torch.Tensor:
         is_pinned = self._device.type == "cuda"
@@ -221,16 +229,16 @@ class Offload:
 
 @torch.no_grad()
 def _unpack(saved: Any) -> torch.Tensor:
-    if isinstance(saved, _Seen):
+    if isinstance(saved, _SavedTensor):
         return saved.unwritten()
-    view: _View = saved
-    assert view.moved.here is not None, "what autograd asks for is still in host memory"
-    tensor = torch.empty(0, dtype=view.dtype, device=view.moved.here.device)
-    storage = view.moved.here.untyped_storage()
+    view: _SavedView = saved
+    assert view.stored.on_device is not None, "what autograd asks for is still in host memory"
+    tensor = torch.empty(0, dtype=view.dtype, device=view.stored.on_device.device)
+    storage = view.stored.on_device.untyped_storage()
     return tensor.set_(storage, view.offset, view.size, view.stride)
 
 
-class _Entry(torch.autograd.Function):
+class _GradientCatcher(torch.autograd.Function):
     """An input of a segment; its gradient is left where it is looked for.
 
     A leaf would hold the input's memory until its backward.
@@ -249,7 +257,7 @@ class _Entry(torch.autograd.Function):
 
 
 @torch.enable_grad()
-def enter(
+def catch_gradients(
     names: Sequence[str], values: Iterable[torch.Tensor], carries: Iterable[bool], found: Any
 ) -> list[torch.Tensor]:
     """The inputs of a segment whose backward leaves their gradients by name.
@@ -265,5 +273,5 @@ def enter(
         # Something that requires a gradient, or autograd would not call the backward.
         port = torch.zeros((), device=value.device, requires_grad=True)
         own = value.detach()
-        inputs.append(_Entry.apply(port, own, found, name) if carried else own)  # type: ignore[no-untyped-call]
+        inputs.append(_GradientCatcher.apply(port, own, found, name) if carried else own)  # type: ignore[no-untyped-call]
     return inputs

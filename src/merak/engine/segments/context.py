@@ -8,12 +8,17 @@ from typing import Protocol
 
 import torch
 
-from merak.engine.segments.activation_offload import Offload
-from merak.engine.tensors_by_name import BeginSums, ParamLeaves, TensorDict, no_sums
+from merak.engine.segments.activation_offload import ActivationOffload
+from merak.engine.tensors_by_name import (
+    GiveLeafGradients,
+    ParamLeaves,
+    TensorDict,
+    no_leaf_gradients,
+)
 
 
-class InShares(Protocol):
-    """Parameters that are gathered for a segment alone; `sharded.Sharded` is such."""
+class ShardedParameters(Protocol):
+    """Parameters that are gathered for a segment alone; `fsdp.FsdpParameters` is such."""
 
     def begin(self, names: Sequence[str]) -> None:
         """The turn of a segment with these parameters begins."""
@@ -31,7 +36,7 @@ class InShares(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class SegmentContext:
     """For one microbatch on one stage.
 
     Args:
@@ -41,9 +46,9 @@ class Surroundings:
         derived: its derived values.
         random_key: names the microbatch, for its draws.
         device: where it computes.
-        sharded: parameters that are gathered for a segment alone; None for none.
+        fsdp: parameters that are gathered for a segment alone; None for none.
         offload: what moves activations to host memory; None for nothing.
-        begin_sums: gives what enters the backward of a segment besides its outputs' gradients.
+        leaf_gradients: gives what enters the backward of a segment besides its outputs' gradients.
     """
 
     weights: ParamLeaves
@@ -52,9 +57,9 @@ class Surroundings:
     derived: Mapping[str, torch.Tensor]
     random_key: tuple[int | str, ...]
     device: torch.device
-    sharded: InShares | None = None
-    offload: Offload | None = None
-    begin_sums: BeginSums = no_sums
+    fsdp: ShardedParameters | None = None
+    offload: ActivationOffload | None = None
+    leaf_gradients: GiveLeafGradients = no_leaf_gradients
 
 
 def add_to(gradients: TensorDict, name: str, gradient: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """Where to copy to, and from."""
 
 
-class Way(Protocol):
+class CopyQueue(Protocol):
     """Copies one after another; a mark tells when some of them are complete."""
 
     def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> Any:
@@ -32,7 +32,7 @@ class Way(Protocol):
         """Let it wait for all copies that have begun."""
 
 
-class AtOnce:
+class SyncCopies:
     """Copies that are complete when they have begun, for devices without streams."""
 
     def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> Any:
@@ -47,7 +47,7 @@ class AtOnce:
         """Likewise."""
 
 
-class OnStream:
+class StreamCopies:
     """Copies on a stream of a GPU; host memory is pinned.
 
     Args:

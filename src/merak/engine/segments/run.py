@@ -14,10 +14,10 @@ from functools import partial
 import torch
 
 from merak.core.random import set_random_state
-from merak.engine.segments import run_offloaded as offloaded
-from merak.engine.segments.context import Surroundings
-from merak.engine.segments.run_offloaded import Away, Saving
-from merak.engine.tensors_by_name import ParamLeaves, Sums, TensorDict
+from merak.engine.segments import run_offloaded
+from merak.engine.segments.context import SegmentContext
+from merak.engine.segments.run_offloaded import OffloadedForward, Saving
+from merak.engine.tensors_by_name import LeafGradients, ParamLeaves, TensorDict
 from merak.graph.program.program import SegmentProgram
 from merak.graph.program.selective import Recording
 
@@ -32,68 +32,69 @@ class Saved:
         buffers: what the segment writes into, as its forward found it; for the recomputation alone,
             which must neither see the forward's writes nor repeat them.
         recording: of the operators that the recomputation leaves out.
-        away: what is kept instead of inputs and outputs, where activations wait in host memory.
+        offloaded: what is kept instead of inputs and outputs, where activations wait in host
+        memory.
     """
 
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
     buffers: TensorDict
     recording: Recording | None = None
-    away: Away | None = None
+    offloaded: OffloadedForward | None = None
 
 
-def forward(run: SegmentProgram, values: TensorDict, around: Surroundings, keep: bool) -> Saved:
+def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool) -> Saved:
     """Run a segment.
 
     Args:
         run: the segment.
         values: what it reads of others; gains its outputs.
-        around: what else it reads.
-        keep: keep its activations for the backward; else only if its program says so.
+        ctx: what else it reads.
+        save: keep its activations for the backward; else only if its program says so.
     """
-    stays = (keep or run.kept) and run.trains
-    if stays and run.offload is not None and around.offload is not None:
+    saves = (save or run.kept) and run.trains
+    if saves and run.offload is not None and ctx.offload is not None:
 
         def record(inputs: Sequence[torch.Tensor], saving: Saving) -> tuple[torch.Tensor, ...]:
-            return call(run, inputs, around, True, saving)
+            return call(run, inputs, ctx, True, saving)
 
-        with in_turn(run, around):
-            away = offloaded.forward(run, values, around.offload, record)
-        return Saved([], (), {}, away=away)
+        with unsharded(run, ctx):
+            offloaded = run_offloaded.forward(run, values, ctx.offload, record)
+        return Saved([], (), {}, offloaded=offloaded)
     leaves = [
         values[name].detach().requires_grad_(carries)
         for name, carries in zip(run.segment.inputs, run.gradient_inputs, strict=True)
     ]
-    again = run.trains and not stays
-    before = {name: around.buffers[name].clone() for name in run.written} if again else {}
+    recomputes = run.trains and not saves
+    before = {name: ctx.buffers[name].clone() for name in run.written} if recomputes else {}
     recording = None
-    with in_turn(run, around):
-        if again and run.selective is not None:
-            with run.selective.recording(around.device) as recording:
+    with unsharded(run, ctx):
+        if recomputes and run.selective is not None:
+            with run.selective.recording(ctx.device) as recording:
                 # As for the backward, which may make kernels give more than without.
-                outputs = tuple(output.detach() for output in call(run, leaves, around, True))
+                outputs = tuple(output.detach() for output in call(run, leaves, ctx, True))
         else:
-            outputs = call(run, leaves, around, stays)
+            outputs = call(run, leaves, ctx, saves)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     if not run.trains:
         return Saved([], (), {})
-    return Saved(leaves, outputs if stays else None, before, recording)
+    return Saved(leaves, outputs if saves else None, before, recording)
 
 
-def recompute(run: SegmentProgram, saved: Saved, around: Surroundings) -> None:
+def recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
     """Bring back the activations that the forward did not keep."""
     if saved.outputs is None:
-        with in_turn(run, around):
-            _bring_back(run, saved, around)
+        with unsharded(run, ctx):
+            _recompute(run, saved, ctx)
 
 
-def _bring_back(run: SegmentProgram, saved: Saved, around: Surroundings) -> None:
-    before = replace(around, buffers={**around.buffers, **saved.buffers})
+def _recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
+    before = replace(ctx, buffers={**ctx.buffers, **saved.buffers})
     if saved.recording is None or run.selective is None:
-        saved.outputs = call(run, saved.inputs, before, keep=True)
+        saved.outputs = call(run, saved.inputs, before, save=True)
         return
-    with run.selective.replaying(saved.recording, around.device):
-        saved.outputs = call(run, saved.inputs, before, keep=True)
+    with run.selective.replaying(saved.recording, ctx.device):
+        saved.outputs = call(run, saved.inputs, before, save=True)
     saved.recording = None
 
 
@@ -101,7 +102,7 @@ def backward(
     run: SegmentProgram,
     saved: Saved,
     gradients: TensorDict,
-    around: Surroundings,
+    ctx: SegmentContext,
     segment_done: Callable[[SegmentProgram], None],
 ) -> None:
     """Run a segment's backward.
@@ -110,38 +111,40 @@ def backward(
         run: the segment.
         saved: from the forward.
         gradients: loses those of its outputs and gains those of its inputs.
-        around: as in the forward.
+        ctx: as in the forward.
         segment_done: called afterwards.
     """
     if run.trains:
-        with in_turn(run, around):
+        with unsharded(run, ctx):
             if saved.outputs is None:
-                _bring_back(run, saved, around)
-            _go_back(run, saved, gradients, around)
+                _recompute(run, saved, ctx)
+            _propagate(run, saved, gradients, ctx)
     segment_done(run)
 
 
-def _go_back(
-    run: SegmentProgram, saved: Saved, gradients: TensorDict, around: Surroundings
+def _propagate(
+    run: SegmentProgram, saved: Saved, gradients: TensorDict, ctx: SegmentContext
 ) -> None:
-    sums = partial(around.begin_sums, run, around.weights)
-    if saved.away is not None:
-        assert around.offload is not None
-        offloaded.backward(run, saved.away, gradients, around.offload, sums)
+    leaf_gradients = partial(ctx.leaf_gradients, run, ctx.weights)
+    if saved.offloaded is not None:
+        assert ctx.offload is not None
+        run_offloaded.backward(run, saved.offloaded, gradients, ctx.offload, leaf_gradients)
         return
     assert saved.outputs is not None
     segment = run.segment
-    propagate(segment.outputs, saved.outputs, segment.inputs, saved.inputs, gradients, sums)
+    propagate(
+        segment.outputs, saved.outputs, segment.inputs, saved.inputs, gradients, leaf_gradients
+    )
 
 
 @contextmanager
-def in_turn(run: SegmentProgram, around: Surroundings) -> Iterator[None]:
+def unsharded(run: SegmentProgram, ctx: SegmentContext) -> Iterator[None]:
     """Inside, the segment has its parameters, where replicas hold shares of them."""
-    if around.sharded is not None:
-        around.sharded.begin(run.segment.parameters)
+    if ctx.fsdp is not None:
+        ctx.fsdp.begin(run.segment.parameters)
     yield
-    if around.sharded is not None:
-        around.sharded.end(run.segment.parameters)
+    if ctx.fsdp is not None:
+        ctx.fsdp.end(run.segment.parameters)
 
 
 def propagate(
@@ -150,7 +153,7 @@ def propagate(
     inputs: Sequence[str],
     leaves: Sequence[torch.Tensor],
     gradients: TensorDict,
-    sums: Callable[[], Sums] = tuple,
+    leaf_gradients: Callable[[], LeafGradients] = tuple,
 ) -> None:
     """One autograd graph's backward.
 
@@ -164,7 +167,8 @@ def propagate(
         inputs: names of its leaves.
         leaves: what the forward took.
         gradients: by name; loses those of the outputs and gains those of the inputs.
-        sums: gives further leaves, and what their readers in later graphs have given to each.
+        leaf_gradients: gives further leaves, and what their readers in later graphs have given to
+        each.
     """
     pairs = [
         (result, gradients.pop(name))
@@ -175,7 +179,11 @@ def propagate(
     if not pairs:
         return
     own = [(n, leaf) for n, leaf in zip(inputs, leaves, strict=True) if leaf.requires_grad]
-    roots = [*sums(), *((leaf, gradients.pop(n)) for n, leaf in own if n in gradients), *pairs]
+    roots = [
+        *leaf_gradients(),
+        *((leaf, gradients.pop(n)) for n, leaf in own if n in gradients),
+        *pairs,
+    ]
     del pairs
     found: TensorDict = {}
     hooks = [leaf.register_hook(partial(_keep_layout, leaf, found, name)) for name, leaf in own]
@@ -195,8 +203,8 @@ def _keep_layout(leaf: torch.Tensor, found: TensorDict, name: str, gradient: tor
 def call(
     program: SegmentProgram,
     inputs: Sequence[torch.Tensor],
-    around: Surroundings,
-    keep: bool,
+    ctx: SegmentContext,
+    save: bool,
     saving: Saving | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Call a segment's function.
@@ -204,25 +212,25 @@ def call(
     Args:
         program: the segment.
         inputs: what it reads of other segments, in its order.
-        around: what else it reads.
-        keep: whether autograd records.
+        ctx: what else it reads.
+        save: whether autograd records.
         saving: where what autograd saves goes; None leaves it on the device.
     """
     segment = program.segment
     if program.draws:
-        set_random_state(around.device, *around.random_key, segment.index)
+        set_random_state(ctx.device, *ctx.random_key, segment.index)
 
     def compute(weights: ParamLeaves) -> tuple[torch.Tensor, ...]:
         first = (
             *(weights[name] for name in segment.parameters),
-            *(around.buffers[name] for name in segment.buffers),
-            *(around.columns[name] for name in segment.columns),
+            *(ctx.buffers[name] for name in segment.buffers),
+            *(ctx.columns[name] for name in segment.columns),
         )
-        last = tuple(around.derived[name] for name in segment.derived)
+        last = tuple(ctx.derived[name] for name in segment.derived)
         with nullcontext() if saving is None else saving((*first, *last)):
             return program.function(*first, *inputs, *last)
 
-    with torch.set_grad_enabled(keep):
-        if around.sharded is None:
-            return compute(around.weights)
-        return around.sharded.call(segment.parameters, around.weights, compute)
+    with torch.set_grad_enabled(save):
+        if ctx.fsdp is None:
+            return compute(ctx.weights)
+        return ctx.fsdp.call(segment.parameters, ctx.weights, compute)

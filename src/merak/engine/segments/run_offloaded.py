@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from merak.engine.segments.activation_offload import Offload, Stash, enter
-from merak.engine.tensors_by_name import Sums, TensorDict
+from merak.engine.segments.activation_offload import (
+    ActivationOffload,
+    OffloadedTensors,
+    catch_gradients,
+)
+from merak.engine.tensors_by_name import LeafGradients, TensorDict
 from merak.graph.program.program import SegmentProgram
 
 Saving = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
@@ -26,23 +30,25 @@ Run = Callable[[Sequence[torch.Tensor], Saving], tuple[torch.Tensor, ...]]
 
 
 @dataclass(slots=True)
-class Away:
+class OffloadedForward:
     """A segment's forward, kept for its backward without its activations.
 
     Args:
-        stash: the activations, wherever they are.
+        tensors: the activations, wherever they are.
         edges: by name of an output that carries a gradient, where that enters.
         entries: by name of an input that carries one, where what later readers gave enters.
         gradients: of the inputs, once the backward has been run.
     """
 
-    stash: Stash = field(default_factory=Stash)
+    tensors: OffloadedTensors = field(default_factory=OffloadedTensors)
     edges: dict[str, GradientEdge] = field(default_factory=dict)
     entries: dict[str, GradientEdge] = field(default_factory=dict)
     gradients: TensorDict = field(default_factory=dict)
 
 
-def forward(program: SegmentProgram, values: TensorDict, offload: Offload, run: Run) -> Away:
+def forward(
+    program: SegmentProgram, values: TensorDict, offload: ActivationOffload, run: Run
+) -> OffloadedForward:
     """Run a segment forward.
 
     Args:
@@ -52,52 +58,52 @@ def forward(program: SegmentProgram, values: TensorDict, offload: Offload, run: 
         run: runs it.
     """
     assert program.offload is not None
-    segment, away = program.segment, Away()
+    segment, offloaded = program.segment, OffloadedForward()
     carries, inputs = program.gradient_inputs, [values[name] for name in segment.inputs]
-    entered = enter(segment.inputs, inputs, carries, away.gradients)
-    away.entries.update(
+    entered = catch_gradients(segment.inputs, inputs, carries, offloaded.gradients)
+    offloaded.entries.update(
         (name, get_gradient_edge(value))
         for name, value in zip(segment.inputs, entered, strict=True)
         if value.requires_grad
     )
-    outputs = run(entered, lambda held: offload.saving(away.stash, held))
+    outputs = run(entered, lambda held: offload.saving(offloaded.tensors, held))
     values.update(zip(segment.outputs, (output.detach() for output in outputs), strict=True))
     for name, output in zip(segment.outputs, outputs, strict=True):
         if output.requires_grad:
-            away.edges[name] = get_gradient_edge(output)
-    offload.give(away.stash, [values[name] for name in program.offload])
-    return away
+            offloaded.edges[name] = get_gradient_edge(output)
+    offload.offload_saved(offloaded.tensors, [values[name] for name in program.offload])
+    return offloaded
 
 
 def backward(
     program: SegmentProgram,
-    away: Away,
+    offloaded: OffloadedForward,
     gradients: TensorDict,
-    offload: Offload,
-    sums: Callable[[], Sums] = tuple,
+    offload: ActivationOffload,
+    leaf_gradients: Callable[[], LeafGradients] = tuple,
 ) -> None:
     """Run a segment's backward.
 
     Args:
         program: the segment.
-        away: from the forward.
+        offloaded: from the forward.
         gradients: by name; loses those of the outputs and gains those of the inputs.
         offload: what moves its activations.
-        sums: as of `whole.propagate`.
+        leaf_gradients: as of `whole.propagate`.
     """
-    offload.fetch(away.stash)
+    offload.fetch(offloaded.tensors)
     found = [(n, gradients.pop(n)) for n in program.segment.outputs if n in gradients]
-    found = [(name, gradient) for name, gradient in found if name in away.edges]
+    found = [(name, gradient) for name, gradient in found if name in offloaded.edges]
     if not found:
         return
     # As in `whole.propagate`: later readers' sum is the first that the graph adds to.
-    known = [(edge, gradients.pop(n)) for n, edge in away.entries.items() if n in gradients]
+    known = [(edge, gradients.pop(n)) for n, edge in offloaded.entries.items() if n in gradients]
     roots: list[tuple[Any, torch.Tensor]] = [
-        *sums(),
+        *leaf_gradients(),
         *known,
-        *((away.edges[name], gradient) for name, gradient in found),
+        *((offloaded.edges[name], gradient) for name, gradient in found),
     ]
     torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
     for name in program.segment.inputs:
-        if name in away.gradients:
-            gradients[name] = away.gradients.pop(name)
+        if name in offloaded.gradients:
+            gradients[name] = offloaded.gradients.pop(name)

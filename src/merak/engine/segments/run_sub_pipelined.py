@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.random import random_state, restore_random_state, set_random_state
-from merak.engine.segments.context import Surroundings, add_to
+from merak.engine.segments.context import SegmentContext, add_to
 from merak.engine.segments.run import propagate
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import HalvedRun, HalvedSegment, PieceProgram, SegmentProgram
@@ -27,7 +27,7 @@ from merak.ops.collectives import start_sum
 
 TENSOR_AXIS = "tp"
 
-Turns = Generator[None, None, None]
+Coroutine = Generator[None, None, None]
 """A half at work: it ends a turn where it has started an all-reduce."""
 
 
@@ -54,14 +54,14 @@ class SavedRun:
     halves: tuple[list[SavedHalf], list[SavedHalf]] = field(default_factory=lambda: ([], []))
 
 
-def forward(run: HalvedRun, values: TensorDict, around: Surroundings, keep: bool) -> SavedRun:
+def forward(run: HalvedRun, values: TensorDict, ctx: SegmentContext, save: bool) -> SavedRun:
     """Run segments in halves.
 
     Args:
         run: the segments.
         values: of the whole microbatch; gains what the run gives to others.
-        around: what else the segments read.
-        keep: keep the activations for the backward; else only those of segments whose program
+        ctx: what else the segments read.
+        save: keep the activations for the backward; else only those of segments whose program
             says so, and the others' inputs.
 
     Returns:
@@ -70,15 +70,15 @@ def forward(run: HalvedRun, values: TensorDict, around: Surroundings, keep: bool
     saved = SavedRun()
     made: tuple[TensorDict, TensorDict] = ({}, {})
 
-    def work(half: int) -> Turns:
+    def work(half: int) -> Coroutine:
         local = made[half]
         for segment in run.segments:
             for name in segment.whole.segment.inputs:
                 if name not in local:
                     local[name] = _part(values[name], segment.dims.get(name), run.shares[half])
             record = _enter(segment, local)
-            stays = (keep or segment.whole.kept) and segment.whole.trains
-            job = _Half(segment, half, around, stays)
+            stays = (save or segment.whole.kept) and segment.whole.trains
+            job = _Half(segment, half, ctx, stays)
             local.update((yield from job.forward(record)))
             saved.halves[half].append(record if segment.whole.trains else SavedHalf({}))
 
@@ -89,13 +89,13 @@ def forward(run: HalvedRun, values: TensorDict, around: Surroundings, keep: bool
     return saved
 
 
-def recompute(run: HalvedRun, saved: SavedRun, around: Surroundings) -> None:
+def recompute(run: HalvedRun, saved: SavedRun, ctx: SegmentContext) -> None:
     """Bring back the activations that the forward did not keep."""
 
-    def work(half: int) -> Turns:
+    def work(half: int) -> Coroutine:
         for segment, record in zip(run.segments, saved.halves[half], strict=True):
             if record.pieces is None and segment.whole.trains:
-                yield from _Half(segment, half, around, True).forward(record)
+                yield from _Half(segment, half, ctx, True).forward(record)
 
     _alternate(work(0), work(1))
 
@@ -104,7 +104,7 @@ def backward(
     run: HalvedRun,
     saved: SavedRun,
     gradients: TensorDict,
-    around: Surroundings,
+    ctx: SegmentContext,
     segment_done: Callable[[SegmentProgram], None],
 ) -> None:
     """Run the backward of segments in halves.
@@ -114,7 +114,7 @@ def backward(
         saved: from the forward; released on the way.
         gradients: of the whole microbatch; loses those of the run's outputs and gains those of
             what it reads from others.
-        around: as in the forward.
+        ctx: as in the forward.
         segment_done: called when both halves of a segment are done, last segment first.
     """
     local: tuple[TensorDict, TensorDict] = ({}, {})
@@ -124,11 +124,11 @@ def backward(
                 local[half][name] = _part(gradient, dim, run.shares[half])
     done: set[int] = set()
 
-    def work(half: int) -> Turns:
+    def work(half: int) -> Coroutine:
         for segment in reversed(run.segments):
             record = saved.halves[half].pop()
             if segment.whole.trains:
-                job = _Half(segment, half, around, True)
+                job = _Half(segment, half, ctx, True)
                 if record.pieces is None:
                     yield from job.forward(record)
                 yield from job.backward(record, local[half])
@@ -143,7 +143,7 @@ def backward(
             add_to(gradients, name, _joined(parts, split_dim))
 
 
-def _alternate(*halves: Turns) -> None:
+def _alternate(*halves: Coroutine) -> None:
     """Let the halves take turns until both are done."""
     working = list(halves)
     while working:
@@ -177,17 +177,17 @@ class _Half:
     Args:
         segment: the segment.
         half: 0 or 1.
-        around: what it reads besides its inputs.
-        keep: whether the forward is for a backward.
+        ctx: what it reads besides its inputs.
+        save: whether the forward is for a backward.
     """
 
-    def __init__(self, segment: HalvedSegment, half: int, around: Surroundings, keep: bool) -> None:
-        self._program = segment.halves[half].given(around.derived)
+    def __init__(self, segment: HalvedSegment, half: int, ctx: SegmentContext, save: bool) -> None:
+        self._program = segment.halves[half].given(ctx.derived)
         self._whole = segment.whole
         self._dims = segment.dims
         self._share = segment.shares[half]
-        self._around = around
-        self._keep = keep
+        self._context = ctx
+        self._keep = save
 
     def forward(self, record: SavedHalf) -> Generator[None, None, TensorDict]:
         """Run the pieces, and keep them in the record if they are for a backward.
@@ -198,8 +198,8 @@ class _Half:
         values = dict(record.inputs)
         pieces = []
         if self._whole.draws:
-            key = self._around.random_key
-            set_random_state(self._around.device, *key, self._whole.segment.index)
+            key = self._context.random_key
+            set_random_state(self._context.device, *key, self._whole.segment.index)
         for piece in self._program.pieces:
             # A piece has an autograd graph of its own, from leaves.
             inputs = [
@@ -214,7 +214,7 @@ class _Half:
             record.pieces = pieces
         return {name: values[found] for name, found in self._program.returned}
 
-    def backward(self, record: SavedHalf, gradients: TensorDict) -> Turns:
+    def backward(self, record: SavedHalf, gradients: TensorDict) -> Coroutine:
         """Run the pieces' backwards; `gradients` loses the outputs' and gains the inputs'."""
         assert record.pieces is not None
         for name, found in self._program.returned:
@@ -228,15 +228,15 @@ class _Half:
     def _call(
         self, piece: PieceProgram, inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        segment, around = piece.segment, self._around
+        segment, ctx = piece.segment, self._context
         if not segment.outputs:
             return ()
-        columns = (self._own(around.columns[n], n) for n in segment.columns)
-        derived = (self._own(around.derived[n], n) for n in segment.derived)
+        columns = (self._own(ctx.columns[n], n) for n in segment.columns)
+        derived = (self._own(ctx.derived[n], n) for n in segment.derived)
         with torch.set_grad_enabled(self._keep):
             return piece.function(
-                *(around.weights[name] for name in segment.parameters),
-                *(around.buffers[name] for name in segment.buffers),
+                *(ctx.weights[name] for name in segment.parameters),
+                *(ctx.buffers[name] for name in segment.buffers),
                 *columns,
                 *inputs,
                 *derived,
@@ -245,7 +245,7 @@ class _Half:
     def _own(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return _part(tensor, self._dims.get(name), self._share)
 
-    def _cross(self, crossings: Sequence[Crossing], values: TensorDict) -> Turns:
+    def _cross(self, crossings: Sequence[Crossing], values: TensorDict) -> Coroutine:
         """Sum what the ranks have made of a value, while the other half takes its turn."""
         sums = []
         for crossing in crossings:
@@ -259,7 +259,7 @@ class _Half:
         if sums:
             yield from self._let_other(sums)
 
-    def _cross_back(self, crossings: Sequence[Crossing], gradients: TensorDict) -> Turns:
+    def _cross_back(self, crossings: Sequence[Crossing], gradients: TensorDict) -> Coroutine:
         """Sum the gradients that the ranks have made, while the other half takes its turn."""
         sums = []
         arriving = []
@@ -276,8 +276,8 @@ class _Half:
         for source, gradient in arriving:
             add_to(gradients, source, gradient)
 
-    def _let_other(self, sums: Sequence[dist.Work | None]) -> Turns:
-        draws, device = self._whole.draws, self._around.device
+    def _let_other(self, sums: Sequence[dist.Work | None]) -> Coroutine:
+        draws, device = self._whole.draws, self._context.device
         state = random_state(device) if draws else None
         yield
         if state is not None:

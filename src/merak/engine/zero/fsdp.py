@@ -21,17 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from merak.core.gradients import is_low_precision
-from merak.core.shards import RowShare
+from merak.core.shards import RowShard
 from merak.engine.comm.row_shards import rows_of
 from merak.engine.tensors_by_name import ParamLeaves
-from merak.engine.zero.unshard_order import Turn, Turns, gather, scatter
+from merak.engine.zero.unshard_order import Unshard, UnshardOrder, gather, scatter
 
 Outputs = tuple[torch.Tensor, ...]
 Compute = Callable[[ParamLeaves], Outputs]
 """A segment, as a function of its parameters by name."""
 
 
-class Gathered(nn.Module):
+class FsdpGroup(nn.Module):
     """Parameters that are gathered together: of one type, and all trained or all frozen.
 
     Args:
@@ -78,7 +78,7 @@ class Gathered(nn.Module):
         made.set_force_sum_reduction_for_comms(True)
         made.set_custom_all_gather(_Told(gather, begun))
         made.set_custom_reduce_scatter(_Told(scatter, begun))
-        if can_give_up():
+        if can_abort_step():
             made.set_reduce_scatter_unused_params(True)
 
     def forward(self, compute: Compute) -> Outputs:
@@ -110,13 +110,13 @@ def make_buffer(size: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.empty(*size, dtype=dtype, device=device)
 
 
-def can_give_up() -> bool:
+def can_abort_step() -> bool:
     """Whether this torch can leave a gathered segment in its midst, and says what it then owes."""
     needed = ("reset_iter_state", "set_reduce_scatter_unused_params")
     return all(hasattr(FSDPModule, name) for name in needed)
 
 
-class ShareLeaf:
+class ShardLeaf:
     """A parameter in shares, as who collects its gradient sees it: the share of the gradient."""
 
     def __init__(self, share: nn.Parameter) -> None:
@@ -134,7 +134,7 @@ class ShareLeaf:
         self._share.grad = value
 
 
-class Sharded:
+class FsdpParameters:
     """The parameters of a rank's segments, in shares among its replicas.
 
     Args:
@@ -143,7 +143,7 @@ class Sharded:
         replicas: the mesh along dp.
         masters: whether shares of parameters of low precision are float32 masters of them.
         shared: names of those whose gradients are collected from several segments.
-        turns: when each is gathered.
+        order: when each is gathered.
     """
 
     def __init__(  # one argument for each thing that the build puts in
@@ -153,30 +153,30 @@ class Sharded:
         replicas: DeviceMesh,
         masters: bool,
         shared: Collection[str],
-        turns: Turns,
+        order: UnshardOrder,
     ) -> None:
         self._index, self._degree = replicas.get_local_rank(), replicas.size()
         self._shared = frozenset(shared)
-        self.turns = turns
-        self._modules: dict[str, Gathered] = {}
+        self.order = order
+        self._modules: dict[str, FsdpGroup] = {}
         self._places: dict[str, int] = {}
-        self.hollow: dict[str, nn.Parameter] = {}
-        self.stepped: dict[str, nn.Parameter] = {}
-        self.leaves: dict[str, ShareLeaf] = {}
+        self.drained: dict[str, nn.Parameter] = {}
+        self.optimizer_tensors: dict[str, nn.Parameter] = {}
+        self.leaves: dict[str, ShardLeaf] = {}
         for names in _groups(segments, parameters):
             own = {name: parameters[name] for name in names}
-            self._add(own, Gathered(own, replicas, masters, turns.begun))
+            self._add(own, FsdpGroup(own, replicas, masters, order.begun))
         for module in dict.fromkeys(self._modules.values()):
             _introduce(module)
 
-    def _add(self, own: Mapping[str, nn.Parameter], module: Gathered) -> None:
+    def _add(self, own: Mapping[str, nn.Parameter], module: FsdpGroup) -> None:
         for place, (name, parameter) in enumerate(own.items()):
             self._modules[name], self._places[name] = module, place
             empty = torch.empty_like(parameter, device="meta", requires_grad=False)
-            self.hollow[name] = nn.Parameter(empty, requires_grad=module.trains)
+            self.drained[name] = nn.Parameter(empty, requires_grad=module.trains)
             if module.trains:
-                self.stepped[name] = nn.Parameter(self._share(name).to_local().detach())
-                self.leaves[name] = ShareLeaf(self._share(name))
+                self.optimizer_tensors[name] = nn.Parameter(self._share(name).to_local().detach())
+                self.leaves[name] = ShardLeaf(self._share(name))
 
     def _share(self, name: str) -> Any:
         return self._modules[name].own[self._places[name]]
@@ -189,37 +189,37 @@ class Sharded:
     def _modules_of(self, names: Sequence[str]) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(self._modules[n] for n in names if n in self._modules))
 
-    def rows(self, name: str) -> RowShare:
+    def rows(self, name: str) -> RowShard:
         """The rows of a parameter that this replica holds, which are torch's chunks."""
-        count = self.hollow[name].shape[0]
+        count = self.drained[name].shape[0]
         each = -(-count // self._degree)
-        return RowShare(min(self._index * each, count), min((self._index + 1) * each, count))
+        return RowShard(min(self._index * each, count), min((self._index + 1) * each, count))
 
-    def start(self, turns: Iterable[tuple[Sequence[str], bool]]) -> None:
+    def start(self, order: Iterable[tuple[Sequence[str], bool]]) -> None:
         """A step or an evaluation begins.
 
         Args:
-            turns: the names of the parameters of each, and whether their gradients are summed.
+            order: the names of the parameters of each, and whether their gradients are summed.
         """
-        self.turns.start(Turn(self._modules_of(names), back) for names, back in turns)
+        self.order.start(Unshard(self._modules_of(names), back) for names, back in order)
 
-    def begin(self, names: Sequence[str], hollow: bool = False) -> None:
-        """The turn of a segment with these parameters begins; see `Turns.begin`."""
-        self.turns.begin(self._modules_of(names), hollow)
+    def begin(self, names: Sequence[str], drained: bool = False) -> None:
+        """The turn of a segment with these parameters begins; see `UnshardOrder.begin`."""
+        self.order.begin(self._modules_of(names), drained)
 
-    def end(self, names: Sequence[str], hollow: bool = False) -> None:
-        """It is over; see `Turns.end`."""
-        self.turns.end(self._modules_of(names), hollow)
+    def end(self, names: Sequence[str], drained: bool = False) -> None:
+        """It is over; see `UnshardOrder.end`."""
+        self.order.end(self._modules_of(names), drained)
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """From the marked action on, the rest of the step counts for nothing."""
         self.forget()
-        self.turns.go_back()
+        self.order.go_back()
 
     def forget(self) -> None:
         """Free what a step that failed has gathered, and drop its gradients."""
         every: list[Any] = list(dict.fromkeys(self._modules.values()))
-        for module in every if can_give_up() else ():
+        for module in every if can_abort_step() else ():
             _clear(module)  # whole gradients, of a backward that was left in its midst
             module.reset_iter_state()
             _clear(module)
@@ -243,10 +243,10 @@ class Sharded:
 
         Of parameters whose gradients are collected it has them already.
         """
-        for name, stepped in self.stepped.items():
+        for name, tensor in self.optimizer_tensors.items():
             leaf = self.leaves[name]
             if name not in self._shared:
-                stepped.grad = leaf.grad
+                tensor.grad = leaf.grad
             leaf.grad = None
 
     @contextmanager
@@ -257,15 +257,15 @@ class Sharded:
         """
         full = {
             name: nn.Parameter(
-                self._share(name).full_tensor().detach().to(hollow.dtype), hollow.requires_grad
+                self._share(name).full_tensor().detach().to(drained.dtype), drained.requires_grad
             )
-            for name, hollow in self.hollow.items()
+            for name, drained in self.drained.items()
         }
-        replace_parameters(model, {id(self.hollow[name]): p for name, p in full.items()})
+        replace_parameters(model, {id(self.drained[name]): p for name, p in full.items()})
         try:
             yield
         finally:
-            replace_parameters(model, {id(p): self.hollow[name] for name, p in full.items()})
+            replace_parameters(model, {id(p): self.drained[name] for name, p in full.items()})
         for name, parameter in full.items():
             share = self._share(name).to_local().detach()
             if share.dtype == parameter.dtype and share.numel():
@@ -273,7 +273,7 @@ class Sharded:
                 share.copy_(rows_of(parameter.detach(), rows.start, rows.stop))
 
 
-def _clear(module: Gathered) -> None:
+def _clear(module: FsdpGroup) -> None:
     """Forget the gradients of what is there now, whole parameters or shares."""
     for parameter in module.own:
         parameter.grad = None
@@ -302,7 +302,7 @@ def _groups(
     return list(groups.values())
 
 
-def _nested(modules: list[Gathered], known: ParamLeaves, compute: Compute) -> Outputs:
+def _nested(modules: list[FsdpGroup], known: ParamLeaves, compute: Compute) -> Outputs:
     if not modules:
         return compute(known)
     first, *others = modules

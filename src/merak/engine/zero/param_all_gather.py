@@ -31,7 +31,7 @@ class _Gather:
     everything: torch.Tensor
 
 
-class Arrivals:
+class ParamAllGather:
     """Gives a replica the rows of its parameters that others have stepped.
 
     Args:
@@ -100,20 +100,22 @@ class Arrivals:
                 unpack(flat, bucket, degree, index)
 
 
-class Awaited(Mapping[str, torch.Tensor]):
+class AwaitedParams(Mapping[str, torch.Tensor]):
     """Tensors over the parameters' memory, each of which is whole once it is read.
 
     Args:
         leaves: by name.
-        arrivals: what they wait for.
+        param_all_gather: what they wait for.
     """
 
-    def __init__(self, leaves: Mapping[str, torch.Tensor], arrivals: Arrivals) -> None:
+    def __init__(
+        self, leaves: Mapping[str, torch.Tensor], param_all_gather: ParamAllGather
+    ) -> None:
         self._leaves = leaves
-        self._arrivals = arrivals
+        self._param_all_gather = param_all_gather
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        self._arrivals.wait_for(name)
+        self._param_all_gather.wait_for(name)
         return self._leaves[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -123,50 +125,50 @@ class Awaited(Mapping[str, torch.Tensor]):
         return len(self._leaves)
 
 
-class _Guarded(dict[str, Any]):
+class _AwaitedDict(dict[str, Any]):
     """A module's parameters, which whoever reads them finds whole.
 
     Args:
         parameters: of the module itself, by their attributes.
-        arrivals: what they wait for.
+        param_all_gather: what they wait for.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], arrivals: Arrivals) -> None:
+    def __init__(self, parameters: Mapping[str, Any], param_all_gather: ParamAllGather) -> None:
         super().__init__(parameters)
-        self._arrivals = arrivals
+        self._param_all_gather = param_all_gather
 
     def __getitem__(self, key: str) -> Any:
-        self._arrivals.wait()
+        self._param_all_gather.wait()
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self._arrivals.wait()
+        self._param_all_gather.wait()
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        self._arrivals.wait()
+        self._param_all_gather.wait()
         return super().__iter__()
 
     def items(self) -> Any:
-        self._arrivals.wait()
+        self._param_all_gather.wait()
         return super().items()
 
     def values(self) -> Any:
-        self._arrivals.wait()
+        self._param_all_gather.wait()
         return super().values()
 
     def __reduce__(self) -> Any:
         return dict, (dict(self.items()),)  # a copy of the model waits for nothing
 
 
-def guard(model: nn.Module, arrivals: Arrivals) -> None:
+def wait_on_access(model: nn.Module, param_all_gather: ParamAllGather) -> None:
     """Let everybody who reads a model's parameters find them whole.
 
     Args:
         model: the user's.
-        arrivals: what they wait for; those of an earlier engine are forgotten.
+        param_all_gather: what they wait for; those of an earlier engine are forgotten.
     """
     for module in model.modules():
         if module._parameters:
             parameters = dict(dict.items(module._parameters))
-            module.__dict__["_parameters"] = _Guarded(parameters, arrivals)
+            module.__dict__["_parameters"] = _AwaitedDict(parameters, param_all_gather)

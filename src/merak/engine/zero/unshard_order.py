@@ -23,7 +23,7 @@ from merak.schedule.ir import Kind
 
 
 class Module(Protocol):
-    """Parameters that are gathered together; `sharded.Gathered` says what these are."""
+    """Parameters that are gathered together; `sharded.FsdpGroup` says what these are."""
 
     trains: bool
     degree: int
@@ -39,7 +39,7 @@ class Module(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Unshard:
     """The time for which a segment's parameters are whole.
 
     Args:
@@ -57,7 +57,7 @@ class _Collective:
     is_sum: bool
 
 
-class Turns:
+class UnshardOrder:
     """Gathers parameters in the order of a row of turns, each turn's while the one before computes.
 
     Args:
@@ -68,19 +68,19 @@ class Turns:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, progress: Progress) -> None:
         self._group, self._device, self._progress = group, device, progress
-        self._turns: Sequence[Turn] = ()
+        self._unshards: Sequence[Unshard] = ()
         self._collectives: list[_Collective] = []
         # Per turn, how many collectives there are up to its computation, and up to its end.
         self._due: list[tuple[int, int]] = []
         self._next = self._marked = self._num_begun = 0
 
-    def start(self, turns: Iterable[Turn]) -> None:
+    def start(self, turns: Iterable[Unshard]) -> None:
         """A step or an evaluation begins, whose turns these are."""
-        self._turns = [turn for turn in turns if turn.modules]
+        self._unshards = [turn for turn in turns if turn.modules]
         self._next = self._marked = self._num_begun = 0
         self._collectives, self._due = [], []
-        for number, turn in enumerate(self._turns):
-            last = self._turns[number - 1].modules if number else turn.modules
+        for number, turn in enumerate(self._unshards):
+            last = self._unshards[number - 1].modules if number else turn.modules
             gathered = [module for module in turn.modules if module in last]
             self._plan([*gathered, *self._ahead(number)], is_sum=False)
             ready = len(self._collectives)
@@ -93,28 +93,28 @@ class Turns:
 
     def _ahead(self, number: int) -> list[Module]:
         """What sets out in a turn for the next one; what this one uses is freed in between."""
-        own = self._turns[number].modules
-        following = self._turns[number + 1].modules if number + 1 < len(self._turns) else ()
+        own = self._unshards[number].modules
+        following = self._unshards[number + 1].modules if number + 1 < len(self._unshards) else ()
         return [module for module in following if module not in own]
 
     def begun(self) -> None:
         """A collective has begun."""
         self._num_begun += 1
 
-    def begin(self, modules: tuple[Module, ...], hollow: bool = False) -> None:
+    def begin(self, modules: tuple[Module, ...], drained: bool = False) -> None:
         """A turn begins: have its parameters, and let the next one's set out.
 
         Args:
             modules: the turn's, as `start` was told.
-            hollow: take part for the others alone.
+            drained: take part for the others alone.
         """
         if not modules:
             return
         number = self._next
-        assert self._turns[number].modules == modules, "a segment runs out of its turn"
+        assert self._unshards[number].modules == modules, "a segment runs out of its turn"
         self._next += 1
-        if hollow:
-            self._settle(self._due[number][0])
+        if drained:
+            self._apply(self._due[number][0])
             return
         with self._progress.waiting("the parameters of a segment from", others_of(self._group)):
             for module in modules:
@@ -122,12 +122,12 @@ class Turns:
         for module in self._ahead(number):
             module.unshard(async_op=True)
 
-    def end(self, modules: tuple[Module, ...], hollow: bool = False) -> None:
+    def end(self, modules: tuple[Module, ...], drained: bool = False) -> None:
         """The turn is over, its gradients are summed; arguments as of `begin`."""
         if not modules:
             return
-        self._settle(self._due[self._next - 1][1])  # where no gradient came, zeros are summed
-        if not hollow:
+        self._apply(self._due[self._next - 1][1])  # where no gradient came, zeros are summed
+        if not drained:
             for module in modules:
                 module.reshard()
 
@@ -139,7 +139,7 @@ class Turns:
         """The marked action's turns come again, in name only."""
         self._next = self._marked
 
-    def _settle(self, num_due: int) -> None:
+    def _apply(self, num_due: int) -> None:
         """Take part in collectives that are due and have not begun here, with zeros."""
         while self._num_begun < num_due:
             found = self._collectives[self._num_begun]
@@ -166,7 +166,7 @@ def scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: A
     return collective(output_tensor, input_tensor, **kwargs)
 
 
-def turns_of(
+def unshards_of(
     kind: Kind, program: StageProgram, recomputes: bool
 ) -> list[tuple[tuple[str, ...], bool]]:
     """The turns of an action: the parameters' names, and whether gradients are summed.
@@ -181,12 +181,12 @@ def turns_of(
     return [
         (segment.segment.parameters, goes_back)
         for segment in segments
-        if has_turn(segment, kind, recomputes)
+        if needs_parameters(segment, kind, recomputes)
     ]
 
 
-def has_turn(segment: SegmentProgram, kind: Kind, recomputes: bool) -> bool:
-    """Whether a segment needs its parameters in an action; arguments as of `turns_of`."""
+def needs_parameters(segment: SegmentProgram, kind: Kind, recomputes: bool) -> bool:
+    """Whether a segment needs its parameters in an action; arguments as of `unshards_of`."""
     if kind is Kind.RECOMPUTE:
         return segment.trains and recomputes and not segment.kept
     return segment.trains or kind is Kind.FORWARD

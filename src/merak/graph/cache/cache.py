@@ -11,12 +11,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 from filelock import FileLock
 
 from merak.core.private_files import private_folder, read_own_file
+from merak.core.rank0 import warn_once
 from merak.graph.cache.fingerprint import file_hashes
 from merak.graph.cache.json_values import NotStorable
 from merak.graph.cache.value_file import ValueFile, write_values
@@ -86,16 +86,15 @@ def _locked(folder: Path, key: str) -> Iterator[bool]:
         lock.release()
 
 
-@lru_cache  # once for each, however many models are traced
 def warn_unusable(folder: Path, reason: str) -> None:
-    """Say on rank 0 that a cache folder is not used."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "The folder %s cannot be used for traced models (%s); they are traced anew each time: "
-            "name another with trace_cache or MERAK_CACHE, or '' for none.",
-            folder,
-            reason,
-        )
+    """Warn once that a cache folder is not used."""
+    warn_once(
+        logger,
+        "The folder %s cannot be used for traced models (%s); they are traced anew each time: "
+        "name another with trace_cache or MERAK_CACHE, or '' for none.",
+        folder,
+        reason,
+    )
 
 
 def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:

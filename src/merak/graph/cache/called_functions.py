@@ -15,8 +15,8 @@ from merak.graph.cache.fingerprint import is_code_of
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import PackedNode, pack
 
-_CUSTOM, _HOST = "torch.ops:merak.custom_function.default", "torch.ops:merak.host_drawn.default"
-_DRAWN = "merak.graph.trace.branches.rng_stream:drawn"
+_CUSTOM, _HOST = "torch.ops:merak.custom_function.default", "torch.ops:merak.host_random.default"
+_DRAWN = "merak.graph.trace.branches.rng_stream:draw_from_stream"
 
 
 def refuse_foreign_functions(graph: ModelGraph, model: nn.Module) -> None:
@@ -48,11 +48,11 @@ def refuse_foreign_functions(graph: ModelGraph, model: nn.Module) -> None:
 def _nodes(graph: ModelGraph) -> Iterator[PackedNode]:
     """All nodes, those of data-dependent regions included."""
     parts = [part.graph for part in (graph.prologue, *graph.segments)]
-    for part in (*parts, *(one.graph for one in graph.settled)):
+    for part in (*parts, *(one.graph for one in graph.parameter_writes)):
         for node in pack(part):
             yield node
-            picks = node[5].get("picks")
-            yield from () if picks is None else picks.nodes
+            region = node[5].get("region")
+            yield from () if region is None else region.nodes
 
 
 def _found(name: str) -> Any:

@@ -19,7 +19,7 @@ import torch
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.serialize import Ref
-from merak.graph.trace.opaque.operator import Place
+from merak.graph.trace.opaque.operator import ModuleRef
 
 _PLAIN = (type(None), bool, int, float, str)
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -82,7 +82,7 @@ class Writer:
             return {"complex": [value.real, value.imag]}
         if type(value) in (set, frozenset):
             return {type(value).__name__: sorted((self.write(v) for v in value), key=repr)}
-        if isinstance(value, Place):
+        if isinstance(value, ModuleRef):
             return {"place": value.path}
         return self._write_object(value)
 
@@ -142,7 +142,7 @@ class Reader:
             "complex": lambda parts: complex(*parts),
             "set": lambda items: set(self.read(items)),
             "frozenset": lambda items: frozenset(self.read(items)),
-            "place": Place,
+            "place": ModuleRef,
             "enum": lambda held: _found_class(held[0], _is_enum)[held[1]],
             "named": lambda held: tuple.__new__(
                 _found_class(held[0], _is_named_tuple), self.read(held[1])

@@ -91,7 +91,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ParameterWrites:
     """What a model writes into one of its parameters while it runs, before it reads it.
 
     Doing it again changes nothing more, so it is done before the segments run, and none of them
@@ -128,7 +128,7 @@ class ModelGraph:
         columns: the batch it was traced with, by column.
         outputs: the model's own output names (loss, logits, …) → value names.
         loss: the value name of the loss; None when the model was traced for prediction alone.
-        settled: what is written into parameters before the segments run.
+        parameter_writes: what is written into parameters before the segments run.
     """
 
     segments: tuple[Segment, ...]
@@ -140,7 +140,7 @@ class ModelGraph:
     columns: dict[str, TensorMeta]
     outputs: dict[str, str]
     loss: str | None
-    settled: tuple[Settled, ...] = ()
+    parameter_writes: tuple[ParameterWrites, ...] = ()
 
     def boundary(self, cut: int) -> tuple[str, ...]:
         """The values that cross the cut before segment `cut`: made before it, read at or after."""

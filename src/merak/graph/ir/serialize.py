@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from merak.graph.ir.ir import ModelGraph, Segment, Settled
+from merak.graph.ir.ir import ModelGraph, ParameterWrites, Segment
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Part = TypeVar("Part", Segment, Settled)
+Part = TypeVar("Part", Segment, ParameterWrites)
 """Something with a graph."""
 
 
@@ -77,16 +77,19 @@ def pack_model(model: ModelGraph) -> dict[str, Any]:
     return whole | {
         "segments": [_pack_segment(segment) for segment in model.segments],
         "prologue": _pack_segment(model.prologue),
-        "settled": [_pack_segment(one) for one in model.settled],
+        "parameter_writes": [_pack_segment(one) for one in model.parameter_writes],
     }
 
 
 def unpack_model(packed: dict[str, Any]) -> ModelGraph:
     """The model graph that `pack_model` was given."""
     segments = tuple(_unpack_segment(segment) for segment in packed["segments"])
-    settled = tuple(_unpack_segment(one) for one in packed["settled"])
+    parameter_writes = tuple(_unpack_segment(one) for one in packed["parameter_writes"])
     prologue = _unpack_segment(packed["prologue"])
-    return ModelGraph(**packed | {"segments": segments, "prologue": prologue, "settled": settled})
+    return ModelGraph(
+        **packed
+        | {"segments": segments, "prologue": prologue, "parameter_writes": parameter_writes}
+    )
 
 
 def _pack_segment(segment: Part) -> tuple[Part, tuple[PackedNode, ...]]:

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.segment.cut import copy_graph
-from merak.graph.trace.branches.flags import is_choice, is_taken
-from merak.graph.trace.opaque.dynamic_region import calling_picks, is_picks
-from merak.graph.trace.opaque.operator import is_kept
-from merak.graph.trace.opaque.run import calling
+from merak.graph.trace.branches.flags import is_branch_select, is_condition
+from merak.graph.trace.opaque.dynamic_region import dynamic_region_function, is_dynamic_region
+from merak.graph.trace.opaque.operator import is_opaque
+from merak.graph.trace.opaque.run import opaque_function
 from merak.ops.collectives import gather_copied
 from merak.ops.sharded_saved import keeping_shares
 
@@ -36,7 +36,7 @@ def runnable(graph: fx.Graph) -> Function:
         sequence is kept for the backward as shares. Where a choice leaves a layer out, nothing of
         the layer runs.
     """
-    places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_choice(n)]
+    places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_condition(n)]
     whole = _function(graph)
     if not places:
         return whole
@@ -71,9 +71,9 @@ def with_answers(graph: fx.Graph, answers: Answers) -> fx.Graph:
     made = fx.Graph()
     made.output(made.graph_copy(graph, env))
     placeholders = list(made.find_nodes(op="placeholder"))
-    truths = dict(zip(filter(is_choice, placeholders), answers, strict=True))
+    truths = dict(zip(filter(is_condition, placeholders), answers, strict=True))
     for node in list(made.nodes):
-        if is_taken(node):
+        if is_branch_select(node):
             condition, if_true, if_false = node.args
             node.replace_all_uses_with(if_true if truths[condition] else if_false)
             made.erase_node(node)
@@ -82,13 +82,13 @@ def with_answers(graph: fx.Graph, answers: Answers) -> fx.Graph:
 
 
 def _function(graph: fx.Graph) -> Function:
-    if any(is_kept(node) or is_picks(node) for node in graph.nodes):
+    if any(is_opaque(node) or is_dynamic_region(node) for node in graph.nodes):
         graph, _ = copy_graph(graph)
         for node in graph.nodes:
-            if is_kept(node):
-                node.target = calling(node.meta["kept"])
-            elif is_picks(node):
-                node.target = calling_picks(node.meta["picks"])
+            if is_opaque(node):
+                node.target = opaque_function(node.meta["opaque"])
+            elif is_dynamic_region(node):
+                node.target = dynamic_region_function(node.meta["region"])
     forward = fx.GraphModule(torch.nn.Module(), graph).forward
     if any(node.target is gather_copied for node in graph.nodes):
         return keeping_shares(forward)

@@ -10,7 +10,7 @@ from torch import fx
 
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, ModelGraph, Segment, Settled
+from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
 from merak.graph.program.codegen import Answers, answered, runnable
 from merak.graph.program.index_ranges import IndexRange
@@ -19,7 +19,7 @@ from merak.graph.segment.buffer_kinds import written_buffers
 from merak.graph.segment.cut import slice_outputs
 from merak.graph.sub_pipelining.pieces import Crossing
 from merak.graph.sub_pipelining.sub_microbatch import Share
-from merak.graph.trace.branches.rng_stream import is_drawn
+from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 
 Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
@@ -188,7 +188,7 @@ class StageProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class RemoteParameter:
     """A parameter that one rank of a pipeline lends to another.
 
     Args:
@@ -219,11 +219,11 @@ class Program:
         shards: how the parameters of this rank's stages are split over tp.
         constants: tensors of the trace's own, by name; another shape's may have the same names.
         fixed_values: what `fixed` has computed, once it has.
-        settled: what is written into parameters before the stages run.
+        parameter_writes: what is written into parameters before the stages run.
         fixed_versions: those that the buffers it read had then, which count what is written.
-        moved: of evaluation, buffers that training writes elsewhere; see
+        synced_buffers: of evaluation, buffers that training writes elsewhere; see
         `merak.engine.comm.buffer_sync`.
-        loans: of evaluation, parameters that other ranks hold; see
+        remote_parameters: of evaluation, parameters that other ranks hold; see
         `merak.engine.comm.eval_parameters`.
         ranges: what its columns hold indices of.
     """
@@ -238,16 +238,16 @@ class Program:
     shards: dict[str, ParameterShard]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
-    settled: tuple[Settled, ...] = ()
+    parameter_writes: tuple[ParameterWrites, ...] = ()
     fixed_versions: list[int] = field(default_factory=list)
-    moved: dict[str, int] = field(default_factory=dict)
-    loans: tuple[Loan, ...] = ()
+    synced_buffers: dict[str, int] = field(default_factory=dict)
+    remote_parameters: tuple[RemoteParameter, ...] = ()
     ranges: tuple[IndexRange, ...] = ()
 
     @property
     def chooses(self) -> bool:
         """Whether chance decides what runs of this rank's segments."""
-        return any(is_drawn(node) for node in self.derived.segment.graph.nodes)
+        return any(is_stream_draw(node) for node in self.derived.segment.graph.nodes)
 
     def gradients_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of some values that carry a gradient."""
@@ -312,7 +312,7 @@ def compile_program(
         outputs=tuple(graph.outputs),
         loss=graph.loss,
         shards=shards,
-        settled=graph.settled,
+        parameter_writes=graph.parameter_writes,
     )
 
 
@@ -374,7 +374,7 @@ def _prologues(
 
 def _depends_on_columns(graph: fx.Graph) -> set[str]:
     columns = [n for n in graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.COLUMN]
-    draws = [node for node in graph.nodes if is_drawn(node)]
+    draws = [node for node in graph.nodes if is_stream_draw(node)]
     return {node.name for node in depending_on(graph, [*columns, *draws])}
 
 
@@ -387,6 +387,6 @@ def _columns(
         for program in stage.segments:
             read.update(program.segment.columns)
             parameters.update(program.segment.parameters)
-    for one in graph.settled:
+    for one in graph.parameter_writes:
         read.update(one.columns if one.parameter in parameters else ())
     return tuple(name for name in graph.columns if name in read)

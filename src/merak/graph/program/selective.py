@@ -22,7 +22,7 @@ from merak.core.random import random_state, restore_random_state
 from merak.graph.ir.ir import Segment
 from merak.graph.ir.mutation import is_mutating
 from merak.graph.segment.cut import copy_graph
-from merak.graph.trace.branches.flags import is_taken
+from merak.graph.trace.branches.flags import is_branch_select
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ def keep_operators(segment: Segment, names: Container[str]) -> tuple[Segment, Ke
     kept = Kept()
     for node in graph.nodes:
         # What writes could not be left out, and what takes one of two ways computes nothing.
-        fits = not (is_mutating(node) or is_taken(node))
+        fits = not (is_mutating(node) or is_branch_select(node))
         if node.op == "call_function" and node.name in names and fits:
             node.target = _through(kept, node.name, node.target)
     return replace(segment, graph=graph), kept

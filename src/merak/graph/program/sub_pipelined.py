@@ -9,10 +9,10 @@ from functools import cache
 from itertools import groupby, islice
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.core.rank0 import warn_on_rank0
 from merak.graph.ir.ir import Segment
 from merak.graph.program.codegen import Answers, with_answers
 from merak.graph.program.program import (
@@ -29,7 +29,7 @@ from merak.graph.program.program import (
 from merak.graph.sub_pipelining.leading_part import cuts
 from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names
 from merak.graph.sub_pipelining.sub_microbatch import Samples, halve, shares
-from merak.graph.trace.branches.flags import is_choice
+from merak.graph.trace.branches.flags import is_condition
 from merak.ops import collectives
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,7 @@ def arrange_in_halves(
     try:
         shares(samples.batch_size)
     except ShardError as error:
-        if not (dist.is_initialized() and dist.get_rank()):
-            logger.warning("%s", error)
+        warn_on_rank0(logger, "%s", error)
         return tuple(programs)
     parts: list[Part] = []
     for segment, program in zip(segments, programs, strict=True):
@@ -134,7 +133,7 @@ def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> HalfProgram:
         segment, _ = rewrite(segment)
     program = _in_pieces(segment)
     placeholders = segment.graph.find_nodes(op="placeholder")
-    choices = tuple(n.meta["name"] for n in placeholders if is_choice(n))
+    choices = tuple(n.meta["name"] for n in placeholders if is_condition(n))
     if not choices:
         return program
 

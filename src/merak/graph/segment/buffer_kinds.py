@@ -9,9 +9,9 @@ from torch import fx
 
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.mutation import depending_on, find_writes, written_by
-from merak.graph.trace.branches.rng_stream import is_drawn
+from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
-from merak.graph.trace.opaque.operator import is_kept
+from merak.graph.trace.opaque.operator import is_opaque
 
 RUNNING_STATISTICS = (3, 4)
 """The arguments of the norms of a batch that are their running mean and variance."""
@@ -87,7 +87,7 @@ def _reached(segment: Segment, values: frozenset[str], buffers: frozenset[str]) 
 
     def varies(node: fx.Node) -> bool:
         if node.op == "call_function":
-            return is_random(node) or is_drawn(node) or is_kept(node)
+            return is_random(node) or is_stream_draw(node) or is_opaque(node)
         if node.op != "placeholder":
             return False
         kind, name = node.meta["kind"], node.meta["name"]

@@ -22,8 +22,8 @@ from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import shard
 from merak.graph.trace.call import LossFunction
-from merak.graph.trace.opaque.operator import connect
-from merak.graph.trace.opaque.selection import Keeping
+from merak.graph.trace.opaque.operator import connect_modules
+from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.trace import parameter_names, trace
 from merak.graph.trace.traced import Trace
 
@@ -53,7 +53,7 @@ class GraphSource:
     cache_dir: Path | None = None
     autocast: torch.dtype | None = None
     parameters: Mapping[str, TensorMeta] = field(init=False)
-    keeping: Keeping = field(init=False, default_factory=Keeping)
+    opaque: OpaqueSelection = field(init=False, default_factory=OpaqueSelection)
 
     def __post_init__(self) -> None:
         """Remember what every parameter is, by all of its names.
@@ -135,7 +135,7 @@ def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, train
 def _adopt(model: nn.Module, graph: ModelGraph) -> None:
     """Let a graph that was read from disk call the model's code, and no other."""
     refuse_foreign_functions(graph, model)
-    connect(graph, model)
+    connect_modules(graph, model)
 
 
 def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
@@ -147,7 +147,7 @@ def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
         fixed=source.fixed,
         device=source.device,
         autocast=source.autocast,
-        keeping=source.keeping,
+        opaque=source.opaque,
     )
     if not traced.outputs:
         raise TraceError(

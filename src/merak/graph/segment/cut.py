@@ -23,7 +23,7 @@ from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.segment.functionalize import carry_buffers, release_accumulators
 from merak.graph.segment.liveness import Flow, Span, analyse
-from merak.graph.trace.branches.rng_stream import refuse_late_draws
+from merak.graph.trace.branches.rng_stream import refuse_late_conditions
 from merak.graph.trace.traced import Trace
 
 _MAX_GEMMS_PER_BLOCK = 8
@@ -49,7 +49,7 @@ def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
     kept = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
     release_accumulators(trace.graph)
     flow = analyse(trace.graph)
-    refuse_late_draws(flow.main)
+    refuse_late_conditions(flow.main)
     starts = _segment_starts(flow)
     bounds = zip(starts, (*starts[1:], len(flow.main)), strict=True)
     nodes = carry_buffers(trace.graph, [list(flow.main[a:b]) for a, b in bounds])
@@ -66,7 +66,7 @@ def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
         columns=trace.columns,
         outputs={name: node.name for name, node in kept.items()},
         loss=kept["loss"].name if "loss" in kept else None,
-        settled=trace.settled,
+        parameter_writes=trace.parameter_writes,
     )
 
 

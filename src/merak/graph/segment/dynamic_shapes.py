@@ -96,11 +96,11 @@ class Graphs:
                     call,
                     device,
                     symbolic=True,
-                    keeping=source.keeping,
+                    opaque=source.opaque,
                 )
         except Exception as error:  # the model's code, or torch, cannot do with symbols
             raise NotResizable(str(error)) from error
-        if exported.num_choices:
+        if exported.num_conditions:
             raise NotResizable("it makes choices by chance")
         if not _same(self._at(first.columns, exported), first):
             raise NotResizable("with symbols the model runs other operators")

@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.graph.trace.opaque.dynamic_region import Picking
+from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Exported:
         tied: as of `Trace`.
         replaced: names of attributes that forward has replaced, by the identity of the tensor.
         columns: names of the batch's columns.
-        num_choices: as of `Trace`.
+        num_conditions: as of `Trace`.
         picking: what becomes of sizes that depend on values.
     """
 
@@ -41,8 +41,8 @@ class Exported:
     tied: dict[str, str]
     replaced: Mapping[int, str]
     columns: tuple[str, ...]
-    num_choices: int = 0
-    picking: Picking = Picking.REFUSED
+    num_conditions: int = 0
+    picking: DynamicSizes = DynamicSizes.REFUSED
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from torch import nn
 
 from merak.core.errors import TraceError
-from merak.graph.trace.branches.branches import with_choices
-from merak.graph.trace.opaque.operator import is_kept, operands
-from merak.graph.trace.opaque.selection import MOST_KEPT, Keeping
+from merak.graph.trace.branches.branches import merge_branches
+from merak.graph.trace.opaque.operator import is_opaque, operands
+from merak.graph.trace.opaque.selection import MOST_OPAQUE, OpaqueSelection
 from merak.graph.trace.traced import Trace
 
-Export = Callable[[tuple[bool, ...], Keeping], Trace]
+Export = Callable[[tuple[bool, ...], OpaqueSelection], Trace]
 """One trace, with answers to the model's choices, and what is kept whole."""
 
 
-def trace_keeping(model: nn.Module, export: Export, keeping: Keeping) -> Trace:
+def trace_with_fallbacks(model: nn.Module, export: Export, opaque: OpaqueSelection) -> Trace:
     """Trace a model with no more of it kept whole than it needs.
 
     Where a model chooses what runs by the batch alone, a module around the choice can be kept, or
@@ -26,54 +26,54 @@ def trace_keeping(model: nn.Module, export: Export, keeping: Keeping) -> Trace:
     Args:
         model: the model.
         export: traces it once.
-        keeping: as of `merak.graph.trace.trace.trace`.
+        opaque: as of `merak.graph.trace.trace.trace`.
 
     Raises:
         TraceError: it cannot be traced.
     """
-    other = Keeping(by_batch=True)
+    other = OpaqueSelection(by_batch=True)
     try:
-        found = _trace(model, export, keeping)
+        found = _trace(model, export, opaque)
     except TraceError as error:
-        if keeping.by_batch or not keeping.asks_batch:
+        if opaque.by_batch or not opaque.asks_batch:
             raise
         try:
             found = _trace(model, export, other)
         except TraceError:
             raise error from None  # which says what is in the way without any of this
-        keeping.follow(other)
+        opaque.follow(other)
         return found
-    if keeping.by_batch or not keeping.asks_batch or kept_share(found) <= MOST_KEPT:
+    if opaque.by_batch or not opaque.asks_batch or opaque_share(found) <= MOST_OPAQUE:
         return found
     try:
         chosen = _trace(model, export, other)
     except TraceError:
         return found
-    if kept_share(chosen) >= kept_share(found):
+    if opaque_share(chosen) >= opaque_share(found):
         return found
-    keeping.follow(other)
+    opaque.follow(other)
     return chosen
 
 
-def _trace(model: nn.Module, export: Export, keeping: Keeping) -> Trace:
+def _trace(model: nn.Module, export: Export, opaque: OpaqueSelection) -> Trace:
     def traced(answers: tuple[bool, ...]) -> Trace:
-        return keeping.enough(model, lambda: export(answers, keeping))
+        return opaque.enough(model, lambda: export(answers, opaque))
 
     while True:
         first = traced(())
-        known = keeping.known()
-        chosen = with_choices(first, traced) if first.num_choices else first
-        if keeping.known() == known:  # else traces of one model keep other modules
+        known = opaque.known()
+        chosen = merge_branches(first, traced) if first.num_conditions else first
+        if opaque.known() == known:  # else traces of one model keep other modules
             return chosen
 
 
-def kept_share(trace: Trace) -> float:
+def opaque_share(trace: Trace) -> float:
     """Share of the parameters (numbers, not tensors) that modules kept whole have."""
     sizes = {name: math.prod(meta.shape) for name, meta in trace.parameters.items()}
     kept = {
         operand.meta["name"]
         for node in trace.graph.nodes
-        if is_kept(node)
-        for operand in operands(node)[: node.meta["kept"].parameters]
+        if is_opaque(node)
+        for operand in operands(node)[: node.meta["opaque"].parameters]
     }
     return sum(sizes[name] for name in kept) / (sum(sizes.values()) or 1)

@@ -19,8 +19,12 @@ from merak.graph.trace.autograd.expand import CONSTANT, expand_autograd
 from merak.graph.trace.autograd.steps import AUTOCAST
 from merak.graph.trace.explain import UntraceableError, refuse_dynamic_shape
 from merak.graph.trace.modes import packed_sequences as packed
-from merak.graph.trace.opaque.dynamic_region import Picking, gather_picks, is_assertion
-from merak.graph.trace.source_lines import frames_of, line_of, modules_of
+from merak.graph.trace.node_source import frames_of, line_of, modules_of
+from merak.graph.trace.opaque.dynamic_region import (
+    DynamicSizes,
+    gather_dynamic_regions,
+    is_assertion,
+)
 from merak.graph.trace.verify import verify_constants
 
 aten = torch.ops.aten
@@ -57,7 +61,9 @@ _NO_GRADIENT = {
 
 
 def clean_graph(
-    graph: fx.Graph, constants: Mapping[str, torch.Tensor], picking: Picking = Picking.REFUSED
+    graph: fx.Graph,
+    constants: Mapping[str, torch.Tensor],
+    picking: DynamicSizes = DynamicSizes.REFUSED,
 ) -> frozenset[str]:
     """Rewrite an exported graph in place, and give every node its Merak meta.
 
@@ -78,15 +84,15 @@ def clean_graph(
     memory = _Memory()
     for node in list(graph.nodes):
         _refuse_vmap(node)
-        gathered = picking is not Picking.REFUSED and is_assertion(node)
+        gathered = picking is not DynamicSizes.REFUSED and is_assertion(node)
         if str(node.target) in _ASSERTIONS and not gathered:
             graph.erase_node(node)
             continue
         node.args = fx.node.map_aggregate(node.args, _any_of_its_kind)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _any_of_its_kind)
     expand_autograd(graph)
-    if picking is not Picking.REFUSED:
-        gather_picks(graph, line_of)
+    if picking is not DynamicSizes.REFUSED:
+        gather_dynamic_regions(graph, line_of)
     for node in list(graph.nodes):
         _set_meta(node, sources, memory)
     written = {a.meta["memory"] for n in graph.nodes for a in written_by(n)}
@@ -306,7 +312,7 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
         refuse_dynamic_shape(where, value, modules)
     carries = _carries_gradient(node)
     kept: dict[str, Any] = {
-        k: node.meta[k] for k in ("kind", "name", "kept", "picks") if k in node.meta
+        k: node.meta[k] for k in ("kind", "name", "opaque", "region") if k in node.meta
     }
     number = memory.number(node, value)
     tensor = tensor_meta(value, carries or memory.carries(number))

@@ -16,7 +16,7 @@ from torch import fx
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, Settled
+from merak.graph.ir.ir import Kind, ParameterWrites
 from merak.graph.ir.mutation import Writes, find_writes, written_by
 
 aten = torch.ops.aten
@@ -68,7 +68,9 @@ class _Write:
         )
 
 
-def take_out_writes(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> tuple[Settled, ...]:
+def hoist_parameter_writes(
+    graph: fx.Graph, constants: Mapping[str, torch.Tensor]
+) -> tuple[ParameterWrites, ...]:
     """Take what a model writes into its parameters out of its graph.
 
     Args:
@@ -215,7 +217,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=error, atol=error * float(other.abs().max()))
 
 
-def _settled(write: _Write) -> Settled:
+def _settled(write: _Write) -> ParameterWrites:
     buffers, columns = write.given(Kind.BUFFER), write.given(Kind.COLUMN)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -226,7 +228,7 @@ def _settled(write: _Write) -> Settled:
         if node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(())
-    return Settled(
+    return ParameterWrites(
         write.parameter.meta["name"],
         graph,
         tuple(node.meta["name"] for node in buffers),

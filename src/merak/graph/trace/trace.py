@@ -21,40 +21,47 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import eliminate_dead_code, settle_writes
 from merak.graph.trace.autograd.calls import AutogradCalls
 from merak.graph.trace.autograd.func_transforms import func_by_autograd
-from merak.graph.trace.branches.conditions import Draws, draws_in_torch
-from merak.graph.trace.branches.host_random import HostDraw, HostDraws, settle_host_draws
+from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
+from merak.graph.trace.branches.host_random import (
+    HostRandomError,
+    HostRandomFunctions,
+    seed_host_random,
+)
 from merak.graph.trace.call import Call, LossFunction, call_model
 from merak.graph.trace.explain import explain
 from merak.graph.trace.exported import Exported, lift
-from merak.graph.trace.fallbacks import trace_keeping
-from merak.graph.trace.modes.autograd_functions import kept_functions, refuse_seen_through
-from merak.graph.trace.modes.constant_values import KnownNumbers
+from merak.graph.trace.fallbacks import trace_with_fallbacks
+from merak.graph.trace.modes.autograd_functions import (
+    record_autograd_functions,
+    refuse_seen_through,
+)
+from merak.graph.trace.modes.constant_values import ConstantValues
 from merak.graph.trace.modes.ctc_loss import CtcLosses
 from merak.graph.trace.modes.fakes import (
     eager_masks,
     fake_batch,
     fake_weights,
-    kept_attributes,
+    find_replaced_attributes,
     no_draws_in_python,
     own_attributes,
     seemingly_eager,
     unmoved_modules,
 )
-from merak.graph.trace.modes.grad_hooks import TensorHooks, keep_hooked
-from merak.graph.trace.modes.lean_export import unread_left_out
-from merak.graph.trace.modes.metadata_queries import Told
+from merak.graph.trace.modes.grad_hooks import TensorHooks, select_hooked_modules
+from merak.graph.trace.modes.lean_export import lean_export
+from merak.graph.trace.modes.metadata_queries import MetadataQueries
 from merak.graph.trace.modes.packed_sequences import PackedSequences
-from merak.graph.trace.modes.quiet_export import quiet_failures
+from merak.graph.trace.modes.quiet_export import quiet_export
 from merak.graph.trace.modes.tensor_data import DetachedData
-from merak.graph.trace.modes.value_checks import PassedChecks
+from merak.graph.trace.modes.value_checks import ValueChecks
 from merak.graph.trace.normalize import clean_graph, slice_neighbours
 from merak.graph.trace.opaque.aliasing import refuse_lost_writes
-from merak.graph.trace.opaque.dynamic_region import Picking, SomePicked
+from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty, DynamicSizes
 from merak.graph.trace.opaque.loops import Loops
-from merak.graph.trace.opaque.operator import attach
-from merak.graph.trace.opaque.record import Real, keeping_whole
-from merak.graph.trace.opaque.selection import Keeping
-from merak.graph.trace.parameter_writes import take_out_writes
+from merak.graph.trace.opaque.operator import attach_calls
+from merak.graph.trace.opaque.record import Real, record_opaque_modules
+from merak.graph.trace.opaque.selection import OpaqueSelection
+from merak.graph.trace.parameter_writes import hoist_parameter_writes
 from merak.graph.trace.traced import Trace
 from merak.graph.trace.verify import is_without_numbers
 
@@ -68,7 +75,7 @@ def trace(
     fixed: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
     autocast: torch.dtype | None = None,
-    keeping: Keeping | None = None,
+    opaque: OpaqueSelection | None = None,
 ) -> Trace:
     """Run the model once on fake tensors and write down its operators.
 
@@ -81,7 +88,7 @@ def trace(
         device: device type the model will run on; fake tensors claim to be there.
         autocast: the model's forward runs under torch.autocast with this type, its outputs become
             float32, and the loss function is outside, as transformers.Trainer has it.
-        keeping: modules to keep whole from the first; gains those that turn out to be necessary.
+        opaque: modules to keep whole from the first; gains those that turn out to be necessary.
 
     Returns:
         The trace.
@@ -93,13 +100,13 @@ def trace(
     casts = None if autocast is None else partial(torch.autocast, device.type, autocast)
     call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
 
-    keeping = Keeping() if keeping is None else keeping
-    keeping.forget_loops()
+    opaque = OpaqueSelection() if opaque is None else opaque
+    opaque.forget_loops()
     while True:
         try:
-            return _traced(model, columns, call, device, keeping)
+            return _traced(model, columns, call, device, opaque)
         except TraceError as error:
-            function = error.function if isinstance(error, HostDraw) else None
+            function = error.function if isinstance(error, HostRandomError) else None
             if function is not None and function not in call.kept_whole:
                 call = replace(call, kept_whole=(*call.kept_whole, function))
                 continue
@@ -114,17 +121,17 @@ def _traced(
     columns: Mapping[str, TensorMeta],
     call: Call,
     device: torch.device,
-    keeping: Keeping,
+    opaque: OpaqueSelection,
 ) -> Trace:
     """One trace of all that the model may choose to run."""
 
-    def export(answers: tuple[bool, ...], keeping: Keeping) -> Trace:
-        keep_hooked(model, keeping)
-        found = export_model(model, columns, call, device, answers=answers, keeping=keeping)
+    def export(answers: tuple[bool, ...], opaque: OpaqueSelection) -> Trace:
+        select_hooked_modules(model, opaque)
+        found = export_model(model, columns, call, device, answers=answers, opaque=opaque)
         return cleaned(found, columns)
 
-    made = trace_keeping(model, export, keeping)
-    settle_host_draws(made.graph)
+    made = trace_with_fallbacks(model, export, opaque)
+    seed_host_random(made.graph)
     return made
 
 
@@ -136,7 +143,7 @@ def export_model(
     *,
     symbolic: bool = False,
     answers: tuple[bool, ...] = (),
-    keeping: Keeping | None = None,
+    opaque: OpaqueSelection | None = None,
 ) -> Exported:
     """The first half of `trace`.
 
@@ -147,7 +154,7 @@ def export_model(
         device: where fake tensors claim to be.
         symbolic: write sizes that depend on the batch's down as such, not as numbers.
         answers: to the choices that the model makes by chance; further ones are False.
-        keeping: modules to keep whole.
+        opaque: modules to keep whole.
 
     Raises:
         TraceError: as of `trace`.
@@ -155,19 +162,19 @@ def export_model(
     names, tied = parameter_names(model)
     loss_fn = call.loss_fn
     _refuse_trained_loss(loss_fn)
-    keeping = Keeping() if keeping is None else keeping
-    draws = Draws(answers, keeping.by_batch)
+    opaque = OpaqueSelection() if opaque is None else opaque
+    draws = RandomConditions(answers, opaque.by_batch)
     runner = _Runner(model, call, draws)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    checks = PassedChecks()
+    checks = ValueChecks()
     real = Real.of(model)
-    host_draws = HostDraws(call.kept_whole)
+    host_draws = HostRandomFunctions(call.kept_whole)
     with _traceable(model, columns, mode, device, draws), host_draws.recorded(model):
         values = fake_batch(columns, mode, device)
         try:
             with (
                 no_draws_in_python(model),
-                kept_attributes(model) as replaced,
+                find_replaced_attributes(model) as replaced,
                 draws,
                 checks,
                 CtcLosses(),
@@ -175,23 +182,23 @@ def export_model(
                 host_draws,
                 DetachedData(),
                 AutogradCalls() as autograd_calls,
-                SomePicked() if keeping.picking is Picking.SOME else nullcontext(),
+                AssumeNonEmpty() if opaque.picking is DynamicSizes.SOME else nullcontext(),
                 TensorHooks(),
-                KnownNumbers(),
-                Loops(model, keeping.unrolled),
-                keeping_whole(model, keeping, real, device) as calls,
-                Told(packed),
+                ConstantValues(),
+                Loops(model, opaque.unrolled),
+                record_opaque_modules(model, opaque, real, device) as calls,
+                MetadataQueries(packed),
             ):
                 program = _export(runner, values, symbolic)
         except Exception as error:
-            keeping.asks_batch |= draws.asks_batch
+            opaque.asks_batch |= draws.asks_batch
             raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
                 None if isinstance(error, TraceError) else error
             )
     _refuse_growing(program, runner.remade)
     autograd_calls.refuse_left_frozen()
-    checks.tell(are_sizes_checked=keeping.picking is not Picking.REFUSED)
-    attach(program.graph_module, calls)
+    checks.tell(are_sizes_checked=opaque.picking is not DynamicSizes.REFUSED)
+    attach_calls(program.graph_module, calls)
     return Exported(
         program.graph_module.graph,
         program.graph_signature,
@@ -202,7 +209,7 @@ def export_model(
         replaced,
         call.columns,
         len(draws.made),
-        keeping.picking,
+        opaque.picking,
     )
 
 
@@ -212,17 +219,17 @@ def _traceable(
     columns: Mapping[str, TensorMeta],
     mode: FakeTensorMode,
     device: torch.device,
-    draws: Draws,
+    draws: RandomConditions,
 ) -> Iterator[None]:
     """Replace, inside, the model's weights by fake ones, and functions by what a trace records."""
     with (
         own_attributes(model),
         fake_weights(model, mode, device),
         eager_masks(columns),
-        kept_functions(model),
+        record_autograd_functions(model),
         unmoved_modules(),
         func_by_autograd(),
-        draws_in_torch(model, draws),
+        host_random_in_torch(model, draws),
     ):
         yield
 
@@ -240,7 +247,7 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     graph = exported.graph
     constants = lift(exported)
     sources = clean_graph(graph, constants, exported.picking)
-    settled = take_out_writes(graph, constants)
+    parameter_writes = hoist_parameter_writes(graph, constants)
     settle_writes(graph)
     eliminate_dead_code(graph)
     slice_neighbours(graph, constants)
@@ -257,8 +264,8 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         constants=constants,
         columns=dict(columns),
         sources=sources,
-        num_choices=exported.num_choices,
-        settled=settled,
+        num_conditions=exported.num_conditions,
+        parameter_writes=parameter_writes,
     )
 
 
@@ -268,13 +275,13 @@ def _export(
     auto = torch.export.Dim.AUTO
     sizes = (tuple(dict.fromkeys(range(v.ndim), auto) for v in values),) if symbolic else None
     try:
-        with quiet_failures(), unread_left_out():
+        with quiet_export(), lean_export():
             return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
     except TraceError:
         raise
     except Exception as error:
         try:
-            with seemingly_eager(), quiet_failures(), unread_left_out():
+            with seemingly_eager(), quiet_export(), lean_export():
                 return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
         except Exception:
             raise error from None  # of the two ways, the usual one is told
@@ -311,7 +318,7 @@ def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, 
 class _Runner(nn.Module):
     """Calls the model with keyword arguments and returns a flat tuple of named tensors."""
 
-    def __init__(self, model: nn.Module, call: Call, draws: Draws) -> None:
+    def __init__(self, model: nn.Module, call: Call, draws: RandomConditions) -> None:
         super().__init__()
         self.model = model
         self.call = call

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Settled
+from merak.graph.ir.ir import ParameterWrites
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,10 @@ class Trace:
         constants: tensors the model's code made outside its buffers, by name.
         columns: the batch it was traced with.
         sources: files whose code the trace ran through.
-        num_choices: how many choices by chance were answered for it; what they depend on, a truth
+        num_conditions: how many choices by chance were answered for it; what they depend on, a
+        truth
             each, the graph returns after the outputs. `graph.choices` makes them none.
-        settled: what is written into parameters before the graph runs.
+        parameter_writes: what is written into parameters before the graph runs.
     """
 
     graph: fx.Graph
@@ -36,5 +37,5 @@ class Trace:
     constants: dict[str, torch.Tensor]
     columns: dict[str, TensorMeta]
     sources: frozenset[str] = field(default_factory=frozenset)
-    num_choices: int = 0
-    settled: tuple[Settled, ...] = ()
+    num_conditions: int = 0
+    parameter_writes: tuple[ParameterWrites, ...] = ()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from merak.core.mesh import Mesh
-from merak.core.shards import ParameterShard, Stepped
+from merak.core.shards import OptimizerTensor, ParameterShard
 from merak.graph.weights.rank_agreement import gather_objects
 
 
@@ -72,7 +72,8 @@ class RankView:
         buffers: those that are buffers.
         shards: layouts of the parameters of which it holds a part.
         shard_index: which part.
-        stepped: by name what the optimizer steps in the place of a parameter, where it is not the
+        optimizer_tensors: by name what the optimizer steps in the place of a parameter, where it is
+        not the
             parameter itself.
     """
 
@@ -82,11 +83,11 @@ class RankView:
     buffers: frozenset[str]
     shards: Mapping[str, ParameterShard]
     shard_index: int
-    stepped: Mapping[str, Stepped]
+    optimizer_tensors: Mapping[str, OptimizerTensor]
 
-    def stepped_of(self, name: str) -> Stepped:
+    def optimizer_tensor(self, name: str) -> OptimizerTensor:
         """What the optimizer steps of a parameter."""
-        return self.stepped.get(name) or Stepped(self.tensors[name])
+        return self.optimizer_tensors.get(name) or OptimizerTensor(self.tensors[name])
 
 
 def view_of_rank(
@@ -94,18 +95,18 @@ def view_of_rank(
     owned: Collection[str],
     shards: Mapping[str, ParameterShard],
     mesh: Mesh,
-    stepped: Mapping[str, Stepped] | None = None,
+    optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
 ) -> RankView:
     """What this rank holds; names that the model's state dict does not have are left out."""
     named = named_tensors(model)
     firsts = first_names(named)
     tensors = {firsts[name]: tensor for name, tensor in named.items()}
-    others = {firsts[n]: found for n, found in (stepped or {}).items() if n in firsts}
+    others = {firsts[n]: found for n, found in (optimizer_tensors or {}).items() if n in firsts}
     names = {id(tensor): name for name, tensor in tensors.items()}
     return RankView(
         tensors=tensors,
         names=names | {id(found.tensor): name for name, found in others.items()},
-        stepped=others,
+        optimizer_tensors=others,
         owned=frozenset(firsts[name] for name in owned if name in firsts),
         buffers=frozenset(n for n, t in tensors.items() if not isinstance(t, nn.Parameter)),
         shards={firsts[name]: shard for name, shard in shards.items() if name in firsts},

@@ -25,7 +25,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
 from merak.core.errors import WeightsError
-from merak.core.health.status import speaks
+from merak.core.rank0 import warn_on_rank0
 from merak.graph.weights.deferred_init import Recorder
 
 logger = logging.getLogger(__name__)
@@ -303,9 +303,8 @@ def _tie(model: PreTrainedModel, found: _Found) -> None:
             del found.stored[target]
             continue
         del model.all_tied_weights_keys[target]
-        if not speaks():
-            continue
-        logger.warning(
+        warn_on_rank0(
+            logger,
             "The config ties %s to %s, but the checkpoint has different values for them: they are "
             "not tied. Set tie_word_embeddings=False in the config to say so.",
             *(target, source),

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from merak.core.errors import PlanError
-from merak.core.health.status import waiting_for_all, waiting_for_first
+from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
+from merak.core.rank0 import decide_on_rank0
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.fit import Budget, fit_activations
 from merak.plan.activations.forecast import Forecast
@@ -39,14 +40,6 @@ Profile = Callable[[], DeviceProfile]
 """Function that returns the speeds of the devices, which may have to be measured first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """The policy that rank 0 has chosen, or the reason why the job cannot run."""
-
-    policy: ActivationPolicy = field(default_factory=ActivationPolicy)
-    problem: str | None = None
-
-
 def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> Forecast:
     """Resolve the options on activations to a policy that fits; collective, the same everywhere.
 
@@ -68,28 +61,25 @@ def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> F
     is_default = spec.mode is Mode.SCHEDULE and offload == NOTHING
     if is_default and not known:
         return forecast
-    decided = [_Decision()]
-    if mesh.rank == 0:
+
+    def decide() -> ActivationPolicy:
         budget = min(known, default=None)
         try:
             policy = _choose(forecast, spec, times, profile, budget)
-            decided = [_Decision(policy, _misfit(forecast, policy, budget, times))]
-        except PlanError as error:
-            decided = [_Decision(problem=str(error))]
+            _refuse_misfit(forecast, policy, budget, times)
+        except PlanError:
+            raise
         except Exception as error:
             # Code of the model's own may read values, which fake tensors do not have.
-            requested = not is_default or options.memory_budget_bytes is not None
-            decided = [_Decision(problem=_no_forecast(error, requested))]
-    if mesh.device_mesh is not None:
-        with waiting_for_first("what is recomputed"):
-            dist.broadcast_object_list(decided, src=0)
-    found = decided[0]
-    if found.problem is not None:
-        raise PlanError(found.problem)
+            _report_no_forecast(error, not is_default or options.memory_budget is not None)
+            return forecast.policy
+        return policy
+
+    policy = decide_on_rank0(mesh, "the activations to recompute", decide)
     if is_default:
         return forecast
-    plans = layout.plans.recomputing(recomputing_stages(layout.partition, found.policy.saved))
-    return replace(forecast, layout=replace(layout, plans=plans, activations=found.policy))
+    plans = layout.plans.recomputing(recomputing_stages(layout.partition, policy.saved))
+    return replace(forecast, layout=replace(layout, plans=plans, activations=policy))
 
 
 def may_replan(recompute: Recompute) -> bool:
@@ -97,19 +87,20 @@ def may_replan(recompute: Recompute) -> bool:
     return parse_recompute(recompute).mode is Mode.AUTO
 
 
-def _no_forecast(error: Exception, requested: bool) -> str | None:
-    """The sentence about segments that do not run on fake tensors; None where it is a warning."""
+def _report_no_forecast(error: Exception, requested: bool) -> None:
+    """Refuse, or warn about, a model whose segments do not run on fake tensors."""
     what = f"the memory of this model cannot be forecast ({type(error).__name__}: {error})"
     if requested:
-        return f"{what}; leave memory_budget unset, and recompute 'off', 'full' or a list."
+        raise PlanError(
+            f"{what}; leave memory_budget unset, and recompute 'off', 'full' or a list."
+        ) from error
     logger.warning("%s; it is not compared with the device's.", what)
-    return None
 
 
 def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
     """Bytes that this rank may hold: the user's limit, or its GPU's memory; None on the CPU."""
-    if options.memory_budget_bytes is not None:
-        return options.memory_budget_bytes
+    if options.memory_budget is not None:
+        return options.memory_budget
     if mesh.device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(mesh.device).total_memory)
@@ -119,7 +110,7 @@ def common_budget(options: EngineOptions, mesh: Mesh) -> int | None:
     """Bytes that every rank may fill, the smallest rank's; None where no rank knows its memory."""
     known = [budget for budget in _on_all_ranks(_budget(options, mesh), mesh) if budget is not None]
     least = min(known, default=None)
-    if least is None or options.memory_budget_bytes is not None:
+    if least is None or options.memory_budget is not None:
         return least
     return int(_AUTO_FRACTION * least)
 
@@ -162,7 +153,7 @@ def _to_fill(forecast: Forecast, argument: str, budget: int | None) -> int:
             f"{argument}='auto' fills a memory whose size is not known on the CPU; give "
             "memory_budget in bytes."
         )
-    given = forecast.options.memory_budget_bytes is not None
+    given = forecast.options.memory_budget is not None
     return budget if given else int(_AUTO_FRACTION * budget)
 
 
@@ -234,16 +225,16 @@ def _resolve_saved(forecast: Forecast, spec: RecomputeSpec, times: Times) -> fro
     raise AssertionError(f"{spec.mode} is chosen elsewhere")
 
 
-def _misfit(
+def _refuse_misfit(
     forecast: Forecast, policy: ActivationPolicy, budget: int | None, times: Times
-) -> str | None:
-    """The sentence for a job that does not fit: the numbers, and what would fit; else None."""
+) -> None:
+    """Refuse a job that does not fit, with the numbers and what would fit."""
     if budget is None:
-        return None
+        return
     schedule = forecast.layout.schedule
     worst = _largest(forecast.ranks(schedule, policy))
     if worst.peak.total_bytes <= budget:
-        return None
+        return
     parts = ", ".join(f"{c.value} {gigabytes(b)}" for c, b in worst.peak.by_category.items() if b)
     sentence = (
         f"pp rank {worst.rank} needs {gigabytes(worst.peak.total_bytes)} at "
@@ -254,9 +245,9 @@ def _misfit(
     fixes += _offload_that_fits(forecast, policy, budget)
     if fixes:
         which = "that" if len(fixes) == 1 else "one of them"
-        return f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'."
+        raise PlanError(f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'.")
     fix = _fix(forecast, budget, times)
-    return f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix}."
+    raise PlanError(f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix}.")
 
 
 def _fix(forecast: Forecast, budget: int, times: Times) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from merak.core.health.status import speaks
+from merak.core.rank0 import is_rank0
 from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
 
@@ -52,7 +52,7 @@ def optimizer_memory(
         return _step(factory, parameters, device)
     except Exception as error:
         # Somebody's own optimizer may look at numbers, which fakes do not have.
-        log = logger.warning if speaks() else logger.debug
+        log = logger.warning if is_rank0() else logger.debug
         log(
             "The memory of the optimizer is not known before it runs (%s: %s); counted are %d "
             "copies of the parameters.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from merak.core.shards import row_share
+from merak.core.shards import row_shard
 from merak.core.tensor_meta import TensorMeta
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -73,7 +73,7 @@ class ZeroSharding:
         )
         if not self.is_sharded:
             return replace(meta, dtype=dtype)
-        rows = row_share(meta.shape, self.degree, index)
+        rows = row_shard(meta.shape, self.degree, index)
         return replace(meta, dtype=dtype, shape=(rows.stop - rows.start, *meta.shape[1:]))
 
 

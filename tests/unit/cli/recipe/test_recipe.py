@@ -90,7 +90,7 @@ def test_numbers_and_words_are_as_in_json(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def test_recipe_of_the_documentation() -> None:

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from merak.core.errors import MeshError
 from merak.core.health import failure
 
-SOURCE = Path(__file__).parents[3] / "src"
+SOURCE = Path(__file__).parents[4] / "src"
 
 
 def run(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
-    script.write_text(f"from merak.core import failure, errors\nfailure.install()\n{code}\n")
+    imports = "from merak.core import errors; from merak.core.health import failure"
+    script.write_text(f"{imports}\nfailure.install()\n{code}\n")
     return subprocess.run(
         [sys.executable, str(script)],
         env={"PYTHONPATH": str(SOURCE), **environment},

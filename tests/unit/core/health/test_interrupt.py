@@ -13,7 +13,7 @@ import pytest
 
 from merak.core.health import interrupt
 
-SOURCE = Path(__file__).parents[3] / "src"
+SOURCE = Path(__file__).parents[4] / "src"
 
 
 def start(folder: Path, code: str, command: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -47,7 +47,7 @@ def interrupted(process: subprocess.Popen[str], folder: Path, num_ranks: int) ->
 ALONE = """
 import sys, time
 from pathlib import Path
-from merak.core import failure
+from merak.core.health import failure
 failure.install()
 Path(sys.argv[1], "ready-0").touch()
 time.sleep(600)
@@ -66,7 +66,7 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
-from merak.core import failure
+from merak.core.health import failure
 
 def work(folder):
     failure.install()

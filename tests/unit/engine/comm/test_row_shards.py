@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.engine.comm.row_shards import longest_share, pack, pack_all, share_rows, unpack
+from merak.engine.comm.row_shards import longest_shard, pack, pack_all, shard_rows, unpack
 
 
 def tensors() -> list[torch.Tensor]:
@@ -18,7 +18,7 @@ def test_packed_shares_make_the_whole(degree: int) -> None:
     copies = [torch.full_like(t, torch.nan) for t in whole]
     for index in range(degree):
         flat = pack(whole, degree, index)
-        assert flat.numel() == longest_share(whole, degree)
+        assert flat.numel() == longest_shard(whole, degree)
         unpack(flat, copies, degree, index)
     for tensor, copy in zip(whole, copies, strict=True):
         assert torch.equal(tensor, copy)
@@ -27,12 +27,12 @@ def test_packed_shares_make_the_whole(degree: int) -> None:
 @pytest.mark.parametrize("degree", [1, 2, 3, 8])
 def test_all_shares_lie_one_after_the_other(degree: int) -> None:
     whole = tensors()
-    parts = [pack(whole, degree, index) for index in range(degree)]
-    assert torch.equal(pack_all(whole, degree), torch.cat(parts))
+    state = [pack(whole, degree, index) for index in range(degree)]
+    assert torch.equal(pack_all(whole, degree), torch.cat(state))
 
 
 def test_shares_differ_by_a_row_at_most() -> None:
-    sizes = [share_rows(torch.empty(11, 2), 4, i) for i in range(4)]
+    sizes = [shard_rows(torch.empty(11, 2), 4, i) for i in range(4)]
     assert {share.stop - share.start for share in sizes} == {2, 3}
     assert sizes[0].start == 0
     assert sizes[-1].stop == 11

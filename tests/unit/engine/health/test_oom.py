@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from merak.core.errors import TrainingError
-from merak.engine.health.oom import Relief, is_out_of_memory
+from merak.engine.health.oom import OomGuard, is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -34,18 +34,18 @@ def test_the_hosts_allocator_says_so_in_these_words() -> None:
 
 
 def test_what_others_wait_for_is_made_after_all() -> None:
-    relief, released, attempts = Relief(is_armed=True), [], iter(range(3))
+    oom_guard, released, attempts = OomGuard(is_armed=True), [], iter(range(3))
 
     def make() -> str:
         if next(attempts) == 0:
             raise torch.OutOfMemoryError("full")
         return "made"
 
-    relief.start_step(lambda: released.append(relief.reason))
-    assert relief.allocate(make) == "made"
-    assert released == ["full"] and relief.reason == "full"
-    relief.start_step(lambda: None)
-    assert relief.reason is None
+    oom_guard.start_step(lambda: released.append(oom_guard.reason))
+    assert oom_guard.allocate(make) == "made"
+    assert released == ["full"] and oom_guard.reason == "full"
+    oom_guard.start_step(lambda: None)
+    assert oom_guard.reason is None
 
 
 def test_where_no_step_may_be_given_up_the_error_passes() -> None:
@@ -53,18 +53,18 @@ def test_where_no_step_may_be_given_up_the_error_passes() -> None:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError):
-        Relief().allocate(make)
+        OomGuard().allocate(make)
 
 
 def test_memory_that_is_short_without_activations_ends_the_job() -> None:
     def make() -> None:
         raise torch.OutOfMemoryError("full")
 
-    relief = Relief(is_armed=True)
+    oom_guard = OomGuard(is_armed=True)
     with pytest.raises(TrainingError, match="use a larger pp or tp, or zero=1"):
-        relief.allocate(make)
+        oom_guard.allocate(make)
     # Nothing may take it for an error of an action, and perform the rest of that anew.
     try:
-        relief.allocate(make)
+        oom_guard.allocate(make)
     except TrainingError as error:
-        assert not relief.takes(error)
+        assert not oom_guard.handles(error)

@@ -82,7 +82,7 @@ def test_a_step_that_fails_leaves_nothing(mesh: Mesh) -> None:
         progress.planned(SCHEDULE)
         with progress.action(FORWARD):
             raise KeyError
-    assert not progress.standing.is_engines
+    assert not progress.status.is_busy
     run_step(progress, 1)
     assert [step.step for step in gather_records(progress.records, mesh)] == [1]
 
@@ -102,38 +102,38 @@ def test_where_a_device_stands_behind_its_host() -> None:
     clock = LateClock()
     progress = Progress(clock, 1)
     run_step(progress, 7)
-    assert not progress.standing.is_engines  # the host is done
-    standing = progress.device_standing()
-    assert standing is not None
-    assert (standing.phase, standing.action) == ("step 7", FORWARD)
-    assert standing.wait == Wait("the activation from", (3,))
+    assert not progress.status.is_busy  # the host is done
+    status = progress.device_status()
+    assert status is not None
+    assert (status.phase, status.action) == ("step 7", FORWARD)
+    assert status.wait == Wait("the activation from", (3,))
     clock.passed = 3
-    standing = progress.device_standing()
-    assert standing is not None
-    assert (standing.action, standing.wait) == (FORWARD, None)
+    status = progress.device_status()
+    assert status is not None
+    assert (status.action, status.wait) == (FORWARD, None)
     clock.passed = 4
-    standing = progress.device_standing()
-    assert standing is not None
-    assert standing.action == BACKWARD
+    status = progress.device_status()
+    assert status is not None
+    assert status.action == BACKWARD
     clock.passed = 6
-    assert progress.device_standing() is None
+    assert progress.device_status() is None
     assert not progress.behind
 
 
 def test_where_a_host_stands() -> None:
     progress = Progress(HostClock(), 1)
-    assert not progress.standing.is_engines
+    assert not progress.status.is_busy
     with progress.waiting("what batches there are on", (1, 2)):
-        assert progress.standing.is_engines
-        assert progress.standing.wait == Wait("what batches there are on", (1, 2))
+        assert progress.status.is_busy
+        assert progress.status.wait == Wait("what batches there are on", (1, 2))
     with progress.step(3), progress.action(FORWARD):
-        before = progress.standing
+        before = progress.status
         with progress.waiting("the activation from", (3,)):
-            assert progress.standing.action == FORWARD
-        after = progress.standing
+            assert progress.status.action == FORWARD
+        after = progress.status
         assert after.wait is None
         assert after.since_s > before.since_s  # an action's own work is timed from its last wait
-    assert not progress.standing.is_engines
+    assert not progress.status.is_busy
     assert not progress.behind
 
 

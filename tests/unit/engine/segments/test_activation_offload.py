@@ -15,7 +15,11 @@ from merak.core.storages import MIN_OFFLOADED_BYTES
 from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
-from merak.engine.segments.activation_offload import Offload, Stash, enter
+from merak.engine.segments.activation_offload import (
+    ActivationOffload,
+    OffloadedTensors,
+    catch_gradients,
+)
 from merak.graph.segment.build import GraphSource
 from merak.plan.cost.device import preset
 from merak.plan.engine_options import EngineOptions
@@ -81,15 +85,15 @@ def train(engine: Engine, family: str, loss_scale: float = 1.0) -> list[torch.Te
     batches = [MODELS[family][1](seed) for seed in range(3)]
     columns = [signature(batch).columns for batch in batches]
     losses = engine.train_step(0, columns, batches, 1 / 3, None, loss_scale)
-    (stage,) = engine._parts.stages.values()
+    (stage,) = engine._state.stages.values()
     assert stage.num_in_flight == 0
     found = [p.grad.clone() for p in engine.parameters.values() if p.grad is not None]
-    return [losses, *found, *(buffer.clone() for buffer in engine._parts.buffers.values())]
+    return [losses, *found, *(buffer.clone() for buffer in engine._state.buffers.values())]
 
 
 def moved_bytes(engine: Engine) -> list[int]:
     """Sizes of all copies to the host from now on."""
-    offload = engine._parts.stages[0].offload
+    offload = engine._state.stages[0].offload
     assert offload is not None
     sizes: list[int] = []
     make = offload._in_host
@@ -170,7 +174,7 @@ class Late:
 def test_nothing_is_read_before_its_copy_is_complete(schedule: str) -> None:
     expected = train(engine_of("gpt2", schedule=schedule), "gpt2")
     engine = engine_of("gpt2", schedule=schedule, offload_activations="full")
-    offload = engine._parts.stages[0].offload
+    offload = engine._state.stages[0].offload
     assert offload is not None
     offload._out, offload._back = Late(), Late()
     assert all(map(torch.equal, train(engine, "gpt2"), expected))
@@ -180,7 +184,7 @@ def test_nothing_is_read_before_its_copy_is_complete(schedule: str) -> None:
 def test_a_step_that_failed_leaves_nothing_behind() -> None:
     engine = engine_of("gpt2", offload_activations="full")
     expected = train(engine, "gpt2")
-    engine.trained.clear_gradients()
+    engine.optimizer_params.clear_gradients()
 
     def fail(gradient: torch.Tensor) -> None:
         raise ZeroDivisionError
@@ -189,7 +193,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         train(engine, "gpt2")
     handle.remove()
-    engine.trained.clear_gradients()
+    engine.optimizer_params.clear_gradients()
     assert all(map(torch.equal, train(engine, "gpt2"), expected))
 
 
@@ -203,29 +207,31 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.seen = ctx.saved_tensors
-        return (gradient * sum(saved.sum() for saved in ctx.seen), *(None,) * len(ctx.seen))
+        ctx.saved = ctx.saved_tensors
+        return (gradient * sum(saved.sum() for saved in ctx.saved), *(None,) * len(ctx.saved))
 
 
-def save(offload: Offload, stash: Stash, *saved: torch.Tensor) -> torch.Tensor:
-    with offload.saving(stash, []):
+def save(
+    offload: ActivationOffload, offloaded: OffloadedTensors, *saved: torch.Tensor
+) -> torch.Tensor:
+    with offload.saving(offloaded, []):
         made: torch.Tensor = Square.apply(torch.ones(1, requires_grad=True), *saved)  # type: ignore[no-untyped-call]
     return made
 
 
 def test_views_of_one_storage_are_one_copy() -> None:
-    offload, stash = Offload(CPU), Stash()
+    offload, offloaded = ActivationOffload(CPU), OffloadedTensors()
     whole = torch.arange(4.0 * LARGE)
     total = whole[2:].sum() + whole.view(2, -1).t().sum()
-    made = save(offload, stash, whole[2:], whole.view(2, -1).t())
-    offload.give(stash, [])
+    made = save(offload, offloaded, whole[2:], whole.view(2, -1).t())
+    offload.offload_saved(offloaded, [])
     del whole
     for _ in range(2):
-        offload.turn()
-    (moved,) = stash.alive()
-    assert moved.here is None and moved.host is not None
-    assert moved.host.numel() == 16 * LARGE
-    offload.fetch(stash)
+        offload.segment_ended()
+    (stored,) = offloaded.alive()
+    assert stored.on_device is None and stored.host is not None
+    assert stored.host.numel() == 16 * LARGE
+    offload.fetch(offloaded)
     (node,) = [made.grad_fn]
     views = node.saved_tensors
     assert [tuple(v.shape) for v in views] == [(4 * LARGE - 2,), (2 * LARGE, 2)]
@@ -234,54 +240,54 @@ def test_views_of_one_storage_are_one_copy() -> None:
 
 
 def test_what_two_segments_save_is_copied_once() -> None:
-    offload, first, second = Offload(CPU), Stash(), Stash()
+    offload, first, second = ActivationOffload(CPU), OffloadedTensors(), OffloadedTensors()
     shared = torch.ones(LARGE)
-    made = [save(offload, stash, shared) for stash in (first, second)]
+    made = [save(offload, offloaded, shared) for offloaded in (first, second)]
     assert first.alive() == second.alive()
-    offload.give(first, [])
-    offload.turn()
-    offload.give(second, [])
+    offload.offload_saved(first, [])
+    offload.segment_ended()
+    offload.offload_saved(second, [])
     del shared
     for _ in range(2):
-        offload.turn()
+        offload.segment_ended()
     offload.fetch(second)
     made.pop().backward()
-    assert first.alive()[0].here is not None, "it is on the device already"
+    assert first.alive()[0].on_device is not None, "it is on the device already"
     offload.fetch(first)
     made.pop().backward()
     assert not first.alive() and not second.alive()
 
 
 def test_parameters_and_small_tensors_stay() -> None:
-    offload, stash = Offload(CPU), Stash()
+    offload, offloaded = ActivationOffload(CPU), OffloadedTensors()
     weight = nn.Parameter(torch.ones(LARGE))
     held = torch.ones(2, LARGE)
-    with offload.saving(stash, [held]):
+    with offload.saving(offloaded, [held]):
         Square.apply(torch.ones(1, requires_grad=True), weight, torch.ones(LARGE - 1), held[1])  # type: ignore[no-untyped-call]
-    assert not stash.alive()
+    assert not offloaded.alive()
 
 
 def test_values_that_others_hold_are_not_copied() -> None:
-    offload, stash = Offload(CPU), Stash()
+    offload, offloaded = ActivationOffload(CPU), OffloadedTensors()
     value = torch.ones(LARGE)
-    made = save(offload, stash, value)
-    offload.give(stash, [value])
+    made = save(offload, offloaded, value)
+    offload.offload_saved(offloaded, [value])
     for _ in range(2):
-        offload.turn()
-    assert stash.alive()[0].host is None
-    offload.fetch(stash)
+        offload.segment_ended()
+    assert offloaded.alive()[0].host is None
+    offload.fetch(offloaded)
     made.backward()
 
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_writing_into_what_was_saved_is_found(moves: bool) -> None:
     """As autograd finds it where there are no hooks."""
-    offload, stash = Offload(CPU), Stash()
+    offload, offloaded = ActivationOffload(CPU), OffloadedTensors()
     value = torch.ones(LARGE if moves else 3)
-    made = save(offload, stash, value)
+    made = save(offload, offloaded, value)
     value.add_(1)
     with pytest.raises(TrainingError, match="written in place after the forward had saved it"):
-        offload.give(stash, [])
+        offload.offload_saved(offloaded, [])
         made.backward()
 
 
@@ -303,7 +309,7 @@ def test_gradients_of_inputs_are_laid_out_as_inside_a_graph(value: str, function
     inner.register_hook(expected.append)
     function(inner).backward()
     found: dict[str, torch.Tensor] = {}
-    (entered,) = enter(["x"], [tensor], [True], found)
+    (entered,) = catch_gradients(["x"], [tensor], [True], found)
     function(entered).backward()
     assert torch.equal(found["x"], expected[0])
     assert found["x"].stride() == expected[0].stride()

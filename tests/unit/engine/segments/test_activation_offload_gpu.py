@@ -11,7 +11,7 @@ from torch import nn
 from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.segments.activation_offload import Offload, Stash
+from merak.engine.segments.activation_offload import ActivationOffload, OffloadedTensors
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 
@@ -48,15 +48,17 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"x": x.cuda(), "y": torch.randint(0, WIDTH, (SAMPLES,), generator=draws).cuda()}
 
 
-def step(away: str | None) -> tuple[list[torch.Tensor], int]:
+def step(offloaded_forward: str | None) -> tuple[list[torch.Tensor], int]:
     """Losses and gradients of a second step, and the most bytes it held beyond its start."""
     torch.manual_seed(0)
-    options = EngineOptions(schedule="gpipe", num_microbatches=COUNT, offload_activations=away)
+    options = EngineOptions(
+        schedule="gpipe", num_microbatches=COUNT, offload_activations=offloaded_forward
+    )
     batches = [batch(seed) for seed in range(COUNT)]
     columns = [signature(one).columns for one in batches]
     engine = build_engine(GraphSource(Layers()), columns[0], mesh.current_mesh(), options)
     for number in range(2):
-        engine.trained.clear_gradients()
+        engine.optimizer_params.clear_gradients()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -76,31 +78,31 @@ def test_gradients_are_the_same_and_the_device_holds_less() -> None:
 
 
 def test_copies_run_beside_the_computation_from_and_to_pinned_memory() -> None:
-    offload, stash = Offload(torch.device("cuda", 0)), Stash()
+    offload, offloaded = ActivationOffload(torch.device("cuda", 0)), OffloadedTensors()
     x = torch.randn(SAMPLES, WIDTH, device="cuda", requires_grad=True)
-    with offload.saving(stash, []):
+    with offload.saving(offloaded, []):
         made = (x * 2).exp()  # saves its result
     expected = made.detach().clone()
-    offload.give(stash, [])
+    offload.offload_saved(offloaded, [])
     torch.cuda.synchronize()
-    (moved,) = stash.alive()
-    offload.turn()
+    (stored,) = offloaded.alive()
+    offload.segment_ended()
     torch.cuda._sleep(CYCLES)
-    assert moved.left is not None and moved.host is not None
-    moved.left.synchronize()
+    assert stored.copied is not None and stored.host is not None
+    stored.copied.synchronize()
     assert not torch.cuda.current_stream().query(), "the copy waits for what is computed meanwhile"
-    assert moved.host.is_pinned()
+    assert stored.host.is_pinned()
     edge = torch.autograd.graph.get_gradient_edge(made)
     del made
-    offload.turn()
-    assert moved.here is None
+    offload.segment_ended()
+    assert stored.on_device is None
     torch.cuda.synchronize()
-    offload.begin_fetch(stash)
+    offload.prefetch(offloaded)
     torch.cuda._sleep(CYCLES)
-    assert stash.came is not None
-    stash.came.synchronize()
+    assert offloaded.fetched is not None
+    offloaded.fetched.synchronize()
     assert not torch.cuda.current_stream().query(), "the copy waits for what is computed meanwhile"
-    offload.fetch(stash)
+    offload.fetch(offloaded)
     torch.autograd.backward([edge], [torch.ones_like(expected)])
     assert x.grad is not None
     assert torch.equal(x.grad, expected * 2)

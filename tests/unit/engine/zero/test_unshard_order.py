@@ -11,7 +11,7 @@ import torch
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import clock_of
 from merak.engine.zero import unshard_order as under_test
-from merak.engine.zero.unshard_order import Turn, Turns
+from merak.engine.zero.unshard_order import Unshard, UnshardOrder
 
 CPU = torch.device("cpu")
 SIZES = {"a": 1, "b": 2, "tied": 3, "frozen": 4}
@@ -38,12 +38,12 @@ class Rank:
         monkeypatch.setattr(under_test, "gather", self.gather)
         monkeypatch.setattr(under_test, "scatter", self.scatter)
         group: Any = None
-        self.turns = Turns(group, CPU, Progress(clock_of(CPU), 0))
+        self.order = UnshardOrder(group, CPU, Progress(clock_of(CPU), 0))
         self.modules = {name: Fake(name, self, trains=name != "frozen") for name in SIZES}
         forward = [("tied",), ("a", "frozen"), ("b", "tied")]
         rows = [(names, False) for names in forward]
         rows += [(names, True) for names in reversed(forward)]
-        self.order = [Turn(tuple(self.modules[n] for n in names), back) for names, back in rows]
+        self.steps = [Unshard(tuple(self.modules[n] for n in names), back) for names, back in rows]
 
     def gather(self, every: torch.Tensor, one: torch.Tensor, group: object) -> None:
         assert every.numel() == 2 * one.numel()
@@ -57,30 +57,30 @@ class Rank:
         if len(self.log) == self.most:
             raise Short
         self.log.append(what)
-        self.turns.begun()
+        self.order.begun()
 
     def run(self) -> None:
         """Every turn; as torch does, a backward sums what it meets last first."""
-        self.turns.start(self.order)
-        for turn in self.order:
-            self.turns.mark()
-            self.turns.begin(turn.modules)
+        self.order.start(self.steps)
+        for turn in self.steps:
+            self.order.mark()
+            self.order.begin(turn.modules)
             assert all(module.is_whole for module in self.modules_of(turn))
             self.at_computations.append(len(self.log))
             for module in reversed(self.modules_of(turn)) if turn.goes_back else ():
                 if module.trains:
                     self.begin(f"sum {module.name}")
-            self.turns.end(turn.modules)
+            self.order.end(turn.modules)
             self.num_over += 1
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """The rest, from the marked turn on, in name only."""
-        self.turns.go_back()
-        for turn in self.order[self.num_over :]:
-            self.turns.begin(turn.modules, hollow=True)
-            self.turns.end(turn.modules, hollow=True)
+        self.order.go_back()
+        for turn in self.steps[self.num_over :]:
+            self.order.begin(turn.modules, drained=True)
+            self.order.end(turn.modules, drained=True)
 
-    def modules_of(self, turn: Turn) -> tuple[Any, ...]:
+    def modules_of(self, turn: Unshard) -> tuple[Any, ...]:
         return turn.modules
 
 
@@ -133,14 +133,14 @@ def test_a_rank_that_gives_up_anywhere_owes_the_rest(
     rank = Rank(monkeypatch, most)
     with pytest.raises(Short):
         rank.run()
-    rank.give_up()
+    rank.abort_step()
     assert rank.log == WHOLE
 
 
 def test_sums_without_a_gradient_are_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
-    back = rank.order[-1]
-    rank.turns.start([back])
-    rank.turns.begin(back.modules)
-    rank.turns.end(back.modules)
+    back = rank.steps[-1]
+    rank.order.start([back])
+    rank.order.begin(back.modules)
+    rank.order.end(back.modules)
     assert rank.log == ["tied", "sum tied"] and not rank.modules["tied"].is_whole

@@ -121,7 +121,8 @@ HEAD = '{"metas": [], "tensors": [], "values": {"sources": {"dict": []}, "graph"
 @pytest.mark.parametrize(
     "content",
     [b"", b"no graph", file_of("{"), file_of('{"values": {}}'), file_of(HEAD + "3}}"),
-     file_of(HEAD + '{"dict": [["segments", []], ["settled", []], ["prologue", [1, 2]]]}}}')],
+     file_of(HEAD + '{"dict": [["segments", []], ["parameter_writes", []], '
+             '["prologue", [1, 2]]]}}}')],
     ids=["empty", "garbage", "no JSON", "without graph", "number", "half"],
 )  # fmt: skip
 def test_a_damaged_entry_is_made_anew(
@@ -380,7 +381,7 @@ def test_a_changed_file_that_the_model_only_calls(tmp_path: Path) -> None:
 
     def found() -> bool:
         command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
-        environment = os.environ | {"PYTHONPATH": str(Path(cache.__file__).parents[2])}
+        environment = os.environ | {"PYTHONPATH": str(Path(cache.__file__).parents[3])}
         done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
         return "True" in done.stdout
 

@@ -40,7 +40,7 @@ print(fingerprint(odd_models.Recurrent(), torch.nn.functional.relu, torch.relu))
 
 
 def test_equal_in_every_process() -> None:
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     path = f"{root / 'src'}{os.pathsep}{root}"
     command = [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS]
     started = [

@@ -62,7 +62,7 @@ def run(model: torch.nn.Module, batch: Any, part: str | None) -> tuple[list[Any]
     )
     (stage,) = stages_of(model, graph, 1, set())
     microbatch = microbatch_of(program, batch, buffers_of(model, graph))
-    stage.forward(0, microbatch, {}, keep=False)
+    stage.forward(0, microbatch, {}, save=False)
     torch.manual_seed(99)  # whatever was drawn in between
     with Kernels() as kernels:
         stage.recompute(0, microbatch)

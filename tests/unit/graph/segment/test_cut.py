@@ -22,7 +22,7 @@ from tests.unit.graph import families, odd_models
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "graph"
+GOLDEN = Path(__file__).parents[3] / "golden" / "graph"
 
 ATTENTION_PARITY = ("gpt2", "llama", "neox", "mixtral", "bert", "vit")
 

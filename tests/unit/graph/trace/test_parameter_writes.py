@@ -63,7 +63,7 @@ def traced(model: nn.Module) -> ModelGraph:
 def test_what_is_written_is_what_eager_code_writes(write: Callable[[Any], Any]) -> None:
     model = Writes(write)
     graph = unpack_model(pack_model(traced(model)))
-    (one,) = graph.settled
+    (one,) = graph.parameter_writes
     assert (one.parameter, one.elementwise) == ("a.weight", write is clip)
     assert not any(is_mutating(node) for s in graph.segments for node in s.graph.nodes)
     own = 3 * torch.randn(6, 6)
@@ -76,7 +76,7 @@ def test_what_is_written_is_what_eager_code_writes(write: Callable[[Any], Any]) 
 
 def test_rows_that_are_looked_up() -> None:
     model = Writes(lambda own: None, {"max_norm": 0.5})
-    (one,) = traced(model).settled
+    (one,) = traced(model).parameter_writes
     assert (one.parameter, one.columns, one.elementwise) == ("table.weight", ("ids",), False)
     own, ids = model.table.weight.detach().clone(), torch.tensor([[1, 2, 1]] * 4)
     runnable(one.graph)(own, ids)

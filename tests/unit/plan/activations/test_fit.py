@@ -74,7 +74,7 @@ def test_a_fast_way_to_the_host_leaves_nothing_to_recompute(schedule: str) -> No
         schedule=schedule,
         recompute="auto",
         offload_activations="auto",
-        memory_budget_bytes=budget,
+        memory_budget=budget,
         host_bytes_per_s=FAST,
     )
     assert max(peaks(found)) <= budget
@@ -84,7 +84,7 @@ def test_a_fast_way_to_the_host_leaves_nothing_to_recompute(schedule: str) -> No
 
 def test_a_slow_way_to_the_host_leaves_it_alone() -> None:
     budget = between()
-    asked = {"recompute": "auto", "memory_budget_bytes": budget}
+    asked = {"recompute": "auto", "memory_budget": budget}
     found = forecast(offload_activations="auto", host_bytes_per_s=SLOW, **asked)
     assert max(peaks(found)) <= budget
     assert not found.layout.activations.offloaded
@@ -98,7 +98,7 @@ def test_in_between_the_iteration_is_shorter_than_with_either_alone() -> None:
     budget = between(0.1)
 
     def fitted(**options: Any) -> Forecast:
-        found = forecast(memory_budget_bytes=budget, host_bytes_per_s=rate, **options)
+        found = forecast(memory_budget=budget, host_bytes_per_s=rate, **options)
         assert max(peaks(found)) <= budget
         return found
 
@@ -110,8 +110,8 @@ def test_in_between_the_iteration_is_shorter_than_with_either_alone() -> None:
 def test_only_as_much_is_away_as_has_to_be() -> None:
     most = max(peaks(forecast(recompute="off")))
     asked = {"recompute": "off", "offload_activations": "auto", "host_bytes_per_s": FAST}
-    assert not forecast(memory_budget_bytes=most, **asked).layout.activations.offloaded
-    found = forecast(memory_budget_bytes=most - 1, **asked)
+    assert not forecast(memory_budget=most, **asked).layout.activations.offloaded
+    found = forecast(memory_budget=most - 1, **asked)
     some = found.layout.activations.offloaded
     assert 1 <= len(some) < len(found.offload_bytes())
     assert found.saved == frozenset(range(found.layout.partition.num_segments))
@@ -119,7 +119,7 @@ def test_only_as_much_is_away_as_has_to_be() -> None:
 
 def test_a_list_of_what_recomputes_is_kept_to() -> None:
     budget = between()
-    found = forecast(recompute="1,2", offload_activations="auto", memory_budget_bytes=budget)
+    found = forecast(recompute="1,2", offload_activations="auto", memory_budget=budget)
     assert {1, 2}.isdisjoint(found.saved) and max(peaks(found)) <= budget
     assert len(found.saved) == found.layout.partition.num_segments - 2
 
@@ -127,7 +127,7 @@ def test_a_list_of_what_recomputes_is_kept_to() -> None:
 @pytest.mark.parametrize("recompute", ["auto", "off"])
 def test_what_fits_nowhere_is_refused(recompute: str) -> None:
     with pytest.raises(PlanError, match=r"pp rank \d needs .* but may hold 1.0 kB"):
-        forecast(recompute=recompute, offload_activations="auto", memory_budget_bytes=1000)
+        forecast(recompute=recompute, offload_activations="auto", memory_budget=1000)
 
 
 def test_a_misfit_names_offloading_where_that_fits() -> None:
@@ -137,10 +137,10 @@ def test_a_misfit_names_offloading_where_that_fits() -> None:
     assert away < least
     only = r"; offload_activations='full' needs .* with .* of host memory, so use that or 'auto'\.$"
     with pytest.raises(PlanError, match=only):
-        forecast(**many, memory_budget_bytes=(away + least) // 2)
+        forecast(**many, memory_budget=(away + least) // 2)
     both = r"recompute='full' needs .* and offload_activations='full' needs .*, so use one of them"
     with pytest.raises(PlanError, match=both):
-        forecast(**many, memory_budget_bytes=least)
+        forecast(**many, memory_budget=least)
 
 
 def test_it_needs_to_know_the_memory() -> None:
@@ -151,4 +151,4 @@ def test_it_needs_to_know_the_memory() -> None:
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_nothing_kept_is_refused(recompute: str) -> None:
     with pytest.raises(PlanError, match="'auto' offloads saved activations, but every seg"):
-        forecast(recompute=recompute, offload_activations="auto", memory_budget_bytes=10**9)
+        forecast(recompute=recompute, offload_activations="auto", memory_budget=10**9)

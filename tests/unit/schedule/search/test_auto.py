@@ -19,7 +19,7 @@ from merak.schedule.simulate.simulate import simulate
 from merak.schedule.validate.schedule import validate
 from tests.unit.schedule.cp_sat import optimum, random_instance
 
-OPTIMA = Path(__file__).parents[2] / "golden" / "schedule" / "optima.json"
+OPTIMA = Path(__file__).parents[3] / "golden" / "schedule" / "optima.json"
 NUM_INSTANCES = 50
 
 

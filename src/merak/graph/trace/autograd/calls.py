@@ -9,7 +9,6 @@ of the backward. So is `requires_grad_()` on what is no parameter: from there on
 from __future__ import annotations
 
 import json
-import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import TraceError
+from merak.core.source_lines import is_library, is_tracing_code, model_line, with_text
 from merak.graph.trace.explain import UntraceableError
 
 _LIBRARY = torch.library.Library("merak", "FRAGMENT")
@@ -35,7 +35,6 @@ _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _SWITCHES = (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD)
 _FLAGS = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
-_LIBRARIES = ("/torch/", "/merak/graph/")
 
 
 def _grad(
@@ -290,16 +289,6 @@ def _leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         seen.update(found)
 
 
-def users_place() -> str:
-    """File, line and text of the model's code that runs now."""
-    frame = sys._getframe(1)
-    while frame.f_back and any(part in frame.f_code.co_filename for part in _LIBRARIES):
-        frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, line).strip()
-    return f"{file}:{line}: `{text}`" if text else f"{file}:{line}"
-
-
 def refuse_call(what: str, instead: str = "") -> None:
     """Raise for a call of autograd that no operator can stand for.
 
@@ -310,7 +299,7 @@ def refuse_call(what: str, instead: str = "") -> None:
     Raises:
         UntraceableError: always.
     """
-    place = users_place()
+    place = with_text(model_line())
     fix = instead or "take them one by one"
     raise UntraceableError(
         f"the model cannot be traced at {place}: it {what} while it runs; {fix}, or do it in the "
@@ -319,17 +308,17 @@ def refuse_call(what: str, instead: str = "") -> None:
     )
 
 
-def _is_on_the_way(code: CodeType) -> bool:
-    """Whether code is Merak's, or one of the modes that a call goes through."""
-    return code.co_name == "__torch_function__" or "/merak/graph/" in code.co_filename
+def _is_mode(code: CodeType) -> bool:
+    """Whether code is Merak's, or one of the function modes that a call passes through."""
+    return code.co_name == "__torch_function__" or is_tracing_code(code.co_filename)
 
 
 def _refuse_parameter_gradient() -> None:
     """A parameter's gradient is a state of the training: a trace would freeze that it has none."""
     frame = sys._getframe(1)
-    while frame.f_back and _is_on_the_way(frame.f_code):
+    while frame.f_back and _is_mode(frame.f_code):
         frame = frame.f_back
-    if "/torch/" not in frame.f_code.co_filename:  # torch asks everything when it copies a tensor
+    if not is_library(frame.f_code.co_filename):  # torch reads all attributes to copy a tensor
         refuse_call(
             "reads the .grad of a parameter",
             "take the gradient that you need with torch.autograd.grad",

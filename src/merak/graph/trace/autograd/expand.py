@@ -20,7 +20,7 @@ from merak.graph.ir.ir import Kind
 from merak.graph.trace.autograd.calls import is_autograd_call, is_function, is_gradient_switch
 from merak.graph.trace.autograd.steps import Step, Steps, run_steps
 from merak.graph.trace.explain import UntraceableError
-from merak.graph.trace.source_lines import line_of, modules_of
+from merak.graph.trace.node_source import line_of, modules_of
 
 aten = torch.ops.aten
 
@@ -88,8 +88,8 @@ def _refuse_opaque(graph: fx.Graph, call: fx.Node) -> None:
             continue
         is_open = isinstance(target, torch._ops.OpOverload) and target.namespace in _OPEN
         if not is_open and not is_function(node):
-            kept = node.meta.get("kept")
-            what = f"{kept.place.path}, which is kept whole" if kept is not None else target
+            kept = node.meta.get("opaque")
+            what = f"{kept.ref.path}, which is kept whole" if kept is not None else target
             raise _untraceable(call, f"it goes through {what}")
 
 

@@ -22,15 +22,15 @@ from math import comb
 from torch import fx
 
 from merak.core.errors import TraceError
-from merak.graph.trace.branches.graph_diff import align, choices_of, regions_of
-from merak.graph.trace.branches.merge import put_together
+from merak.graph.trace.branches.graph_diff import conditions_of, diff_graphs, regions_of
+from merak.graph.trace.branches.merge import write_branches
 from merak.graph.trace.traced import Trace
 
 Retrace = Callable[[tuple[bool, ...]], Trace]
 """The model's trace with these answers to its choices."""
 
 
-def with_choices(first: Trace, retrace: Retrace) -> Trace:
+def merge_branches(first: Trace, retrace: Retrace) -> Trace:
     """One trace that makes a model's choices by chance while it runs.
 
     Args:
@@ -40,7 +40,7 @@ def with_choices(first: Trace, retrace: Retrace) -> Trace:
     Raises:
         TraceError: a choice does more than to leave operators out.
     """
-    num = first.num_choices
+    num = first.num_conditions
     known = {(False,) * num: first}
 
     def traced(answers: tuple[bool, ...]) -> Trace:
@@ -54,9 +54,9 @@ def with_choices(first: Trace, retrace: Retrace) -> Trace:
         (traced(tuple(a == (i in dropped) for i, a in enumerate(leaving))), dropped)
         for dropped in covering(num)
     ]
-    put_together(run, align(run, others), leaving)
+    write_branches(run, diff_graphs(run, others), leaving)
     sources = frozenset[str]().union(*(trace.sources for trace in known.values()))
-    return replace(run, sources=sources, num_choices=0)
+    return replace(run, sources=sources, num_conditions=0)
 
 
 def covering(num: int) -> Iterator[frozenset[int]]:
@@ -76,8 +76,8 @@ def covering(num: int) -> Iterator[frozenset[int]]:
 
 
 def _same_choices(trace: Trace, first: Trace) -> Trace:
-    if trace.num_choices != first.num_choices:
-        where = choices_of(first)[0].meta["source"] if first.num_choices else ""
+    if trace.num_conditions != first.num_conditions:
+        where = conditions_of(first)[0].meta["source"] if first.num_conditions else ""
         raise TraceError(
             f"the choices that the model makes by random draws at {where} change how many more it "
             "makes, so that they cannot be traced one by one; draw once for each layer, whether "
@@ -91,10 +91,10 @@ def _leaving_out(no: Trace, yes: Trace) -> tuple[bool, ...]:
     sizes: list[Counter[str]] = []
     for trace in (no, yes):
         regions = regions_of(trace)
-        sources = [choice.meta["source"] for choice in choices_of(trace)]
+        sources = [choice.meta["source"] for choice in conditions_of(trace)]
         operators = [n for n in trace.graph.nodes if n.op == "call_function"]
         sizes.append(Counter(sources[regions[n] - 1] for n in operators if regions[n]))
-    return tuple(sizes[1][s] < sizes[0][s] for s in map(_line, choices_of(no)))
+    return tuple(sizes[1][s] < sizes[0][s] for s in map(_line, conditions_of(no)))
 
 
 def _line(choice: fx.Node) -> str:

@@ -6,17 +6,17 @@ import torch
 from torch import fx
 
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.trace.opaque.operator import is_kept, operands
+from merak.graph.trace.opaque.operator import is_opaque, operands
 
 
-def mark_choice(node: fx.Node) -> None:
+def mark_condition(node: fx.Node) -> None:
     """From now on a node is such a truth, wherever it is read."""
-    node.meta["is_choice"] = True
+    node.meta["is_condition"] = True
 
 
-def is_choice(node: fx.Node) -> bool:
+def is_condition(node: fx.Node) -> bool:
     """Whether a node is such a truth."""
-    return bool(node.meta.get("is_choice"))
+    return bool(node.meta.get("is_condition"))
 
 
 def optional_parameters(segment: Segment) -> tuple[str, ...]:
@@ -25,17 +25,17 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
     Some answer to its choices leaves them out, or a module that is kept whole may not use them.
     """
     graph = segment.graph
-    if not any(is_choice(node) or is_kept(node) for node in graph.nodes):
+    if not any(is_condition(node) or is_opaque(node) for node in graph.nodes):
         return ()
     always: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
             always[node] = frozenset((node.meta["name"],))
-        elif is_taken(node):
+        elif is_branch_select(node):
             always[node] = always[node.args[1]] & always[node.args[2]]
-        elif is_kept(node):
+        elif is_opaque(node):
             every = enumerate(operands(node))
-            reached = [always[n] for i, n in every if i in node.meta["kept"].always]
+            reached = [always[n] for i, n in every if i in node.meta["opaque"].always]
             always[node] = frozenset().union(*reached)
         else:
             always[node] = frozenset().union(*(always[n] for n in node.all_input_nodes))
@@ -43,7 +43,7 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
     return tuple(name for name in segment.parameters if name not in always[output])
 
 
-def is_taken(node: fx.Node) -> bool:
+def is_branch_select(node: fx.Node) -> bool:
     """Whether a node is one of two values, as a choice says."""
     condition = node.args[0] if node.target is torch.ops.aten.where.self else None
-    return isinstance(condition, fx.Node) and is_choice(condition)
+    return isinstance(condition, fx.Node) and is_condition(condition)

@@ -21,7 +21,7 @@ from merak.graph.trace.traced import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class SkippedNode:
     """What a choice leaves out.
 
     Args:
@@ -36,7 +36,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GraphDiff:
     """How choices change a trace.
 
     Args:
@@ -44,20 +44,20 @@ class Found:
         inside: operators that run only if a choice does not leave them out → that choice.
     """
 
-    dropped: tuple[Dropped, ...]
+    dropped: tuple[SkippedNode, ...]
     inside: dict[fx.Node, int]
 
 
-def choices_of(trace: Trace) -> tuple[fx.Node, ...]:
+def conditions_of(trace: Trace) -> tuple[fx.Node, ...]:
     """What the choices of a trace depend on, in the order in which they are made."""
     (output,) = trace.graph.find_nodes(op="output")
     returned: Any = output.args[0]
-    return tuple(returned[len(returned) - trace.num_choices :])
+    return tuple(returned[len(returned) - trace.num_conditions :])
 
 
 def regions_of(trace: Trace) -> dict[fx.Node, int]:
     """After how many choices each node runs; the mark of a choice is itself before it."""
-    choices = set(choices_of(trace))
+    choices = set(conditions_of(trace))
     regions: dict[fx.Node, int] = {}
     so_far = 0
     for node in trace.graph.nodes:
@@ -66,7 +66,7 @@ def regions_of(trace: Trace) -> dict[fx.Node, int]:
     return regions
 
 
-def align(run: Trace, others: Sequence[tuple[Trace, frozenset[int]]]) -> Found:
+def diff_graphs(run: Trace, others: Sequence[tuple[Trace, frozenset[int]]]) -> GraphDiff:
     """Lay traces over the one in which everything runs.
 
     Args:
@@ -138,12 +138,12 @@ class _Aligner:
         for node, key in self.keys.items():
             self.by_key[key].append(node)
 
-    def run(self) -> Found:
+    def run(self) -> GraphDiff:
         """Pair the nodes of all traces, from the last that differs to the first."""
         for other in self.others:
             self._pair_returned(other)
             self._pair_writes(other)
-        dropped: list[Dropped] = []
+        dropped: list[SkippedNode] = []
         settled: set[fx.Node] = set()
         while left := {n for other in self.others for n in other.instead} - settled:
             # What reads a value runs after it: by then all that is to know of it is known.
@@ -153,7 +153,7 @@ class _Aligner:
         for other in self.others:
             self._check(other)
         dropped.sort(key=lambda d: self.places[d.made])
-        return Found(tuple(dropped), self._inside())
+        return GraphDiff(tuple(dropped), self._inside())
 
     def _pair_returned(self, other: _Other) -> None:
         (mine,) = self.run_trace.graph.find_nodes(op="output")
@@ -189,7 +189,7 @@ class _Aligner:
             other.same[one] = two
             todo += zip(_operands(one), _operands(two), strict=True)
 
-    def _settle(self, made: fx.Node) -> Dropped:
+    def _settle(self, made: fx.Node) -> SkippedNode:
         """Which choice leaves a value out, and what is read instead."""
         without = [other for other in self.others if made in other.instead]
         choice = self._choice(made, without)
@@ -202,14 +202,16 @@ class _Aligner:
             self._pair(other, instead, other.instead[made])
         if instead.meta["tensor"] is None or not _alike(made, instead):
             raise self._refusal(made, "is replaced by a tensor of another shape or type")
-        return Dropped(choice, made, instead)
+        return SkippedNode(choice, made, instead)
 
     def _choice(self, made: fx.Node, without: list[_Other]) -> int:
         with_it = [other for other in self.others if made in other.same]
         region = self.regions[made] - 1
         fitting = [
             number
-            for number in sorted(range(self.run_trace.num_choices), key=lambda n: (n != region, n))
+            for number in sorted(
+                range(self.run_trace.num_conditions), key=lambda n: (n != region, n)
+            )
             if all(number in other.dropped for other in without)
             and not any(number in other.dropped for other in with_it)
         ]
@@ -227,7 +229,7 @@ class _Aligner:
         """Every operator with an effect has one and only one counterpart."""
         twins = list(other.same.values())
         if len(set(twins)) < len(twins):
-            raise self._refusal(choices_of(other.trace)[0], "merges operators")
+            raise self._refusal(conditions_of(other.trace)[0], "merges operators")
         for node in other.trace.graph.nodes:
             if (is_mutating(node) or is_random(node)) and node not in set(twins):
                 raise self._refusal(node, "runs only if something is left out")
@@ -239,7 +241,7 @@ class _Aligner:
             if node.op != "call_function":
                 continue
             without = frozenset(i for i, o in enumerate(self.others) if node not in o.same)
-            for number in range(self.run_trace.num_choices):
+            for number in range(self.run_trace.num_conditions):
                 leaving = frozenset(
                     i for i, other in enumerate(self.others) if number in other.dropped
                 )
@@ -249,7 +251,7 @@ class _Aligner:
         return inside
 
     def _refusal(self, node: fx.Node, what: str) -> TraceError:
-        first = choices_of(self.run_trace)[0].meta["source"]
+        first = conditions_of(self.run_trace)[0].meta["source"]
         return TraceError(
             f"the model cannot be traced at {first}, where it chooses by a random draw what runs "
             f"next: what {node.meta.get('source') or node.name} computes {what}; let the choice "

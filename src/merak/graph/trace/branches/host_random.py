@@ -28,16 +28,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TraceError
-from merak.graph.trace.branches.rng_stream import drawn, is_drawn
+from merak.core.source_lines import is_library
+from merak.graph.trace.branches.rng_stream import draw_from_stream, is_stream_draw
 
 _LIBRARY = torch.library.Library("merak", "FRAGMENT")
 _LIBRARY.define(
-    "host_drawn(Tensor[] tensors, str function, str arguments, int[] shape, ScalarType dtype) "
+    "host_random(Tensor[] tensors, str function, str arguments, int[] shape, ScalarType dtype) "
     "-> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 
-_OPERATOR = "merak.host_drawn.default"
+_OPERATOR = "merak.host_random.default"
 
 _TENSOR = ["tensor"]
 """Stands for a tensor among a function's arguments."""
@@ -46,7 +47,7 @@ _TRIALS = 3
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
-class HostDraw(TraceError):
+class HostRandomError(TraceError):
     """A function draws on the host; it can be traced if it is kept whole.
 
     Args:
@@ -59,26 +60,25 @@ class HostDraw(TraceError):
         self.function = function
 
 
-def refuse_draw(frame: FrameType | None, libraries: Sequence[str]) -> None:
+def refuse_draw(frame: FrameType | None) -> None:
     """A model's code draws on the host: find the function that might be kept whole for it.
 
     Args:
         frame: that of the code.
-        libraries: parts of paths of code that is no part of a model.
 
     Raises:
-        HostDraw: if a module of the model is behind it.
+        HostRandomError: if a module of the model is behind it.
     """
     where, function = "", None
     while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
-        if not any(part in frame.f_code.co_filename for part in libraries):
+        if not is_library(frame.f_code.co_filename):
             where = where or f"{frame.f_code.co_filename}:{frame.f_lineno}"
             function = _name_of(frame) or function
         frame = frame.f_back
     if frame is None:
         return
     where = where or f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    raise HostDraw(
+    raise HostRandomError(
         function,
         f"the model draws random numbers with Python's or NumPy's generator at {where}, which a "
         "trace would repeat for ever; draw with torch, or in a function of its own at the top of a "
@@ -128,8 +128,8 @@ def _without_numbers(
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-_LIBRARY.impl("host_drawn", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("merak::host_drawn", _without_numbers, lib=_LIBRARY)
+_LIBRARY.impl("host_random", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("merak::host_random", _without_numbers, lib=_LIBRARY)
 
 
 def _called(
@@ -160,7 +160,7 @@ def _drawing(seed: int) -> Iterator[None]:
         np.random.set_state(before[1])
 
 
-class HostDraws(TorchFunctionMode):
+class HostRandomFunctions(TorchFunctionMode):
     """While active, functions are recorded as operators, and their arrays are tensors already.
 
     Args:
@@ -222,7 +222,7 @@ class HostDraws(TorchFunctionMode):
                 raise _refusal(name, "takes arguments that are no tensors, numbers or strings")
             arguments = json.dumps([plain, treespec_dumps(spec)])
             shape, dtype = _tried(name, function, tensors, arguments)
-            made = torch.ops.merak.host_drawn(tensors, name, arguments, shape, dtype)
+            made = torch.ops.merak.host_random(tensors, name, arguments, shape, dtype)
             self._arrays[made] = None
             return made
 
@@ -264,11 +264,11 @@ def is_kept_whole(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def settle_host_draws(graph: fx.Graph) -> None:
+def seed_host_random(graph: fx.Graph) -> None:
     """Let the functions draw from streams of their own, apart from those of choices."""
-    number = sum(is_drawn(node) for node in graph.nodes)
+    number = sum(is_stream_draw(node) for node in graph.nodes)
     for node in graph.nodes:
         if str(node.target) == _OPERATOR:
             number += 1
             node.args = (number, _OPERATOR, *node.args)
-            node.target = drawn
+            node.target = draw_from_stream

@@ -13,16 +13,16 @@ from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import eliminate_dead_code, written_by
 from merak.graph.ir.operators import is_weight_gemm
-from merak.graph.trace.branches.flags import mark_choice
-from merak.graph.trace.branches.graph_diff import Dropped, Found, choices_of
-from merak.graph.trace.branches.rng_stream import drawn
+from merak.graph.trace.branches.flags import mark_condition
+from merak.graph.trace.branches.graph_diff import GraphDiff, SkippedNode, conditions_of
+from merak.graph.trace.branches.rng_stream import draw_from_stream
 from merak.graph.trace.normalize import is_random
 from merak.graph.trace.traced import Trace
 
 aten = torch.ops.aten
 
 
-def put_together(run: Trace, found: Found, leaving: Sequence[bool]) -> None:
+def write_branches(run: Trace, found: GraphDiff, leaving: Sequence[bool]) -> None:
     """Let the graph of a trace make its choices by itself.
 
     Args:
@@ -33,7 +33,7 @@ def put_together(run: Trace, found: Found, leaving: Sequence[bool]) -> None:
     Raises:
         TraceError: a choice hangs on more than chance, or what it leaves out writes into a tensor.
     """
-    choices = choices_of(run)
+    choices = conditions_of(run)
     places = {node: i for i, node in enumerate(run.graph.nodes)}
     _refuse_writes(run.graph, found, choices, places)
     steps = [(d, _steps(d, found, places)) for d in found.dropped]
@@ -67,7 +67,7 @@ def _insert(
     return before
 
 
-def _steps(dropped: Dropped, found: Found, places: dict[fx.Node, int]) -> list[fx.Node]:
+def _steps(dropped: SkippedNode, found: GraphDiff, places: dict[fx.Node, int]) -> list[fx.Node]:
     """Results of a layer's parts, each of which passes its input on when the layer is dropped.
 
     Those are values like the layer's result that alone live on, with products by weights on both
@@ -100,7 +100,7 @@ def _last_use(node: fx.Node, place: dict[fx.Node, int]) -> int:
 
 
 def _refuse_writes(
-    graph: fx.Graph, found: Found, choices: Sequence[fx.Node], places: dict[fx.Node, int]
+    graph: fx.Graph, found: GraphDiff, choices: Sequence[fx.Node], places: dict[fx.Node, int]
 ) -> None:
     """What a dropped layer writes must be its own, and nobody may write into what passes it."""
     firsts = {d.choice: places[choices[d.choice]] for d in found.dropped}
@@ -150,7 +150,7 @@ def _draw_apart(graph: fx.Graph, choices: Sequence[fx.Node]) -> None:
         if node.op == "call_function" and is_random(node):
             number += 1
             node.args = (number, str(node.target), *node.args)
-            node.target = drawn
+            node.target = draw_from_stream
             node.meta["memory"] = None
     for choice in choices:
-        mark_choice(choice)
+        mark_condition(choice)

@@ -1,4 +1,4 @@
-"""Draws that decide what runs or is masked: the same on every rank of a replica."""
+"""Random draws that decide what runs or is masked: the same on every rank of a replica."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import fx
 from merak.core.errors import TraceError
 from merak.core.random import seed_for
 from merak.graph.ir.serialize import find_operator, may_call
-from merak.graph.trace.branches.flags import is_choice
+from merak.graph.trace.branches.flags import is_condition
 
 
 @may_call
-def drawn(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
+def draw_from_stream(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
     """Draw from a stream of its own that the default generator's seed and a number name.
 
     Args:
@@ -35,12 +35,12 @@ def drawn(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
         return draw(*args, **kwargs)
 
 
-def is_drawn(node: fx.Node) -> bool:
+def is_stream_draw(node: fx.Node) -> bool:
     """Whether an operator draws so."""
-    return node.target is drawn
+    return node.target is draw_from_stream
 
 
-def refuse_late_draws(operators: Iterable[fx.Node]) -> None:
+def refuse_late_conditions(operators: Iterable[fx.Node]) -> None:
     """Such draws are made, and choices settled, before a microbatch runs.
 
     Args:
@@ -49,7 +49,7 @@ def refuse_late_draws(operators: Iterable[fx.Node]) -> None:
     Raises:
         TraceError: one of them draws or chooses.
     """
-    for node in (n for n in operators if is_drawn(n) or is_choice(n)):
+    for node in (n for n in operators if is_stream_draw(n) or is_condition(n)):
         raise TraceError(
             f"the model cannot be traced: {node.meta['source']} draws, or chooses what runs next, "
             "by something that the model itself computes or writes while it runs; let that depend "

@@ -63,7 +63,7 @@ _LIBRARY.impl("custom_function", call_function, "CompositeImplicitAutograd")
 
 
 @contextmanager
-def kept_functions(model: torch.nn.Module) -> Iterator[None]:
+def record_autograd_functions(model: torch.nn.Module) -> Iterator[None]:
     """Let a trace record functions with their own backward whole, and see through checkpoints."""
     depth: list[type] = []
 

@@ -71,7 +71,7 @@ _DRAWS = (
 """Parts of the names of functions that draw at random."""
 
 
-class KnownNumbers(TorchFunctionMode):
+class ConstantValues(TorchFunctionMode):
     """While active, what is made of sizes alone is computed beside the trace as well.
 
     It answers where a model asks for the numbers of such a tensor, or picks by them.

@@ -197,7 +197,7 @@ def _refill(value: Any, items: Any) -> None:
 
 
 @contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[dict[int, str]]:
+def find_replaced_attributes(model: nn.Module) -> Iterator[dict[int, str]]:
     """Find tensors that forward replaces on the modules themselves, outside of buffers.
 
     Yields:

@@ -18,7 +18,7 @@ from torch import fx
 
 
 @contextmanager
-def unread_left_out() -> Iterator[None]:
+def lean_export() -> Iterator[None]:
     """Inside, a graph's code is made when it first runs, and stacks are those of `forward`s."""
     with (
         patch.object(fx.GraphModule, "recompile", _recompile_when_run),

@@ -31,7 +31,7 @@ _TELL = frozenset(
 )
 
 
-class Told(TorchFunctionMode):
+class MetadataQueries(TorchFunctionMode):
     """The outermost of the modes of a trace: what only tells about a tensor does not go further.
 
     Args:

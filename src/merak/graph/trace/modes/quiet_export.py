@@ -12,7 +12,7 @@ _SPEAKS_OF_FAILURES = "torch.fx.experimental.symbolic_shapes"
 
 
 @contextmanager
-def quiet_failures() -> Iterator[None]:
+def quiet_export() -> Iterator[None]:
     """Hold back what `torch.export` prints of the graph that it had until it failed."""
     said = io.StringIO()
     logger = logging.getLogger(_SPEAKS_OF_FAILURES)

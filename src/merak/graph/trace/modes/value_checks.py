@@ -18,25 +18,26 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     free_unbacked_symbols,
 )
 
+from merak.core.rank0 import warn_on_rank0
+from merak.core.source_lines import is_library
+
 logger = logging.getLogger(__name__)
 
 Place = tuple[str, int]
 """A file and the number of a line in it."""
 
-_LIBRARIES = ("/torch/", "/merak/graph/", "<")
-_CHECKING = ("/torch/distributions/", "/torch/nn/functional.py")
-"""Code of torch that checks the numbers of what it is given, as a model's own does."""
+_CHECKING = ("/torch/distributions/", "/torch/nn/functional.py", "/transformers/utils/")
+"""Library code that checks the values of its arguments, as a model's own code does."""
 _SPEAKERS = ("logger", "logging", "warnings")
 
 
-class PassedChecks:
+class ValueChecks:
     """While active, numbers that only decide whether an error is raised are taken to pass.
 
     Whatever asks for the truth of a tensor, or of a comparison of sizes, comes by here: a function
@@ -77,11 +78,10 @@ class PassedChecks:
         Args:
             are_sizes_checked: whether those of sizes are made when the graph runs.
         """
-        if dist.is_initialized() and dist.get_rank():
-            return
         left_out = self._left_out if are_sizes_checked else self._left_out | self._of_sizes
         for file, line in sorted(left_out):
-            logger.warning(
+            warn_on_rank0(
+                logger,
                 "%s:%d checks the numbers of the batch (`%s`); this check is taken to pass, and is "
                 "not made in training.",
                 file,
@@ -130,7 +130,7 @@ def _own_line(frame: FrameType | None) -> Place:
 
 
 def _is_inner(file: str) -> bool:
-    return any(part in file for part in _LIBRARIES) and not any(part in file for part in _CHECKING)
+    return is_library(file) and not any(part in file for part in _CHECKING)
 
 
 def passing(tree: ast.AST, line: int) -> bool | None:

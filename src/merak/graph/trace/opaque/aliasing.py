@@ -13,8 +13,8 @@ from dataclasses import replace
 from torch import fx
 
 from merak.graph.ir.mutation import find_writes
-from merak.graph.trace.opaque.operator import KeptCall, is_kept, operands
-from merak.graph.trace.opaque.probe import CannotKeep
+from merak.graph.trace.opaque.operator import OpaqueCall, is_opaque, operands
+from merak.graph.trace.opaque.probe import CannotBeOpaque
 
 
 def refuse_lost_writes(graph: fx.Graph) -> None:
@@ -26,7 +26,7 @@ def refuse_lost_writes(graph: fx.Graph) -> None:
         graph: a clean graph.
 
     Raises:
-        CannotKeep: there is one; a module further out may hold the write as well.
+        CannotBeOpaque: there is one; a module further out may hold the write as well.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = {
@@ -34,31 +34,31 @@ def refuse_lost_writes(graph: fx.Graph) -> None:
         for memory, writers in find_writes(graph).writers.items()
     }
     for node in graph.nodes:
-        if is_kept(node):
+        if is_opaque(node):
             _refuse(node, {memory for memory, at in last.items() if at > order[node]})
 
 
 def _refuse(node: fx.Node, written_later: set[int]) -> None:
-    call: KeptCall = node.meta["kept"]
+    call: OpaqueCall = node.meta["opaque"]
     places = dict(_memory(node))
     for i, memory in places.items():
         if i not in call.written or memory is None:
             continue
         if any(place != i and other == memory for place, other in places.items()):
-            raise CannotKeep(
-                call.place.path,
+            raise CannotBeOpaque(
+                call.ref.path,
                 "it writes into a tensor that it is called with, of which another one that it is "
                 "called with is a view",
             )
     for output, place in call.shared:
         if {places.get(~output), places.get(place)} & written_later:
-            raise CannotKeep(
-                call.place.path,
+            raise CannotBeOpaque(
+                call.ref.path,
                 "it returns a tensor that shares memory with one that it is called with or "
                 "returns, and one of the two is written into later; let it return a clone",
             )
     if written_later.intersection(memory for memory in places.values() if memory is not None):
-        node.meta["kept"] = replace(call, watched=True)
+        node.meta["opaque"] = replace(call, watched=True)
 
 
 def _memory(node: fx.Node) -> Iterator[tuple[int, int | None]]:

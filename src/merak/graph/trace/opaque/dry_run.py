@@ -23,9 +23,9 @@ from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.extrapolate import extrapolated
-from merak.graph.trace.opaque.operator import KeptCall, LoopCost
+from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.probe import (
-    CannotKeep,
+    CannotBeOpaque,
     Found,
     describe,
     held_tensors,
@@ -38,7 +38,7 @@ from merak.graph.trace.opaque.probe import (
 from merak.graph.trace.opaque.run import attributes, invoke
 
 
-def dry_run(call: KeptCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
+def dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
     """Call a module on tensors without numbers.
 
     Args:
@@ -47,37 +47,37 @@ def dry_run(call: KeptCall, metas: Sequence[TensorMeta], device: torch.device) -
         device: where it is to run.
 
     Raises:
-        CannotKeep: it needs numbers, or keeps something, or writes into what it is given.
+        CannotBeOpaque: it needs numbers, or keeps something, or writes into what it is given.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_dry_run, call, metas, device).result()
 
 
-def _dry_run(call: KeptCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
-    path = call.place.path
+def _dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
+    path = call.ref.path
     if call.numbers:
-        raise CannotKeep(path, "it is called with a number that depends on values")
-    assert call.place.module is not None
+        raise CannotBeOpaque(path, "it is called with a number that depends on values")
+    assert call.ref.module is not None
     told = ""
     with undisturbed(call):
         for mode, where in _modes(call, device):
-            before = attributes(call.place.module)
+            before = attributes(call.ref.module)
             try:
                 with mode:
                     measure = partial(_measured, call, device=where)
                     return extrapolated(measure, metas) or measure(metas)
-            except CannotKeep:
+            except CannotBeOpaque:
                 raise
             except Exception as error:  # whatever the code does without numbers
                 told = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             finally:
                 restore(call, before)
-    raise CannotKeep(path, f"it fails on tensors without numbers ({told})")
+    raise CannotBeOpaque(path, f"it fails on tensors without numbers ({told})")
 
 
 def _modes(
-    call: KeptCall, device: torch.device
+    call: OpaqueCall, device: torch.device
 ) -> Iterator[tuple[AbstractContextManager[Any], torch.device]]:
     """Meta tensors are ten times as fast as fake ones, and know no mixed precision of a device."""
     if call.autocast is None:
@@ -128,7 +128,7 @@ class _Costs(Storages):
         return result
 
 
-def _measured(call: KeptCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
+def _measured(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
     tensors = [_empty(meta, device) for meta in metas]
     versions = [tensor._version for tensor in tensors]
     with torch.no_grad(), _Costs(tensors) as plain:
@@ -143,7 +143,7 @@ def _measured(call: KeptCall, metas: Sequence[TensorMeta], device: torch.device)
         before = (costs.kernels, costs.traffic)
         backward_bytes, always = _backward(costs, tensors, outputs)
     if any(tensor >= 0 for _, tensor in found.shared):
-        raise CannotKeep(call.place.path, "it returns what it is given")
+        raise CannotBeOpaque(call.ref.path, "it returns what it is given")
     return replace(
         found,
         written=_written(call, tensors, versions),
@@ -165,15 +165,15 @@ def _empty(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     return made.requires_grad_(meta.requires_grad)
 
 
-def _called(call: KeptCall, tensors: Sequence[torch.Tensor]) -> Any:
+def _called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
     """What the module returns; as of `probe`, it must keep nothing and draw with torch alone."""
-    assert call.place.module is not None
-    before, states = held_tensors(call.place.module), (random.getstate(), numpy_state())
+    assert call.ref.module is not None
+    before, states = held_tensors(call.ref.module), (random.getstate(), numpy_state())
     with mixed(call):
         result = invoke(call, tensors)
     if (random.getstate(), numpy_state()) != states:
-        raise CannotKeep(
-            call.place.path,
+        raise CannotBeOpaque(
+            call.ref.path,
             "it draws random numbers with Python's or NumPy's generator; draw with torch",
         )
     refuse_held(call, before)
@@ -197,17 +197,17 @@ def _backward(
 
 
 def _written(
-    call: KeptCall, tensors: Sequence[torch.Tensor], versions: Sequence[int]
+    call: OpaqueCall, tensors: Sequence[torch.Tensor], versions: Sequence[int]
 ) -> tuple[int, ...]:
     """The buffers that a module writes into.
 
     Raises:
-        CannotKeep: it writes into what it is called with.
+        CannotBeOpaque: it writes into what it is called with.
     """
-    assert call.place.module is not None
-    suspected = may_write(call.place.module)
+    assert call.ref.module is not None
+    suspected = may_write(call.ref.module)
     written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
     if any(i >= len(call.states) for i in written):
-        raise CannotKeep(call.place.path, "it writes into what it is called with")
+        raise CannotBeOpaque(call.ref.path, "it writes into what it is called with")
     written |= {i for i, names in enumerate(call.states) if suspected.intersection(names)}
     return tuple(sorted(written))

@@ -27,7 +27,7 @@ from merak.core.errors import TrainingError
 from merak.graph.ir.mutation import written_by
 from merak.graph.ir.serialize import may_call, pack, unpack
 from merak.graph.trace.explain import refuse_dynamic_shape
-from merak.graph.trace.opaque.operator import pretend_as
+from merak.graph.trace.opaque.operator import fake_outputs_of
 from merak.graph.trace.opaque.out_of_place import write_out_of_place
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -38,14 +38,14 @@ _LIBRARY.define("picked(Tensor[] tensors, str what) -> Tensor[]")
 
 
 def _pretend(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
-    return pretend_as(what, tensors)
+    return fake_outputs_of(what, tensors)
 
 
 _LIBRARY.impl("picked", _pretend, "CompositeImplicitAutograd")
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class DynamicRegion:
     """The operators that a node stands for.
 
     Args:
@@ -60,7 +60,7 @@ class Picks:
     line: str
 
 
-class Picking(Enum):
+class DynamicSizes(Enum):
     """What becomes of sizes that depend on values, where no module around them is kept whole.
 
     REFUSED: they are refused. ANY: operators on them are gathered. SOME: likewise, and the model
@@ -72,7 +72,7 @@ class Picking(Enum):
     SOME = "some"
 
 
-class SomePicked(TorchFunctionMode):
+class AssumeNonEmpty(TorchFunctionMode):
     """While active, a trace takes for granted that at least one element is picked everywhere."""
 
     def __torch_function__(
@@ -88,24 +88,24 @@ class SomePicked(TorchFunctionMode):
         return result
 
 
-def is_picks(node: fx.Node) -> bool:
+def is_dynamic_region(node: fx.Node) -> bool:
     """Whether a node stands for operators on what is picked by values."""
     return node.target is torch.ops.merak.picked.default
 
 
-def calling_picks(picks: Picks) -> Callable[..., tuple[torch.Tensor, ...]]:
+def dynamic_region_function(region: DynamicRegion) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The function that such an operator becomes when its graph is to run."""
-    forward = fx.GraphModule(torch.nn.Module(), unpack(picks.nodes)).forward
+    forward = fx.GraphModule(torch.nn.Module(), unpack(region.nodes)).forward
 
     def picked(tensors: Sequence[torch.Tensor], what: str) -> tuple[torch.Tensor, ...]:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return tuple(pretend_as(what, tensors))
+            return tuple(fake_outputs_of(what, tensors))
         made: tuple[torch.Tensor, ...] = forward(*tensors)
-        if tuple(tuple(one.shape) for one in made) != picks.outputs:
+        if tuple(tuple(one.shape) for one in made) != region.outputs:
             raise TrainingError(
-                f"what is made at {picks.line} of the elements that are picked has other sizes for "
-                "these values of the batch than when the model was traced; let its sizes not "
-                "depend on values."
+                f"what is computed at {region.line} from elements selected by a mask has other "
+                "sizes for the values of this batch than when the model was traced; let its sizes "
+                "not depend on values."
             )
         return made
 
@@ -127,7 +127,7 @@ def _check(holds: bool, line: str) -> None:
         )
 
 
-def gather_picks(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
+def gather_dynamic_regions(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
     """Put nodes in the place of operators on sizes that depend on values.
 
     Args:
@@ -158,7 +158,7 @@ def gather_picks(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
 
 def _is_open(node: fx.Node) -> bool:
     """Whether a size of what a node yields depends on values."""
-    if node.op != "call_function" or is_picks(node):
+    if node.op != "call_function" or is_dynamic_region(node):
         return False
     return any(map(_has_symbol, tree_leaves(node.meta.get("val"))))
 
@@ -249,7 +249,9 @@ def _replace(graph: fx.Graph, inside: list[fx.Node], line_of: Callable[[fx.Node]
     _refuse(graph, inside, leaving, line_of)
     call = _call(graph, inside, given, leaving)
     sizes = tuple(tuple(node.meta["val"].shape) for node in leaving)
-    call.meta["picks"] = Picks(_packed(inside, given, leaving, line_of), sizes, line_of(inside[0]))
+    call.meta["region"] = DynamicRegion(
+        _packed(inside, given, leaving, line_of), sizes, line_of(inside[0])
+    )
     with graph.inserting_after(call):
         for number, node in reversed(list(enumerate(leaving))):
             one = graph.call_function(operator.getitem, (call, number))

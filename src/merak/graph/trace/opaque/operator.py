@@ -28,7 +28,7 @@ _LIBRARY.define("kept_module(Tensor[] tensors, str what) -> Tensor[]")
 _LIBRARY.define("kept_module_(Tensor(a!)[] written, Tensor[] tensors, str what) -> Tensor[]")
 
 
-class Place:
+class ModuleRef:
     """Where a module is in the user's model; the module itself does not travel to other processes.
 
     Args:
@@ -40,11 +40,11 @@ class Place:
         self.path = path
         self.module = module
 
-    def __reduce__(self) -> tuple[type[Place], tuple[str]]:
+    def __reduce__(self) -> tuple[type[ModuleRef], tuple[str]]:
         """Only the path is written to disk."""
-        return Place, (self.path,)
+        return ModuleRef, (self.path,)
 
-    def __deepcopy__(self, memo: Any) -> Place:
+    def __deepcopy__(self, memo: Any) -> ModuleRef:
         """A copied graph calls the same module."""
         return self
 
@@ -69,13 +69,13 @@ class LoopCost:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCall:
+class OpaqueCall:
     """One call of a module that is kept whole.
 
     Its tensors are first those of the module, then those it is called with.
 
     Args:
-        place: the module.
+        ref: the module.
         class_name: of the module.
         why: what in it cannot be traced, and where.
         states: per tensor of the module, its names in it (several where it is shared).
@@ -95,7 +95,7 @@ class KeptCall:
         loop: what it costs, where it is opaque for a loop.
     """
 
-    place: Place
+    ref: ModuleRef
     class_name: str
     why: str
     states: tuple[tuple[str, ...], ...]
@@ -120,8 +120,8 @@ class KeptCall:
         return tuple(i for i in self.written if i >= len(self.states))
 
 
-def call_operator(call: KeptCall, number: int, tensors: Sequence[torch.Tensor]) -> Any:
-    """Record the call in a trace; see `attach`.
+def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) -> Any:
+    """Record the call in a trace; see `attach_calls`.
 
     Args:
         call: what is called.
@@ -143,21 +143,21 @@ def call_operator(call: KeptCall, number: int, tensors: Sequence[torch.Tensor]) 
     return torch.ops.merak.kept_module_(written, others, text)
 
 
-def attach(module: fx.GraphModule, calls: Sequence[KeptCall]) -> None:
+def attach_calls(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
     """Note at every operator of an exported module which call it is."""
     for part in module.modules():
         if not isinstance(part, fx.GraphModule):
             continue
         for node in part.graph.nodes:
-            if is_kept(node):
+            if is_opaque(node):
                 *tensors, text = node.args
                 what = json.loads(text)
-                node.meta["kept"] = calls[what.pop("number")]
+                node.meta["opaque"] = calls[what.pop("number")]
                 # Without the number, calls of modules that are alike are alike.
                 node.args = (*tensors, json.dumps(what))
 
 
-def is_kept(node: fx.Node) -> bool:
+def is_opaque(node: fx.Node) -> bool:
     """Whether a node calls a module that is kept whole."""
     return node.target in (
         torch.ops.merak.kept_module.default,
@@ -166,13 +166,13 @@ def is_kept(node: fx.Node) -> bool:
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors of a call, in the order of `KeptCall`."""
+    """The tensors of a call, in the order of `OpaqueCall`."""
     lists: Any = node.args[:-1]
-    return in_order(node.meta["kept"], lists)
+    return in_order(node.meta["opaque"], lists)
 
 
-def in_order(call: KeptCall, lists: Sequence[Sequence[T]]) -> list[T]:
-    """What the operator is given, of which what is written comes first, as `KeptCall` has it."""
+def in_order(call: OpaqueCall, lists: Sequence[Sequence[T]]) -> list[T]:
+    """What the operator is given, of which what is written comes first, as `OpaqueCall` has it."""
     given = iter(lists[0] if call.written else ())
     rest = iter(lists[-1])
     count = sum(map(len, lists))
@@ -201,22 +201,22 @@ def _loop(what: dict[str, Any]) -> LoopCost | None:
     return LoopCost(plain, forward, backward, tuple(kernels), tuple(traffic))
 
 
-def kept_nodes(graph: ModelGraph) -> list[fx.Node]:
+def opaque_nodes(graph: ModelGraph) -> list[fx.Node]:
     """The operators that call modules that are kept whole, in order."""
     parts = (graph.prologue, *graph.segments)
-    return [node for part in parts for node in part.graph.nodes if is_kept(node)]
+    return [node for part in parts for node in part.graph.nodes if is_opaque(node)]
 
 
-def kept_calls(graph: ModelGraph) -> list[KeptCall]:
+def opaque_calls(graph: ModelGraph) -> list[OpaqueCall]:
     """The calls of modules that are kept whole, in order."""
-    return [node.meta["kept"] for node in kept_nodes(graph)]
+    return [node.meta["opaque"] for node in opaque_nodes(graph)]
 
 
-def connect(graph: ModelGraph, model: nn.Module) -> None:
+def connect_modules(graph: ModelGraph, model: nn.Module) -> None:
     """Let the operators of a graph that was read from disk call the modules of this model."""
-    for call in kept_calls(graph):
-        path = call.place.path
-        call.place.module = FunctionModule(path) if is_function(path) else model.get_submodule(path)
+    for call in opaque_calls(graph):
+        path = call.ref.path
+        call.ref.module = FunctionModule(path) if is_function(path) else model.get_submodule(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def _take(num_bytes: int, device: torch.device) -> None:
     torch.empty(max(0, num_bytes), dtype=torch.uint8, device=device)
 
 
-def pretend(
+def fake_outputs(
     outputs: Sequence[TensorMeta],
     saved_bytes: int,
     tensors: Sequence[torch.Tensor],
@@ -285,21 +285,21 @@ def pretend(
     return list(_Pretended.apply(outputs, sizes, *tensors))  # type: ignore[no-untyped-call]
 
 
-def pretend_as(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def fake_outputs_of(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same by what an operator says of itself."""
     said = json.loads(what)
     outputs = [TensorMeta(tuple(s), getattr(torch, d)) for s, d in said["outputs"]]
-    return pretend(outputs, said["saved"], tensors, _loop(said))
+    return fake_outputs(outputs, said["saved"], tensors, _loop(said))
 
 
 def _without_writes(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
-    return pretend_as(what, tensors)
+    return fake_outputs_of(what, tensors)
 
 
 def _with_writes(
     written: list[torch.Tensor], tensors: list[torch.Tensor], what: str
 ) -> list[torch.Tensor]:
-    return pretend_as(what, [*written, *tensors])
+    return fake_outputs_of(what, [*written, *tensors])
 
 
 _LIBRARY.impl("kept_module", _without_writes, "CompositeImplicitAutograd")

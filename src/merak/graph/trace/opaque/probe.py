@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.buffer_writes import may_write
-from merak.graph.trace.opaque.operator import KeptCall, LoopCost
+from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
 from merak.graph.trace.opaque.run import attributes, invoke, set_attributes, sharing
 
@@ -38,7 +38,7 @@ _MOST_BYTES = 2**30
 """Weights of more bytes than this are one number seen as many, so that they take no memory."""
 
 
-class CannotKeep(TraceError):
+class CannotBeOpaque(TraceError):
     """A module that cannot be one operator; the message is a sentence about it.
 
     Args:
@@ -62,11 +62,11 @@ class Found:
         result: nested, with slots in the place of tensors.
         outputs: these tensors.
         written: which of its tensors it writes into.
-        shared: as of `KeptCall`.
+        shared: as of `OpaqueCall`.
         saved_bytes: what autograd keeps beside what it is given.
         flops: of its matrix products.
-        always: as of `KeptCall`.
-        loop: as of `KeptCall`.
+        always: as of `OpaqueCall`.
+        loop: as of `OpaqueCall`.
     """
 
     result: Any
@@ -84,7 +84,7 @@ Values = Callable[[TensorMeta, torch.Generator], torch.Tensor]
 
 
 def probe(
-    call: KeptCall,
+    call: OpaqueCall,
     metas: Sequence[TensorMeta],
     real: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -100,7 +100,7 @@ def probe(
         modes: function modes that it is to run in, the outermost first.
 
     Raises:
-        CannotKeep: it fails on all values that were tried, or what it returns depends on them.
+        CannotBeOpaque: it fails on all values that were tried, or what it returns depends on them.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
@@ -111,7 +111,7 @@ def probe(
 class _Probe:
     """The arguments of `probe`."""
 
-    call: KeptCall
+    call: OpaqueCall
     metas: Sequence[TensorMeta]
     real: Mapping[str, torch.Tensor]
     device: torch.device
@@ -119,14 +119,14 @@ class _Probe:
 
 
 def _probe(subject: _Probe) -> Found:
-    path = subject.call.place.path
+    path = subject.call.ref.path
     found: list[Found] = []
     errors: list[Exception] = []
     with undisturbed(subject.call):
         for numbers, values in product(_numbers(subject), (_usual, _other, _ones)):
             try:
                 found.append(_try(subject, values, numbers))
-            except CannotKeep:
+            except CannotBeOpaque:
                 raise
             except Exception as error:  # whatever the module's code does with made-up values
                 errors.append(error)
@@ -134,11 +134,15 @@ def _probe(subject: _Probe) -> Found:
                 break
     if not found:
         told = str(errors[0]).strip().partition("\n")[0]
-        raise CannotKeep(path, f"it fails on made-up values ({type(errors[0]).__name__}: {told})")
+        raise CannotBeOpaque(
+            path, f"it fails on made-up values ({type(errors[0]).__name__}: {told})"
+        )
     first, *others = found
     for other in others:
         if (other.outputs, other.result) != (first.outputs, first.result):
-            raise CannotKeep(path, "what it returns has sizes, or numbers, that depend on values")
+            raise CannotBeOpaque(
+                path, "what it returns has sizes, or numbers, that depend on values"
+            )
     suspected = may_write(_module(subject.call))
     written = sorted(
         {place for one in found for place in one.written}
@@ -158,8 +162,8 @@ def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> Found:
     finally:
         restore(subject.call, before)
     if len(first) != len(again) or not all(map(_equal, first, again)):
-        raise CannotKeep(
-            subject.call.place.path,
+        raise CannotBeOpaque(
+            subject.call.ref.path,
             "called twice alike it returns two things: it draws random numbers that torch's seed "
             "does not decide, or keeps a state outside of its buffers",
         )
@@ -192,8 +196,8 @@ def _once(
     ):
         result = invoke(call, tensors)
     if (random.getstate(), numpy_state()) != states:
-        raise CannotKeep(
-            call.place.path,
+        raise CannotBeOpaque(
+            call.ref.path,
             "it draws random numbers with Python's or NumPy's generator; draw with torch",
         )
     refuse_held(call, before)
@@ -205,13 +209,13 @@ def _once(
 
 
 def describe(
-    call: KeptCall, tensors: Sequence[torch.Tensor], result: Any
+    call: OpaqueCall, tensors: Sequence[torch.Tensor], result: Any
 ) -> tuple[list[torch.Tensor], Found]:
     """The tensors that a module has returned for others, and what they are."""
     try:
         outputs, template = flatten(result)
     except NotPlain as error:
-        raise CannotKeep(call.place.path, f"it returns a {error}", is_object=True) from error
+        raise CannotBeOpaque(call.ref.path, f"it returns a {error}", is_object=True) from error
     metas = tuple(TensorMeta(tuple(t.shape), t.dtype) for t in outputs)
     return outputs, Found(template, metas, (), sharing(outputs, tensors))
 
@@ -237,18 +241,18 @@ def held_tensors(module: nn.Module) -> dict[int, str]:
     return found | {id(buffer): f"the new buffer {n}" for n, buffer in module.named_buffers()}
 
 
-def refuse_held(call: KeptCall, before: Mapping[int, str]) -> None:
+def refuse_held(call: OpaqueCall, before: Mapping[int, str]) -> None:
     """A tensor that the module keeps for others, or for its next call, would be missing there."""
     for number, where in held_tensors(_module(call)).items():
         if number not in before:
-            raise CannotKeep(
-                call.place.path,
+            raise CannotBeOpaque(
+                call.ref.path,
                 f"it keeps a tensor in {where}; register a buffer for it before training, or "
                 "return it",
             )
 
 
-def restore(call: KeptCall, before: Mapping[tuple[int, str], Any]) -> None:
+def restore(call: OpaqueCall, before: Mapping[tuple[int, str], Any]) -> None:
     """Give a module that was tried the attributes that it had before."""
     parts = list(_module(call).modules())
     for i, name in attributes(_module(call)).keys() - before.keys():
@@ -332,7 +336,7 @@ def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
 
 
 @contextmanager
-def undisturbed(call: KeptCall) -> Iterator[None]:
+def undisturbed(call: OpaqueCall) -> Iterator[None]:
     """Call the module as eager code would, whatever a trace has put in the place of things."""
     module = _module(call)
     forward = vars(module).pop("forward", None)
@@ -352,7 +356,7 @@ def undisturbed(call: KeptCall) -> Iterator[None]:
 
 
 @contextmanager
-def mixed(call: KeptCall) -> Iterator[None]:
+def mixed(call: OpaqueCall) -> Iterator[None]:
     """The mixed precision that a module runs in."""
     if call.autocast is None:
         yield
@@ -383,9 +387,9 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one.detach(), other.detach(), equal_nan=True)
 
 
-def _module(call: KeptCall) -> nn.Module:
-    assert call.place.module is not None
-    return call.place.module
+def _module(call: OpaqueCall) -> nn.Module:
+    assert call.ref.module is not None
+    return call.ref.module
 
 
 def numpy_state() -> tuple[int, bytes]:

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
-from merak.graph.trace.opaque.operator import KeptCall, Place, call_operator
-from merak.graph.trace.opaque.probe import CannotKeep, Found, probe
+from merak.graph.trace.opaque.operator import ModuleRef, OpaqueCall, record_call
+from merak.graph.trace.opaque.probe import CannotBeOpaque, Found, probe
 from merak.graph.trace.opaque.pytree import PLAIN, NotPlain, fill, flatten
 from merak.graph.trace.opaque.run import attributes
-from merak.graph.trace.opaque.selection import Keeping
+from merak.graph.trace.opaque.selection import OpaqueSelection
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -95,43 +95,43 @@ class Real:
 
 
 @contextmanager
-def keeping_whole(
-    model: nn.Module, keeping: Keeping, real: Real, device: torch.device
-) -> Iterator[list[KeptCall]]:
+def record_opaque_modules(
+    model: nn.Module, opaque: OpaqueSelection, real: Real, device: torch.device
+) -> Iterator[list[OpaqueCall]]:
     """Let a trace record calls of some modules as one operator each.
 
     Args:
         model: the model that is traced.
-        keeping: which of its modules.
+        opaque: which of its modules.
         real: its parameters and buffers themselves.
         device: where it is to run.
 
     Yields:
         The calls, once they are recorded.
     """
-    calls: list[KeptCall] = []
-    if not keeping.whole and not keeping.functions:
+    calls: list[OpaqueCall] = []
+    if not opaque.whole and not opaque.functions:
         yield calls
         return
     numbers = Numbers()
-    functions = {name: FunctionModule(name) for name in keeping.functions}
-    places = {path: model.get_submodule(path) for path in keeping.whole} | functions
-    given = {path: attributes(module) for path, module in places.items()}
-    looped = frozenset((*keeping.looped, *functions))
+    functions = {name: FunctionModule(name) for name in opaque.functions}
+    refs = {path: model.get_submodule(path) for path in opaque.whole} | functions
+    given = {path: attributes(module) for path, module in refs.items()}
+    looped = frozenset((*opaque.looped, *functions))
     recorder = _Recorder(calls, real, device, numbers, given, looped)
     stand_ins = {
-        name: recorder.forward(Place(name, functions[name]), why)
-        for name, why in keeping.functions.items()
+        name: recorder.forward(ModuleRef(name, functions[name]), why)
+        for name, why in opaque.functions.items()
     }
     before: list[tuple[nn.Module, Any]] = []
     try:
-        for path, why in keeping.whole.items():
+        for path, why in opaque.whole.items():
             module = model.get_submodule(path)
             before.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = recorder.forward(Place(path, module), why)
+            vars(module)["forward"] = recorder.forward(ModuleRef(path, module), why)
         with (
             numbers,
-            _without_cache(model) if keeping.without_cache else nullcontext(),
+            _without_cache(model) if opaque.without_cache else nullcontext(),
             replaced_functions(stand_ins),
         ):
             yield calls
@@ -170,7 +170,7 @@ class _Recorder:
         known: what modules do with tensors of some shapes.
     """
 
-    calls: list[KeptCall]
+    calls: list[OpaqueCall]
     real: Real
     device: torch.device
     numbers: Numbers
@@ -178,37 +178,37 @@ class _Recorder:
     looped: frozenset[str]
     known: dict[Any, Found] = field(default_factory=dict)
 
-    def forward(self, place: Place, why: str) -> Callable[..., Any]:
+    def forward(self, ref: ModuleRef, why: str) -> Callable[..., Any]:
         """What is in the place of a module's forward."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._refuse_set(place)
+            self._refuse_set(ref)
             try:
                 inputs, template = flatten((args, kwargs))
             except NotPlain as error:
                 what = f"it is called with a {error}"
-                raise CannotKeep(place.path, what, is_object=True) from error
-            values, numbers = self._known_numbers(place, inputs)
-            return self._record(self._call(place, why, template, numbers), values)
+                raise CannotBeOpaque(ref.path, what, is_object=True) from error
+            values, numbers = self._known_numbers(ref, inputs)
+            return self._record(self._call(ref, why, template, numbers), values)
 
         return forward
 
-    def _refuse_set(self, place: Place) -> None:
+    def _refuse_set(self, ref: ModuleRef) -> None:
         """Code around the module that sets its attributes does not run where the module does."""
-        assert place.module is not None
-        before = self.given[place.path]
-        for (i, name), value in attributes(place.module).items():
+        assert ref.module is not None
+        before = self.given[ref.path]
+        for (i, name), value in attributes(ref.module).items():
             if name == "forward" or _is_same(value, before.get((i, name), self)):
                 continue
-            part = list(place.module.modules())[i]
-            raise CannotKeep(
-                place.path,
+            part = list(ref.module.modules())[i]
+            raise CannotBeOpaque(
+                ref.path,
                 f"the attribute {name} of a {type(part).__name__} in it is set by code around it "
                 "while the model runs",
             )
 
     def _known_numbers(
-        self, place: Place, inputs: list[Any]
+        self, ref: ModuleRef, inputs: list[Any]
     ) -> tuple[list[torch.Tensor], frozenset[int]]:
         """The inputs with tensors in the place of numbers, and which these are."""
         values, numbers = [], set()
@@ -216,22 +216,24 @@ class _Recorder:
             if isinstance(value, _SYMBOLS):
                 source = self.numbers.source(value)
                 if source is None:
-                    raise CannotKeep(
-                        place.path, "it is called with a number that depends on values"
+                    raise CannotBeOpaque(
+                        ref.path, "it is called with a number that depends on values"
                     )
                 value = source
                 numbers.add(i)
             values.append(value)
         return values, frozenset(numbers)
 
-    def _call(self, place: Place, why: str, arguments: Any, numbers: frozenset[int]) -> KeptCall:
+    def _call(
+        self, ref: ModuleRef, why: str, arguments: Any, numbers: frozenset[int]
+    ) -> OpaqueCall:
         """What is known of the call before anything has been tried."""
-        module = place.module
+        module = ref.module
         assert module is not None
         parameters = _by_tensor(module.named_parameters(remove_duplicate=False))
         buffers = _by_tensor(module.named_buffers(remove_duplicate=False))
-        return KeptCall(
-            place=place,
+        return OpaqueCall(
+            ref=ref,
             class_name=type(module).__name__,
             why=why,
             states=(*parameters.values(), *buffers.values()),
@@ -248,8 +250,8 @@ class _Recorder:
             flops=0,
         )
 
-    def _record(self, call: KeptCall, inputs: list[torch.Tensor]) -> Any:
-        module = call.place.module
+    def _record(self, call: OpaqueCall, inputs: list[torch.Tensor]) -> Any:
+        module = call.ref.module
         assert module is not None
         states: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         states |= dict(module.named_buffers(remove_duplicate=False))
@@ -266,16 +268,16 @@ class _Recorder:
             loop=found.loop,
         )
         self.calls.append(call)
-        results = call_operator(call, len(self.calls) - 1, tensors)
+        results = record_call(call, len(self.calls) - 1, tensors)
         return fill(found.result, results)
 
-    def _found(self, call: KeptCall, tensors: list[torch.Tensor]) -> Found:
+    def _found(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> Found:
         metas = []
         for tensor in tensors:
             if any(isinstance(size, torch.SymInt) for size in tensor.shape):
-                raise CannotKeep(call.place.path, "it is called with sizes that are not known")
+                raise CannotBeOpaque(call.ref.path, "it is called with sizes that are not known")
             metas.append(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        is_loop = call.place.path in self.looped  # which depends on no value, nor on a buffer's
+        is_loop = call.ref.path in self.looped  # which depends on no value, nor on a buffer's
         real = {} if is_loop else self.real.under(_module(call))
         likeness = _likeness(_module(call), real)
         how = (repr(call.arguments), call.numbers, call.grad, call.autocast)
@@ -309,9 +311,9 @@ def _likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
     return tuple((type(part), part.training) for part in module.modules()), held
 
 
-def _module(call: KeptCall) -> nn.Module:
-    assert call.place.module is not None
-    return call.place.module
+def _module(call: OpaqueCall) -> nn.Module:
+    assert call.ref.module is not None
+    return call.ref.module
 
 
 def _usable(device: torch.device) -> torch.device:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.trace.opaque.functions import is_function
-from merak.graph.trace.opaque.operator import kept_nodes, operands
+from merak.graph.trace.opaque.operator import opaque_nodes, operands
 
 
 @dataclass(frozen=True, slots=True)
-class KeptWhole:
+class OpaqueModule:
     """A module that is one operator of the graph.
 
     Args:
@@ -30,25 +30,25 @@ class KeptWhole:
     calls: int = 1
 
 
-def report_kept(graph: ModelGraph) -> list[KeptWhole]:
+def report_opaque(graph: ModelGraph) -> list[OpaqueModule]:
     """The modules that a graph keeps whole, in order of their first calls."""
-    found: dict[str, KeptWhole] = {}
-    for node in kept_nodes(graph):
-        call = node.meta["kept"]
-        path = call.place.path
+    found: dict[str, OpaqueModule] = {}
+    for node in opaque_nodes(graph):
+        call = node.meta["opaque"]
+        path = call.ref.path
         if path in found:
             found[path] = replace(found[path], calls=found[path].calls + 1)
             continue
         own = operands(node)[: call.parameters]
         size = sum(math.prod(operand.meta["tensor"].shape) for operand in own)
         kind = "function" if is_function(path) else call.class_name
-        found[path] = KeptWhole(path, kind, call.why, size)
+        found[path] = OpaqueModule(path, kind, call.why, size)
     return list(found.values())
 
 
-def kept_lines(kept: Sequence[KeptWhole]) -> Iterator[str]:
+def opaque_lines(kept: Sequence[OpaqueModule]) -> Iterator[str]:
     """The same as lines of text; modules that are alike in all but their place share one."""
-    groups: dict[tuple[str, str], list[KeptWhole]] = {}
+    groups: dict[tuple[str, str], list[OpaqueModule]] = {}
     for one in kept:
         groups.setdefault((one.class_name, one.why), []).append(one)
     for (class_name, why), alike in groups.items():

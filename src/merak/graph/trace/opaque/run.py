@@ -13,13 +13,13 @@ from torch.autograd import Function
 from torch.utils.hooks import BackwardHook
 
 from merak.core.errors import TrainingError
-from merak.graph.trace.opaque.operator import KeptCall, in_order, pretend
+from merak.graph.trace.opaque.operator import OpaqueCall, fake_outputs, in_order
 from merak.graph.trace.opaque.pytree import fill, flatten
 
 _NOT_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
-def calling(call: KeptCall) -> Callable[..., list[torch.Tensor]]:
+def opaque_function(call: OpaqueCall) -> Callable[..., list[torch.Tensor]]:
     """The function that a kept operator becomes when its graph is to run."""
 
     def kept_module(*args: Any) -> list[torch.Tensor]:
@@ -28,7 +28,7 @@ def calling(call: KeptCall) -> Callable[..., list[torch.Tensor]]:
     return kept_module
 
 
-def run(call: KeptCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Call the module.
 
     Args:
@@ -42,7 +42,7 @@ def run(call: KeptCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         TrainingError: it does something else than what was found when the model was traced.
     """
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return pretend(call.outputs, call.saved_bytes, tensors, call.loop)
+        return fake_outputs(call.outputs, call.saved_bytes, tensors, call.loop)
     needs_gradient = call.grad and torch.is_grad_enabled()
     with _autocast(call):
         if needs_gradient and any(tensor.requires_grad for tensor in tensors):
@@ -62,7 +62,7 @@ class _Kept(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: KeptCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the module on leaves of its own, and keep what it made for the backward."""
         leaves = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
         before = _attributes(call)
@@ -93,17 +93,17 @@ class _Kept(Function):
         return None, *found
 
 
-def _separate(call: KeptCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _separate(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of the inputs that it writes into: autograd must see the write, and the value."""
     copied = call.written_inputs
     return [t.clone() if i in copied else t for i, t in enumerate(tensors)]
 
 
-def _outcome(call: KeptCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Call the module; its outputs, and then what it wrote into what it is called with."""
     versions = [tensor._version for tensor in tensors]
     results = invoke(call, tensors)
-    path = call.place.path
+    path = call.ref.path
     for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
         if tensor._version != version and i not in call.written:
             raise TrainingError(
@@ -139,18 +139,18 @@ def sharing(
     return frozenset(found)
 
 
-def _refuse_other_outputs(call: KeptCall, found: Sequence[torch.Tensor]) -> None:
+def _refuse_other_outputs(call: OpaqueCall, found: Sequence[torch.Tensor]) -> None:
     known = [(meta.shape, meta.dtype) for meta in call.outputs]
     now = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
     if now != known:
         raise TrainingError(
-            f"the module {call.place.path}, which is kept whole, returns {_listed(now)} for these "
+            f"the module {call.ref.path}, which is kept whole, returns {_listed(now)} for these "
             f"values of the batch and {_listed(known)} when the model was traced; let the sizes of "
             "what it returns not depend on values."
         )
 
 
-def invoke(call: KeptCall, tensors: Sequence[torch.Tensor]) -> Any:
+def invoke(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
     """What the module returns; buffers that it replaces are written instead."""
     module = _module(call)
     inputs = tensors[len(call.states) :]
@@ -179,7 +179,7 @@ def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def in_place(call: KeptCall, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def in_place(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, the module has these parameters and buffers, and the modes it was traced in."""
     module = _module(call)
     kept: list[tuple[dict[str, Any], str, Any]] = []
@@ -225,12 +225,12 @@ def _slot(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), name
 
 
-def _module(call: KeptCall) -> nn.Module:
-    assert call.place.module is not None, f"{call.place.path} is not connected to a model"
-    return call.place.module
+def _module(call: OpaqueCall) -> nn.Module:
+    assert call.ref.module is not None, f"{call.ref.path} is not connected to a model"
+    return call.ref.module
 
 
-def _attributes(call: KeptCall) -> Mapping[tuple[int, str], Any]:
+def _attributes(call: OpaqueCall) -> Mapping[tuple[int, str], Any]:
     return attributes(_module(call))
 
 
@@ -245,7 +245,7 @@ def attributes(module: nn.Module) -> dict[tuple[int, str], Any]:
 
 
 @contextmanager
-def _having(call: KeptCall, wanted: Mapping[tuple[int, str], Any]) -> Iterator[None]:
+def _having(call: OpaqueCall, wanted: Mapping[tuple[int, str], Any]) -> Iterator[None]:
     """Inside, the module has the attributes that its forward gave it; others' may have followed."""
     if not wanted:
         yield
@@ -265,16 +265,16 @@ def set_attributes(parts: Sequence[nn.Module], wanted: Mapping[tuple[int, str], 
         vars(parts[i])[name] = value
 
 
-def _autocast(call: KeptCall) -> Any:
+def _autocast(call: OpaqueCall) -> Any:
     if call.autocast is None:
         return nullcontext()
     device_type, dtype = call.autocast
     return torch.autocast(device_type, dtype)
 
 
-def _what(call: KeptCall, place: int) -> str:
+def _what(call: OpaqueCall, place: int) -> str:
     if place < len(call.states):
-        return f"{call.place.path}.{call.states[place][0]}"
+        return f"{call.ref.path}.{call.states[place][0]}"
     return f"the tensor number {place - len(call.states)} that it is called with"
 
 

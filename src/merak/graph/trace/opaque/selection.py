@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.core.rank0 import warn_on_rank0
 from merak.graph.trace.explain import UntraceableError, causes
-from merak.graph.trace.opaque.dynamic_region import Picking
+from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.loops import LoopFound, Place
-from merak.graph.trace.opaque.probe import CannotKeep
+from merak.graph.trace.opaque.probe import CannotBeOpaque
 
 logger = logging.getLogger(__name__)
 
 Traced = TypeVar("Traced")
 
-MOST_KEPT = 0.5
+MOST_OPAQUE = 0.5
 """With a larger share of the parameters in modules that are kept whole, another way is tried."""
 
 
 @dataclass(slots=True)
-class Keeping:
+class OpaqueSelection:
     """What is kept whole while one model is traced; it grows with every trace that fails.
 
     Args:
@@ -50,7 +50,7 @@ class Keeping:
     without_cache: bool = False
     by_batch: bool = False
     asks_batch: bool = False
-    picking: Picking = Picking.REFUSED
+    picking: DynamicSizes = DynamicSizes.REFUSED
     functions: dict[str, str] = field(default_factory=dict)
     not_for_loops: set[str] = field(default_factory=set)
     looped: dict[str, Place] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Keeping:
         """The modules and functions that are opaque now."""
         return dict(self.whole), dict(self.functions)
 
-    def follow(self, other: Keeping) -> None:
+    def follow(self, other: OpaqueSelection) -> None:
         """From now on keep what another one keeps."""
         self.whole, self.refused = other.whole, other.refused
         self.without_cache, self.by_batch = other.without_cache, other.by_batch
@@ -88,17 +88,17 @@ class Keeping:
         try:
             return self._enough(model, trace)
         except UntraceableError as error:
-            if self.picking is not Picking.REFUSED:
+            if self.picking is not DynamicSizes.REFUSED:
                 raise
             known = dict(self.whole), set(self.refused), self.without_cache
-            for picking in (Picking.ANY, Picking.SOME):
+            for picking in (DynamicSizes.ANY, DynamicSizes.SOME):
                 self.whole, self.refused, self.picking = {}, set(), picking
                 try:
                     return self._enough(model, trace)
                 except TraceError:
                     continue
             self.whole, self.refused, self.without_cache = known
-            self.picking = Picking.REFUSED
+            self.picking = DynamicSizes.REFUSED
             raise error from None  # which says what is in the way without any of this
 
     def _enough(self, model: nn.Module, trace: Callable[[], Traced]) -> Traced:
@@ -117,16 +117,16 @@ class Keeping:
         Returns:
             Whether there was one.
         """
-        if isinstance(error, CannotKeep) and error.is_object and not self.without_cache:
+        if isinstance(error, CannotBeOpaque) and error.is_object and not self.without_cache:
             self.without_cache = True  # the object may be one
             return True
         if isinstance(error, LoopFound):
             return self._keep_loop(model, error)
-        if isinstance(error, CannotKeep) and self._write_out(model, error.path):
+        if isinstance(error, CannotBeOpaque) and self._write_out(model, error.path):
             return True
         paths = _around(model, error)
         why = ""
-        if isinstance(error, CannotKeep):
+        if isinstance(error, CannotBeOpaque):
             self._refuse(model, error.path)
             why = self.whole.pop(error.path, error.why)
             for path in _alike(model, error.path):
@@ -155,21 +155,21 @@ class Keeping:
                 return True
         path = error.modules[-1] if error.modules else ""
         can_keep = path and path not in self.whole and path not in self.not_for_loops
-        if can_keep and (error.is_too_long or share_of(model, path) <= MOST_KEPT):
+        if can_keep and (error.is_too_long or share_of(model, path) <= MOST_OPAQUE):
             self._keep(model, path, error.why)
             self.looped |= dict.fromkeys(_alike(model, path), error.place)
             return True
         if error.is_too_long:
             return False
         self.unrolled.add(error.place)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            logger.warning(
-                "The trace writes out every pass of the loop around %s, since nothing around it "
-                "can be one operator; if it takes long, put the loop into the forward of a module "
-                "of its own, or into a function at the top of a file, that takes and returns "
-                "tensors.",
-                error.line,
-            )
+        warn_on_rank0(
+            logger,
+            "The trace writes out every pass of the loop around %s, since nothing around it "
+            "can be one operator; if it takes long, put the loop into the forward of a module "
+            "of its own, or into a function at the top of a file, that takes and returns "
+            "tensors.",
+            error.line,
+        )
         return True
 
     def _write_out(self, model: nn.Module, path: str) -> bool:
@@ -201,7 +201,7 @@ class Keeping:
         """
         if isinstance(last, LoopFound):
             return TraceError(str(last))
-        if first is last or not isinstance(last, CannotKeep):
+        if first is last or not isinstance(last, CannotBeOpaque):
             return last
         text = f"{str(first).rstrip('.')}; and the module around it, {last}."
         return UntraceableError(text, getattr(first, "why", ""))

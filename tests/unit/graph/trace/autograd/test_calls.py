@@ -14,7 +14,7 @@ from merak.core.errors import TraceError
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.dynamic_shapes import Graphs
 from merak.graph.trace.call import Call, call_model
-from merak.graph.trace.opaque.operator import kept_calls
+from merak.graph.trace.opaque.operator import opaque_calls
 from tests.unit.graph import gradient_models as g
 from tests.unit.graph import gradient_parts as parts
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
@@ -49,7 +49,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], kept: tuple[str, ...]
     eager = copy.deepcopy(model).train()
     call = Call(tuple(batch), {}, None, ())
     graph = built(model, in_float64(batch))
-    assert tuple(call.place.path for call in kept_calls(graph)) == kept
+    assert tuple(call.ref.path for call in opaque_calls(graph)) == kept
     for _ in range(2):
         model.zero_grad()
         eager.zero_grad()

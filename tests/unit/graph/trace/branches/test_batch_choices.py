@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from merak.core.errors import TraceError
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.opaque.operator import kept_calls
+from merak.graph.trace.opaque.operator import opaque_calls
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
 
 
@@ -90,7 +90,7 @@ def test_either_way_is_that_of_eager_code(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()
     graph = built(model, batch_of(0, 11))
-    assert len(graph.segments) > 4 and not kept_calls(graph)
+    assert len(graph.segments) > 4 and not opaque_calls(graph)
     pipeline = Pipeline(graph, model)
     for batch in (batch_of(0, 11), batch_of(1, 8)):  # the second one takes the other way
         model.zero_grad()
@@ -140,7 +140,7 @@ class Computes(Padded):
 def test_a_small_part_is_kept_whole_instead() -> None:
     source = GraphSource(Inside())
     build_graph(source, metas(batch_of(0, 11)), training=True)
-    assert list(source.keeping.whole) == ["part"] and not source.keeping.by_batch
+    assert list(source.opaque.whole) == ["part"] and not source.opaque.by_batch
 
 
 def test_what_leaves_nothing_out_is_refused_with_its_line() -> None:
@@ -151,7 +151,7 @@ def test_what_leaves_nothing_out_is_refused_with_its_line() -> None:
 def test_the_way_is_remembered_for_other_shapes_and_evaluation() -> None:
     source = GraphSource(Padded())
     build_graph(source, metas(batch_of(0, 11)), training=True)
-    assert source.keeping.by_batch
+    assert source.opaque.by_batch
     smaller = {name: column[:3] for name, column in batch_of(0, 11).items()}
     graph = build_graph(source, metas(smaller), training=False)
     found = Pipeline(graph, source.model).evaluate(smaller)

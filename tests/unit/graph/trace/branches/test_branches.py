@@ -11,7 +11,7 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.graph.trace.branches.branches import covering
-from merak.graph.trace.branches.flags import is_choice
+from merak.graph.trace.branches.flags import is_condition
 from tests.unit.graph.dropped_layers import (
     DEPTH,
     PLAIN,
@@ -90,7 +90,7 @@ def test_layers_are_cut_where_they_are_cut_without_choices() -> None:
 
 def test_how_often_layers_are_dropped() -> None:
     graph = built(Skipping(), plain_batch())
-    choices = [n for n in graph.prologue.graph.nodes if is_choice(n)]
+    choices = [n for n in graph.prologue.graph.nodes if is_condition(n)]
     assert len(choices) == DEPTH
     pipeline = Pipeline(graph, Skipping())
     told = []
@@ -123,7 +123,7 @@ def test_certain_probabilities(p: float) -> None:
     model = Certain(p)
     without = assert_like_eager(model, plain_batch(), range(1))
     graph = built(model, plain_batch())
-    assert not any(is_choice(n) for s in graph.segments for n in s.graph.nodes)
+    assert not any(is_condition(n) for s in graph.segments for n in s.graph.nodes)
     (names,) = without
     assert len(names) == (0 if p == 0 else len(list(model.blocks.parameters())))
 

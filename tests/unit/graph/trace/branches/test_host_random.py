@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from merak.core.errors import TraceError
-from merak.graph.trace.branches.rng_stream import is_drawn
+from merak.graph.trace.branches.rng_stream import is_stream_draw
 from tests.unit.graph.dropped_layers import WIDTH, Batch, Stack, plain_batch
 from tests.unit.graph.masked import Lengthy, Masked, same_masks
 from tests.unit.graph.stages import Pipeline, built, gradients_of
@@ -62,8 +62,8 @@ def test_a_model_of_transformers_draws_masks_and_drops_a_layer() -> None:
     )  # fmt: skip
     batch = {"input_values": torch.randn(2, 80), "labels": torch.tensor([[1, 2, 3], [4, 5, -100]])}
     graph = built(transformers.Wav2Vec2ForCTC(config).train(), batch)
-    drawn = [n.args[1] for n in graph.prologue.graph.nodes if is_drawn(n)]
-    assert sorted(drawn) == ["aten.rand.default", *["merak.host_drawn.default"] * 2]
+    drawn = [n.args[1] for n in graph.prologue.graph.nodes if is_stream_draw(n)]
+    assert sorted(drawn) == ["aten.rand.default", *["merak.host_random.default"] * 2]
 
 
 def number() -> int:
@@ -129,11 +129,11 @@ class SeededLate(Seeded):
 
 
 REFUSED = {
-    SeededAnew: r"NumPy's generator at .*test_host_draws.py:\d+",
-    SeededLate: r"NumPy's generator at .*test_host_draws.py:\d+",
-    Inside: r"NumPy's generator at .*test_host_draws.py:\d+",
-    Number: "test_host_draws:number .* gives no array",
-    Growing: "test_host_draws:growing .* gives arrays of several shapes",
+    SeededAnew: r"NumPy's generator at .*test_host_random.py:\d+",
+    SeededLate: r"NumPy's generator at .*test_host_random.py:\d+",
+    Inside: r"NumPy's generator at .*test_host_random.py:\d+",
+    Number: "test_host_random:number .* gives no array",
+    Growing: "test_host_random:growing .* gives arrays of several shapes",
     Learnt: "by something that the model itself computes",
 }
 

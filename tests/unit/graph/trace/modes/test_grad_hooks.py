@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from merak.core.errors import TraceError
-from merak.graph.trace.opaque.selection import Keeping
+from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.trace import trace
 from tests.unit.graph.odd_models import Layers, Mlp, rows
 from tests.unit.graph.stages import metas
@@ -44,17 +44,17 @@ def unchanged(module: nn.Module, gradients: Any, outputs: Any) -> None:
 
 
 def test_the_module_around_a_hooked_tensor_is_kept_whole() -> None:
-    keeping = Keeping()
-    trace(HookedInside(), metas(rows()), keeping=keeping)
-    assert list(keeping.whole) == ["hooking"]
-    assert "hooks the gradient of a tensor" in keeping.whole["hooking"]
+    opaque = OpaqueSelection()
+    trace(HookedInside(), metas(rows()), opaque=opaque)
+    assert list(opaque.whole) == ["hooking"]
+    assert "hooks the gradient of a tensor" in opaque.whole["hooking"]
 
 
 def test_a_hooked_module_is_kept_whole() -> None:
-    model, keeping = Mlp(), Keeping()
+    model, opaque = Mlp(), OpaqueSelection()
     model.b.register_full_backward_hook(unchanged)
-    trace(model, metas(rows()), keeping=keeping)
-    assert list(keeping.whole) == ["b"]
+    trace(model, metas(rows()), opaque=opaque)
+    assert list(opaque.whole) == ["b"]
 
 
 def test_hooks_around_which_no_module_is_are_refused() -> None:

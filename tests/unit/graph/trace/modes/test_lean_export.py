@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.modes.lean_export import unread_left_out
+from merak.graph.trace.modes.lean_export import lean_export
 from merak.graph.trace.trace import trace
 
 
@@ -41,7 +41,7 @@ def test_no_graph_is_compiled_that_does_not_run(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_graph_that_runs_is_compiled_then() -> None:
-    with unread_left_out():
+    with lean_export():
         module = fx.symbolic_trace(nn.ReLU())
         forward = module.forward
     x = torch.tensor([-1.0, 2.0])

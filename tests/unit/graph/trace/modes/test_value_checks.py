@@ -73,11 +73,11 @@ def test_checks_are_taken_to_pass_and_told(caplog: pytest.LogCaptureFixture) -> 
         r.getMessage() for r in caplog.records if r.name == "merak.graph.trace.modes.value_checks"
     ]
     assert len(said) == 3
-    assert "test_checks.py" in said[0] and "x.max() >= 100" in said[0]
+    assert "test_value_checks.py" in said[0] and "x.max() >= 100" in said[0]
 
 
 def test_a_choice_by_numbers_is_still_refused() -> None:
-    with pytest.raises(TraceError, match=r"cannot be traced at .*test_checks\.py:.*y\.max"):
+    with pytest.raises(TraceError, match=r"cannot be traced at .*test_value_checks\.py:.*y\.max"):
         trace(Chooses(), COLUMNS)
 
 

@@ -15,7 +15,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.opaque.dynamic_region import is_picks
+from merak.graph.trace.opaque.dynamic_region import is_dynamic_region
 
 SAMPLES, LENGTH, WORDS, WIDTH = 3, 5, 7, 4
 COLUMNS = {
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_eager_code(kind: type[Picking]) -> None:
     torch.manual_seed(1)
     model = kind()
     graph = unpack_model(pack_model(traced(model)))
-    nodes = [n for s in graph.segments for n in s.graph.nodes if is_picks(n)]
+    nodes = [n for s in graph.segments for n in s.graph.nodes if is_dynamic_region(n)]
     assert nodes
     for seed in range(3):
         given = batch(seed)

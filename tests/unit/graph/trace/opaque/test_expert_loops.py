@@ -10,8 +10,8 @@ from merak.core.errors import TraceError
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.codegen import runnable
-from merak.graph.trace.opaque.dynamic_region import is_picks
-from merak.graph.trace.opaque.operator import kept_nodes
+from merak.graph.trace.opaque.dynamic_region import is_dynamic_region
+from merak.graph.trace.opaque.operator import opaque_nodes
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.expert_loops import (
     EXPERTS,
@@ -48,8 +48,8 @@ def test_gradients_are_those_of_eager_code(way: str, layers: int) -> None:
     torch.manual_seed(0)
     model = Experts(WAYS[way], layers).train()
     graph = unpack_model(pack_model(cases.traced(model, batch(0))))
-    assert not kept_nodes(graph)
-    nodes = [n for s in graph.segments for n in s.graph.nodes if is_picks(n)]
+    assert not opaque_nodes(graph)
+    nodes = [n for s in graph.segments for n in s.graph.nodes if is_dynamic_region(n)]
     assert len(nodes) == layers * (1 if way == "collected" else EXPERTS)
     for seed in range(3):
         found = gradients(graph, model, batch(seed))

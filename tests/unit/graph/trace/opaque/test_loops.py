@@ -23,9 +23,15 @@ from merak.graph.trace.branches.flags import optional_parameters
 from merak.graph.trace.opaque import extrapolate, loops, record
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.functions import FunctionModule, function_of, is_function
-from merak.graph.trace.opaque.operator import KeptCall, Place, connect, is_kept, kept_calls
+from merak.graph.trace.opaque.operator import (
+    ModuleRef,
+    OpaqueCall,
+    connect_modules,
+    is_opaque,
+    opaque_calls,
+)
 from merak.graph.trace.opaque.pytree import flatten
-from merak.graph.trace.opaque.report import kept_lines, report_kept
+from merak.graph.trace.opaque.report import opaque_lines, report_opaque
 from merak.plan.cost.segment_memory import SegmentMemories
 
 SIZE, MOST, LONG = 6, 9, 20
@@ -208,9 +214,9 @@ def test_a_function_that_loops_is_one_operator_however_long_the_sequence(
     model = Model(block)
     graph = built(model, LONG)
     assert num_nodes(graph) == num_nodes(built(model, 3 * LONG))
-    calls = kept_calls(graph)
+    calls = opaque_calls(graph)
     assert len(calls) == 3
-    assert all(is_function(call.place.path) and not call.states for call in calls)
+    assert all(is_function(call.ref.path) and not call.states for call in calls)
     # Its weights are no part of it: they are split and gathered as those of any other block.
     assert len(graph.segments) > 3
     assert_like_eager(model, graph, LONG)
@@ -219,33 +225,33 @@ def test_a_function_that_loops_is_one_operator_however_long_the_sequence(
 def test_a_short_loop_is_written_out() -> None:
     model = Model(Mixer)
     graph = built(model, MOST)
-    assert not kept_calls(graph)
+    assert not opaque_calls(graph)
     assert num_nodes(graph) > 3 * MOST
 
 
 def test_short_loops_of_many_layers_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "FEW_PASSES", 4)
     monkeypatch.setattr(loops, "MANY_OPERATORS", 60)
-    assert not kept_calls(built(Model(Mixer, 1), MOST))
-    assert len(kept_calls(built(Model(Mixer, 4), MOST))) == 4
+    assert not opaque_calls(built(Model(Mixer, 1), MOST))
+    assert len(opaque_calls(built(Model(Mixer, 4), MOST))) == 4
 
 
 def test_what_is_opaque_hangs_on_the_shape_alone() -> None:
     source = GraphSource(Model(Mixer))
-    assert kept_calls(build_graph(source, columns(LONG), training=True))
-    assert not kept_calls(build_graph(source, columns(MOST), training=True))
+    assert opaque_calls(build_graph(source, columns(LONG), training=True))
+    assert not opaque_calls(build_graph(source, columns(MOST), training=True))
 
 
 def test_layers_pieces_of_a_weight_and_terms_of_a_sum_are_no_such_loop() -> None:
-    assert not kept_calls(built(Model(lambda: nn.Linear(SIZE, SIZE), LONG), 8))  # type: ignore[arg-type]
-    assert not kept_calls(built(Model(Experts, 1), 8))
+    assert not opaque_calls(built(Model(lambda: nn.Linear(SIZE, SIZE), LONG), 8))  # type: ignore[arg-type]
+    assert not opaque_calls(built(Model(Experts, 1), 8))
 
 
 @pytest.mark.parametrize("block", [Recurrent, WritingMixer])
 def test_a_module_is_kept_whole_where_no_function_can_be(block: type[nn.Module]) -> None:
     model = Model(block)
     graph = built(model, LONG)
-    assert {call.class_name for call in kept_calls(graph)} == {block.__name__}
+    assert {call.class_name for call in opaque_calls(graph)} == {block.__name__}
     assert num_nodes(graph) == num_nodes(built(model, 3 * LONG))
     assert_like_eager(model, graph, LONG)
 
@@ -253,12 +259,12 @@ def test_a_module_is_kept_whole_where_no_function_can_be(block: type[nn.Module])
 def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def noted(call: KeptCall, *others: object) -> object:
-        tried.append(call.place.path)
+    def noted(call: OpaqueCall, *others: object) -> object:
+        tried.append(call.ref.path)
         return dry_run(call, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(record, "dry_run", noted)
-    assert len(kept_calls(built(Model(Recurrent, 5), LONG))) == 5
+    assert len(opaque_calls(built(Model(Recurrent, 5), LONG))) == 5
     # Whose input gets a gradient is not alike.
     assert tried == ["blocks.0", "blocks.1"]
 
@@ -275,7 +281,7 @@ def test_a_loop_of_the_model_itself_is_written_out_with_a_warning(
     model = TopLevel()
     with caplog.at_level(logging.WARNING):
         graph = built(model, LONG)
-    assert not kept_calls(graph)
+    assert not opaque_calls(graph)
     (warning,) = caplog.messages
     assert "writes out every pass of the loop around" in warning
     assert __file__ in warning
@@ -292,17 +298,17 @@ def test_a_module_of_most_of_the_model_is_kept_only_where_the_loop_is_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Model(Recurrent, 1)
-    assert not kept_calls(built(model, LONG))
+    assert not opaque_calls(built(model, LONG))
     monkeypatch.setattr(loops, "MOST_OPERATORS", 40)
     graph = built(model, 3 * LONG)
-    assert len(kept_calls(graph)) == 1
+    assert len(opaque_calls(graph)) == 1
     assert_like_eager(model, graph, 3 * LONG)
 
 
 def test_the_memory_that_it_keeps_is_forecast() -> None:
     model = Model(Mixer, 1)
     graph = built(model, LONG)
-    segment = next(s for s in graph.segments if any(map(is_kept, s.graph.nodes)))
+    segment = next(s for s in graph.segments if any(map(is_opaque, s.graph.nodes)))
     memory = SegmentMemories(torch.device("cpu"))(segment)
     values = dict(model.named_parameters()) | {"x": torch.randn(2, LONG, SIZE)}
     given = arguments(segment, values)
@@ -315,7 +321,7 @@ def test_the_memory_that_it_keeps_is_forecast() -> None:
 def test_a_graph_from_disk_finds_the_function() -> None:
     model = Model(Mixer)
     graph = unpack_model(pack_model(built(model, LONG)))
-    connect(graph, model)
+    connect_modules(graph, model)
     assert_like_eager(model, graph, LONG)
 
 
@@ -327,7 +333,7 @@ def test_the_function_has_its_own_code_again() -> None:
 
 
 def test_what_is_opaque_is_told_with_its_line() -> None:
-    (line,) = kept_lines(report_kept(built(Model(Mixer), LONG)))
+    (line,) = opaque_lines(report_opaque(built(Model(Mixer), LONG)))
     assert f"{__name__}:scan" in line
     assert "a loop of many passes" in line
 
@@ -339,8 +345,8 @@ def test_a_long_loop_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -
         TensorMeta((170,), torch.float32, requires_grad=True),
     ]
     _, arguments = flatten(((torch.empty(0), torch.empty(1)), {"scale": 2.0}))
-    call = KeptCall(
-        place=Place(name, FunctionModule(name)),
+    call = OpaqueCall(
+        ref=ModuleRef(name, FunctionModule(name)),
         class_name="",
         why="",
         states=(),

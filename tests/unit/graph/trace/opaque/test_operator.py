@@ -17,8 +17,8 @@ from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque import record as kept_record
-from merak.graph.trace.opaque.operator import KeptCall, connect, kept_calls
-from merak.graph.trace.opaque.report import kept_lines, report_kept
+from merak.graph.trace.opaque.operator import OpaqueCall, connect_modules, opaque_calls
+from merak.graph.trace.opaque.report import opaque_lines, report_opaque
 
 COLUMNS = {
     "x": TensorMeta((6, 8), torch.float32),
@@ -158,7 +158,7 @@ def test_gradients_and_buffers_are_those_of_eager_code(
     expected = eager(**batch)["loss"]
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    assert len(kept_calls(graph)) == 3
+    assert len(opaque_calls(graph)) == 3
     for (name, own), other in zip(model.named_parameters(), eager.parameters(), strict=True):
         # An expert that nobody chose has no gradient in either.
         assert (own.grad is None) == (other.grad is None), name
@@ -171,8 +171,8 @@ def test_gradients_and_buffers_are_those_of_eager_code(
 def test_only_the_innermost_module_is_kept_and_the_line_is_named() -> None:
     source = GraphSource(Model(Ranged))
     build_graph(source, COLUMNS, training=True)
-    assert list(source.keeping.whole) == ["blocks.0.range", "blocks.1.range"]
-    assert "if x.max() > self.top:" in source.keeping.whole["blocks.0.range"]
+    assert list(source.opaque.whole) == ["blocks.0.range", "blocks.1.range"]
+    assert "if x.max() > self.top:" in source.opaque.whole["blocks.0.range"]
 
 
 def test_a_graph_that_was_written_down_calls_the_modules_of_the_model_it_is_read_for() -> None:
@@ -182,8 +182,8 @@ def test_a_graph_that_was_written_down_calls_the_modules_of_the_model_it_is_read
     batch = {"x": torch.randn(6, 8), "labels": torch.randint(0, 3, (6,))}
     written = write_values({"graph": pack_model(graph)})
     read = unpack_model(ValueFile(written)["graph"])
-    assert all(call.place.module is None for call in kept_calls(read))
-    connect(read, model)
+    assert all(call.ref.module is None for call in opaque_calls(read))
+    connect_modules(read, model)
     torch.testing.assert_close(step(model, read, batch), model(**batch)["loss"])
 
 
@@ -257,7 +257,7 @@ def test_results_of_every_kind_shared_modules_and_no_grad() -> None:
     batch = {"x": torch.randn(6, 8)}
     source = GraphSource(model)
     graph = build_graph(source, {"x": COLUMNS["x"]}, training=True)
-    assert [call.grad for call in kept_calls(graph)] == [True, False, True]
+    assert [call.grad for call in opaque_calls(graph)] == [True, False, True]
     torch.testing.assert_close(step(model, graph, batch), eager(**batch)["loss"])
     eager(**batch)["loss"].backward()
     for (name, own), other in zip(model.named_parameters(), eager.parameters(), strict=True):
@@ -272,11 +272,11 @@ def test_results_of_every_kind_shared_modules_and_no_grad() -> None:
 
 def test_what_is_kept_is_reported_once_for_modules_that_are_alike() -> None:
     graph = build_graph(GraphSource(Model(Experts)), COLUMNS, training=True)
-    first, second = report_kept(graph)
+    first, second = report_opaque(graph)
     assert (first.module, first.class_name, first.calls) == ("blocks.0", "Experts", 2)
     assert (second.module, second.calls) == ("blocks.1", 1)
     assert first.parameters == 8 * 3 + 3 + 3 * (8 * 8 + 8)
-    (line,) = kept_lines([first, second])
+    (line,) = opaque_lines([first, second])
     assert line.startswith("kept whole: blocks.0 and 1 more (Experts, 486 parameters): ")
     assert f"{__file__}:" in line
     assert "chosen.unique().tolist()" in line
@@ -286,8 +286,8 @@ def test_of_modules_that_are_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch)
     tried: list[str] = []
     probe = kept_record.probe
 
-    def counted(call: KeptCall, *others: Any) -> Any:
-        tried.append(call.place.path)
+    def counted(call: OpaqueCall, *others: Any) -> Any:
+        tried.append(call.ref.path)
         return probe(call, *others)
 
     monkeypatch.setattr(kept_record, "probe", counted)

@@ -13,21 +13,21 @@ from merak.engine.comm.gradient_buckets import GradientReducer
 from merak.engine.comm.p2p import Transfers
 from merak.engine.comm.replica_buffers import ReplicaBuffers
 from merak.engine.comm.tied_gradients import TiedGradients
-from merak.engine.health.oom import Relief
+from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.engine.stage import Stage
-from merak.engine.zero.fsdp import Sharded
-from merak.engine.zero.parameters import TrainedParameters
+from merak.engine.zero.fsdp import FsdpParameters
+from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.program.program import Program
 from merak.plan.step_plans import StepPlans
 
-KeepLess = Callable[[int, Mapping[int, str]], tuple[StepPlans, Program]]
+SaveFewer = Callable[[int, Mapping[int, str]], tuple[StepPlans, Program]]
 """Given a step, and why it was given up on some pipeline positions, the plans and the program to go
 on with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineState:
     """What an engine is made of; `engine.build` puts it together.
 
     Args:
@@ -49,13 +49,13 @@ class Parts:
         transfers: the traffic between pipeline positions.
         reducer: the sums over data parallel replicas.
         tied: the exchange of shared parameters' gradients.
-        trained: what the optimizer steps.
-        sharded: the parameters of which replicas hold shares; None for none.
+        optimizer_params: what the optimizer steps.
+        fsdp: the parameters of which replicas hold shares; None for none.
         zero: what is sharded over dp; see `EngineOptions`.
         seed: the job's seed.
         progress: told of what the engine does.
-        relief: what this rank does where memory runs out inside a step.
-        keep_less: how the ranks then change what they run; None where that is not theirs to do.
+        oom_guard: what this rank does where memory runs out inside a step.
+        save_fewer: how the ranks then change what they run; None where that is not theirs to do.
     """
 
     mesh: Mesh
@@ -76,10 +76,10 @@ class Parts:
     transfers: Transfers
     reducer: GradientReducer
     tied: TiedGradients
-    trained: TrainedParameters
-    sharded: Sharded | None
+    optimizer_params: OptimizerParams
+    fsdp: FsdpParameters | None
     zero: int
     seed: int
     progress: Progress
-    relief: Relief
-    keep_less: KeepLess | None
+    oom_guard: OomGuard
+    save_fewer: SaveFewer | None

@@ -43,7 +43,7 @@ class Agreement:
         return sum(bool(found.columns) for row in self.signatures for found in row)
 
 
-class Council:
+class BatchExchange:
     """Lets the ranks of all replicas and stages compare their batches.
 
     Every rank reads only some columns; middle stages read none. Yet all must know each microbatch's

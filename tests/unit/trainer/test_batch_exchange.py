@@ -9,13 +9,13 @@ from merak.core import mesh
 from merak.core.errors import DataError
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import HostClock
-from merak.trainer.batch_agreement import Agreement, Council
+from merak.trainer.batch_exchange import Agreement, BatchExchange
 
 
 @pytest.fixture
-def council() -> Iterator[Council]:
+def council() -> Iterator[BatchExchange]:
     mesh.reset()
-    yield Council(mesh.init(device="cpu"), Progress(HostClock(), 0))
+    yield BatchExchange(mesh.init(device="cpu"), Progress(HostClock(), 0))
     mesh.reset()
 
 
@@ -23,7 +23,7 @@ def batch(size: int) -> dict[str, torch.Tensor]:
     return {"x": torch.zeros(size, 3), "y": torch.zeros(size, dtype=torch.long)}
 
 
-def test_one_rank_agrees_with_itself(council: Council) -> None:
+def test_one_rank_agrees_with_itself(council: BatchExchange) -> None:
     agreement = council.agree([batch(2), batch(1)], [{"labels": 5}, {"labels": 6}])
     assert agreement.num_microbatches == 2
     assert agreement.notes == (({"labels": 5},), ({"labels": 6},))
@@ -32,17 +32,17 @@ def test_one_rank_agrees_with_itself(council: Council) -> None:
     assert [found["x"].shape for _, found in own] == [(2, 3), (1, 3)]
 
 
-def test_a_round_without_a_microbatch_is_not_one_of_its_own(council: Council) -> None:
+def test_a_round_without_a_microbatch_is_not_one_of_its_own(council: BatchExchange) -> None:
     agreement = council.agree([batch(2), {}])
     assert agreement.num_microbatches == 1
     assert [number for number, _ in agreement.own(council.mesh)] == [0]
 
 
-def test_no_rounds_are_no_microbatches(council: Council) -> None:
+def test_no_rounds_are_no_microbatches(council: BatchExchange) -> None:
     assert council.agree([]) == Agreement((), ())
     assert council.gather("said") == ["said"]
 
 
-def test_columns_that_are_no_tensors_are_refused(council: Council) -> None:
+def test_columns_that_are_no_tensors_are_refused(council: BatchExchange) -> None:
     with pytest.raises(DataError, match="column 'x' of the batch is a list, not a tensor"):
         council.agree([{"x": [1, 2]}])  # type: ignore[dict-item]

@@ -1,6 +1,6 @@
 """What a rank's optimizer steps: its parameters, float32 masters of them, or its replica's share.
 
-The optimizer is any of torch's or the user's own, over the tensors of `TrainedParameters.named`:
+The optimizer is any of torch's or the user's own, over the tensors of `OptimizerParams.named`:
 
 - parameters as they are, where nothing else is asked for;
 - with masters, float32 copies of parameters of a lower precision, which are rounded back into them
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from merak.core.gradients import is_low_precision
-from merak.core.shards import RowShare, Stepped
-from merak.engine.comm.row_shards import rows_of, share_rows
-from merak.engine.zero.fsdp import Sharded
-from merak.engine.zero.param_all_gather import Arrivals
+from merak.core.shards import OptimizerTensor, RowShard
+from merak.engine.comm.row_shards import rows_of, shard_rows
+from merak.engine.zero.fsdp import FsdpParameters
+from merak.engine.zero.param_all_gather import ParamAllGather
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +47,23 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class OptimizerParam:
     """A parameter and what the optimizer steps for it on this rank.
 
     Args:
         parameter: what the stages compute with.
-        stepped: the parameter itself, its master, or the rows of either that are this rank's.
+        tensor: the parameter itself, its master, or the rows of either that are this rank's.
         rows: which rows; None for the whole parameter.
     """
 
     parameter: nn.Parameter
-    stepped: nn.Parameter
-    rows: RowShare | None
+    tensor: nn.Parameter
+    rows: RowShard | None
 
     @property
     def is_master(self) -> bool:
         """Whether its numbers are not the parameter's own memory."""
-        return self.stepped.dtype != self.parameter.dtype
+        return self.tensor.dtype != self.parameter.dtype
 
     def own_rows(self) -> torch.Tensor:
         """The parameter's memory of what is stepped here."""
@@ -73,15 +73,15 @@ class Trained:
         return rows_of(data, self.rows.start, self.rows.stop)
 
 
-class TrainedParameters:
+class OptimizerParams:
     """This rank's trained parameters, and what the optimizer steps for them.
 
     Args:
         parameters: this rank's parameters by name.
         group: the replicas among which steps are shared; None steps everything here.
         precision: in which gradients are summed, and the optimizer steps.
-        arrivals: brings what the other replicas have stepped.
-        sharded: the parameters that replicas hold in shares; None for none.
+        param_all_gather: brings what the other replicas have stepped.
+        fsdp: the parameters that replicas hold in shares; None for none.
     """
 
     def __init__(
@@ -89,18 +89,18 @@ class TrainedParameters:
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup | None = None,
         precision: Precision | None = None,
-        arrivals: Arrivals | None = None,
-        sharded: Sharded | None = None,
+        param_all_gather: ParamAllGather | None = None,
+        fsdp: FsdpParameters | None = None,
     ) -> None:
-        self._sharded = sharded
+        self._fsdp = fsdp
         self._group = group
         self._degree = 1 if group is None else dist.get_world_size(group)
         self._index = 0 if group is None else dist.get_rank(group)
         self._precision = precision or Precision()
-        self._arrivals = arrivals
+        self._param_all_gather = param_all_gather
         self.parameters = parameters
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.items = {name: self._make(name, p) for name, p in trained.items()}
+        optimizer_params = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.items = {name: self._make(name, p) for name, p in optimizer_params.items()}
         self.start_step()
 
     @property
@@ -111,39 +111,41 @@ class TrainedParameters:
     @property
     def named(self) -> dict[str, nn.Parameter]:
         """What the optimizer steps, by the parameters' names."""
-        return {name: item.stepped for name, item in self.items.items() if item.stepped.numel()}
+        return {name: item.tensor for name, item in self.items.items() if item.tensor.numel()}
 
-    def shares(self) -> dict[int, nn.Parameter] | None:
+    def by_id(self) -> dict[int, nn.Parameter] | None:
         """By id of a parameter what is stepped of it here; None where that is all of it."""
         if not self.is_sharded:
             return None
-        return {id(item.parameter): item.stepped for item in self.items.values()}
+        return {id(item.parameter): item.tensor for item in self.items.values()}
 
-    def stepped(self) -> dict[str, Stepped]:
+    def optimizer_tensors(self) -> dict[str, OptimizerTensor]:
         """What the optimizer steps, as checkpoints want to know it."""
         return {
-            name: Stepped(item.stepped, item.rows, item.is_master)
+            name: OptimizerTensor(item.tensor, item.rows, item.is_master)
             for name, item in self.items.items()
         }
 
-    def _make(self, name: str, parameter: nn.Parameter) -> Trained:
-        if self._sharded is not None and name in self._sharded.stepped:
-            return Trained(parameter, self._sharded.stepped[name], self._sharded.rows(name))
+    def _make(self, name: str, parameter: nn.Parameter) -> OptimizerParam:
+        if self._fsdp is not None and name in self._fsdp.optimizer_tensors:
+            return OptimizerParam(
+                parameter, self._fsdp.optimizer_tensors[name], self._fsdp.rows(name)
+            )
         masters = self._precision.masters
-        rows = share_rows(parameter, self._degree, self._index) if self.is_sharded else None
+        rows = shard_rows(parameter, self._degree, self._index) if self.is_sharded else None
         low = is_low_precision(parameter)
         if rows is None and not (low and masters):
-            return Trained(parameter, parameter, None)
-        own = Trained(parameter, parameter, rows).own_rows()
+            return OptimizerParam(parameter, parameter, None)
+        own = OptimizerParam(parameter, parameter, rows).own_rows()
         if low and masters:
             own = own.float()
-        return Trained(parameter, nn.Parameter(own), rows)
+        return OptimizerParam(parameter, nn.Parameter(own), rows)
 
     def start_step(self) -> None:
         """Gradients of a step are about to be summed."""
         for item in self.items.values():
             dtype = self._precision.sums_of(item.parameter)
-            for leaf in (item.parameter, item.stepped):
+            for leaf in (item.parameter, item.tensor):
                 if leaf.grad is None:
                     leaf.grad_dtype = dtype
 
@@ -153,46 +155,46 @@ class TrainedParameters:
         Args:
             loss_scale: what they were multiplied by, and are divided by now.
         """
-        if self._sharded is not None:
-            self._sharded.take_gradients()
-        sources = [i.stepped if self.is_sharded else i.parameter for i in self.items.values()]
+        if self._fsdp is not None:
+            self._fsdp.take_gradients()
+        sources = [i.tensor if self.is_sharded else i.parameter for i in self.items.values()]
         gradients = [source.grad for source in sources if source.grad is not None]
         if gradients and loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
         gradients.clear()  # so that each goes as soon as it has been converted
         for source, item in zip(sources, self.items.values(), strict=True):
             gradient, source.grad = source.grad, None
-            if gradient is None or not item.stepped.numel():
+            if gradient is None or not item.tensor.numel():
                 continue
-            item.stepped.grad_dtype = item.stepped.dtype
-            item.stepped.grad = gradient.to(item.stepped.dtype)
+            item.tensor.grad_dtype = item.tensor.dtype
+            item.tensor.grad = gradient.to(item.tensor.dtype)
 
     def clear_gradients(self) -> None:
         """Forget all gradients; a step then leaves everything as it is."""
-        if self._sharded is not None:
-            self._sharded.take_gradients()
+        if self._fsdp is not None:
+            self._fsdp.take_gradients()
         for item in self.items.values():
             item.parameter.grad = None
-            item.stepped.grad = None
+            item.tensor.grad = None
         self.start_step()
 
     @torch.no_grad()
-    def write_back(self) -> None:
+    def sync_model_params(self) -> None:
         """Bring what was stepped into the parameters; called alike on all replicas."""
         for item in self.items.values():
             if item.is_master and not item.parameter.is_meta:
-                item.own_rows().copy_(item.stepped)
-        if self._arrivals is not None:
-            self._arrivals.start()
+                item.own_rows().copy_(item.tensor)
+        if self._param_all_gather is not None:
+            self._param_all_gather.start()
 
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
         """Inside, a model has its parameters whole; called alike on all replicas."""
         self.wait()
-        with self._sharded.whole(model) if self._sharded is not None else nullcontext():
+        with self._fsdp.whole(model) if self._fsdp is not None else nullcontext():
             yield
 
     def wait(self) -> None:
         """Wait until the parameters are whole, with what other replicas have stepped of them."""
-        if self._arrivals is not None:
-            self._arrivals.wait()
+        if self._param_all_gather is not None:
+            self._param_all_gather.wait()

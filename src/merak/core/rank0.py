@@ -1,0 +1,131 @@
+"""Decisions and warnings of rank 0: what one rank of a job decides or says for all of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from merak.core import errors
+from merak.core.errors import MerakError
+from merak.core.health.status import waiting_for_first
+
+Decision = TypeVar("Decision")
+
+
+class Ranks(Protocol):
+    """The grid of ranks, as far as a decision needs it; `merak.core.mesh.Mesh` is one."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def device_mesh(self) -> Any:
+        """torch's mesh over the ranks; None in a single process."""
+
+
+class Rank0Error(RuntimeError):
+    """An exception on rank 0 that is no `MerakError`, as the other ranks raise it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An exception on rank 0, as it is sent: exceptions of libraries may not pickle.
+
+    Args:
+        kind: the class that is raised elsewhere.
+        message: its message.
+        note: the traceback on rank 0; empty where the message says all.
+    """
+
+    kind: type[Exception]
+    message: str
+    note: str = ""
+
+    def raised(self) -> Exception:
+        """The exception, to be raised on another rank."""
+        error = self.kind(self.message)
+        if self.note:
+            error.add_note(self.note)
+        return error
+
+
+def decide_on_rank0(mesh: Ranks, what: str, decide: Callable[[], Decision]) -> Decision:
+    """Decide something on rank 0 and broadcast the decision; a collective of all ranks.
+
+    Measured times, free memory and environment variables differ from rank to rank: whatever follows
+    from them and must be equal everywhere goes this way.
+
+    Args:
+        mesh: the grid of ranks.
+        what: the decision as a noun, which the watchdog names while ranks wait for it.
+        decide: gives the decision, which must pickle; called on rank 0 only.
+
+    Raises:
+        MerakError: `decide` raised it; every rank raises it with the same message.
+        Rank0Error: `decide` raised another exception, which rank 0 raises itself.
+    """
+    if mesh.device_mesh is None:
+        return decide()
+    made: list[Decision | _Failure | None] = [None]
+    error: Exception | None = None
+    if mesh.rank == 0:
+        try:
+            made = [decide()]
+        except Exception as caught:
+            error, made = caught, [_failure(what, caught)]
+    with waiting_for_first(what):
+        dist.broadcast_object_list(made, src=0)
+    if error is not None:
+        raise error
+    decision: Any = made[0]
+    if isinstance(decision, _Failure):
+        raise decision.raised()
+    return decision  # type: ignore[no-any-return]
+
+
+def _failure(what: str, error: Exception) -> _Failure:
+    if isinstance(error, MerakError):
+        kind = next(c for c in type(error).__mro__ if c.__module__ == errors.__name__)
+        return _Failure(kind, str(error))
+    note = "On rank 0:\n" + "".join(traceback.format_exception(error))
+    return _Failure(Rank0Error, f"rank 0 could not decide {what}: {error!r}", note)
+
+
+def is_rank0() -> bool:
+    """Tell whether this is rank 0, which logs what every rank knows; true in a single process."""
+    if dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+def warn_on_rank0(logger: logging.Logger, message: str, *values: object) -> None:
+    """Log a warning that concerns the whole job, on rank 0 only.
+
+    Args:
+        logger: of the calling module.
+        message: with `%s` for each of the values, as of `logging`.
+        *values: for the message.
+    """
+    if is_rank0():
+        logger.warning(message, *values, stacklevel=2)
+
+
+@lru_cache(maxsize=1024)
+def warn_once(logger: logging.Logger, message: str, *values: object) -> None:
+    """Log a warning on rank 0, once in this process for the same message and values.
+
+    Args:
+        logger: as for `warn_on_rank0`.
+        message: likewise.
+        *values: likewise; hashable.
+    """
+    if is_rank0():
+        logger.warning(message, *values, stacklevel=2)
