@@ -9,13 +9,14 @@ segment behind runs its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from merak.plan.balance import Timed
 from merak.plan.partition import Partition
 from merak.schedule.action_table import NONE, tabulate
-from merak.schedule.ir import Action, Kind, Schedule
+from merak.schedule.interpreter import ActionInterpreter
+from merak.schedule.ir import Action, Schedule
 
 _Key = tuple[int, int]
 """A segment and a microbatch."""
@@ -79,7 +80,7 @@ def estimate(schedule: Schedule, work: Work) -> Estimate:
             if ready is None:
                 waiting[sources[place]] = rank
                 break
-            ends[place] = ranks[rank].run(place - first, ready)
+            ends[place] = ranks[rank].run(schedule.actions[rank][place - first], ready)
             places[rank] += 1
             if place in waiting:
                 runnable.append(waiting.pop(place))
@@ -91,50 +92,64 @@ def estimate(schedule: Schedule, work: Work) -> Estimate:
     )
 
 
-@dataclass(slots=True)
-class _Rank:
+class _Rank(ActionInterpreter):
     """Clock of one rank, and the state of its copies to host memory and back."""
 
-    work: Work
-    stages: Sequence[range]
-    actions: Sequence[Action]
-    now: float = 0.0
-    busy_s: float = 0.0
-    starts_s: list[float] = field(default_factory=list)
-    _out_free: float = 0.0
-    _back_free: float = 0.0
-    _next: _Key | None = None
-    _leaving: _Key | None = None
-    # When copies to the host, and those back, are complete.
-    _left: dict[_Key, float] = field(default_factory=dict)
-    _came: dict[_Key, float] = field(default_factory=dict)
-    _done: set[_Key] = field(default_factory=set)
+    def __init__(self, work: Work, stages: Sequence[range], actions: Sequence[Action]) -> None:
+        super().__init__(actions)
+        self.work = work
+        self.stages = stages
+        self.now = 0.0
+        self.busy_s = 0.0
+        self.starts_s: list[float] = []
+        self._out_free = self._back_free = 0.0
+        self._next: _Key | None = None
+        self._leaving: _Key | None = None
+        # When copies to the host, and those back, are complete.
+        self._left: dict[_Key, float] = {}
+        self._came: dict[_Key, float] = {}
+        self._done: set[_Key] = set()
 
-    def run(self, place: int, ready: float) -> float:
+    def run(self, action: Action, ready: float) -> float:
         """Run an action whose input is ready at some time; returns the time at which it ends."""
-        action = self.actions[place]
-        if place + 1 < len(self.actions):
-            following = self.actions[place + 1]
-            if following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-                self._begin_fetch(self.stages[following.stage][-1], following)
+        self.prefetch_following(action)
         start = self.now = max(self.now, ready)
         self.starts_s.append(start)
-        _ACTIONS[action.kind](self, action)
+        self.dispatch(action)
         self.busy_s += self.now - start
         return self.now
 
-    def _forward(self, action: Action) -> None:
+    def prefetch(self, action: Action) -> None:
+        """Begin to copy back the last segment of a stage."""
+        self._begin_fetch(self.stages[action.stage][-1], action)
+
+    def forward(self, action: Action) -> None:
+        """Run the segments of a stage forward."""
         for segment in self.stages[action.stage]:
             self.now += self.work.times[segment].forward_s
             if segment in self.work.offload_bytes:
                 self._next = (segment, action.microbatch)
             self._segment_ended()
 
-    def _recompute(self, action: Action) -> None:
+    def recompute(self, action: Action) -> None:
+        """Recompute the segments of a stage."""
         for segment in self.stages[action.stage]:
             self._recompute_segment(segment, action)
 
-    def _backward(self, action: Action, fraction: float = 1.0) -> None:
+    def backward(self, action: Action) -> None:
+        """Run the segments of a stage backward."""
+        self._run_backward(action, 1.0)
+
+    def input_gradient(self, action: Action) -> None:
+        """Run the half of a backward that computes the gradients of inputs."""
+        self._run_backward(action, 0.5)
+
+    def weight_gradient(self, action: Action) -> None:
+        """Run the other half, which computes the gradients of weights."""
+        segments = self.stages[action.stage]
+        self.now += 0.5 * sum(self.work.times[segment].backward_s for segment in segments)
+
+    def _run_backward(self, action: Action, fraction: float) -> None:
         segments = self.stages[action.stage]
         self._begin_fetch(segments[-1], action)
         for segment, before in zip(reversed(segments), [*segments[-2::-1], None], strict=True):
@@ -144,13 +159,6 @@ class _Rank:
             self._recompute_segment(segment, action)
             self.now += fraction * self.work.times[segment].backward_s
             self._segment_ended()
-
-    def _input_gradient(self, action: Action) -> None:
-        self._backward(action, 0.5)
-
-    def _weight_gradient(self, action: Action) -> None:
-        segments = self.stages[action.stage]
-        self.now += 0.5 * sum(self.work.times[segment].backward_s for segment in segments)
 
     def _recompute_segment(self, segment: int, action: Action) -> None:
         fraction = self.work.recomputed.get(segment, 0.0)
@@ -181,12 +189,3 @@ class _Rank:
 
     def _copy_s(self, key: _Key) -> float:
         return self.work.offload_bytes[key[0]] / self.work.bytes_per_s
-
-
-_ACTIONS: dict[Kind, Callable[[_Rank, Action], None]] = {
-    Kind.FORWARD: _Rank._forward,
-    Kind.RECOMPUTE: _Rank._recompute,
-    Kind.BACKWARD: _Rank._backward,
-    Kind.INPUT_GRADIENT: _Rank._input_gradient,
-    Kind.WEIGHT_GRADIENT: _Rank._weight_gradient,
-}

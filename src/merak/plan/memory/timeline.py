@@ -6,11 +6,8 @@ released by the same steps.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from merak.graph.program.program import SegmentProgram
 from merak.plan.cost.selective_ops import SelectiveOps
@@ -18,8 +15,9 @@ from merak.plan.memory.context import MemoryContext, trained_parameters
 from merak.plan.memory.gradients import Gradients
 from merak.plan.memory.host import HostMemory, OffloadRecord
 from merak.plan.memory.ledger import Category, Ledger, SendWindow
-from merak.schedule.ir import FINAL_KINDS, Action, Kind
-from merak.schedule.steps import Compute, Payload, Receive, ReduceGradients, Send, Step
+from merak.schedule.interpreter import StepInterpreter
+from merak.schedule.ir import Action, Kind
+from merak.schedule.steps import OptimizerStep, Payload, Receive, ReduceGradients, Send, Step
 
 Keys = dict[str, Hashable]
 """Storage of each value by name; None for one that costs nothing."""
@@ -35,8 +33,7 @@ class _Record:
     offloaded: OffloadRecord | None = None
 
 
-@dataclass(slots=True)
-class MemoryTimeline:
+class MemoryTimeline(StepInterpreter):
     """Memory timeline of one training step on one rank.
 
     Args:
@@ -44,24 +41,16 @@ class MemoryTimeline:
         ledger: of the rank; the caller has added what is held throughout.
     """
 
-    ctx: MemoryContext
-    ledger: Ledger
-    host: HostMemory = field(init=False)
-    _sends: SendWindow = field(init=False)
-    _made: dict[tuple[Payload, int, int], Keys] = field(default_factory=dict)
-    _arrived: dict[tuple[Payload, int, int], Keys] = field(default_factory=dict)
-    _records: dict[tuple[int, int], list[_Record]] = field(default_factory=dict)
-    _stages_left: Counter[int] = field(default_factory=Counter)
-    _gradients: Gradients = field(init=False)
-    _following: dict[Action, Action] = field(init=False)
-    _noncontiguous: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Begin without open sends."""
-        ctx = self.ctx
-        self._sends = SendWindow(self.ledger, ctx.open_sends)
-        self.host = HostMemory(self.ledger)
-        self._gradients = Gradients(ctx, self.ledger)
+    def __init__(self, ctx: MemoryContext, ledger: Ledger) -> None:
+        super().__init__(ctx.schedule, ctx.rank)
+        self.ctx = ctx
+        self.ledger = ledger
+        self.host = HostMemory(ledger)
+        self._sends = SendWindow(ledger, ctx.open_sends)
+        self._gradients = Gradients(ctx, ledger)
+        self._made: dict[tuple[Payload, int, int], Keys] = {}
+        self._arrived: dict[tuple[Payload, int, int], Keys] = {}
+        self._records: dict[tuple[int, int], list[_Record]] = {}
         self._noncontiguous = {
             name
             for stage in ctx.program.stages.values()
@@ -69,31 +58,25 @@ class MemoryTimeline:
             for name, output in ctx.memory[segment.segment.index].outputs.items()
             if not output.is_contiguous
         }
-        own = ctx.schedule.actions[ctx.rank]
-        self._following = dict(pairwise(own))
-        for action in own:
-            if action.kind in FINAL_KINDS:
-                self._stages_left[action.microbatch] += 1
 
     def run(self, steps: Sequence[Step]) -> None:
         """Interpret all of the rank's steps."""
-        handlers: dict[type[Any], Callable[[Any], None]] = {
-            Compute: self._compute,
-            Send: self._send,
-            Receive: self._receive,
-            ReduceGradients: lambda step: self._gradients.flush("end"),
-        }
-        for step in steps:
-            if type(step) in handlers:
-                handlers[type(step)](step)
+        self.run_steps(steps)
         self._gradients.flush("end")
         self.ledger.record_peak("end")
         self._gradients.finish()
         self._sends.close()
 
+    def reduce(self, step: ReduceGradients) -> None:
+        """Reduce the open bucket."""
+        self._gradients.flush("end")
+
+    def step_optimizer(self, step: OptimizerStep) -> None:
+        """Hold nothing: the memory model counts the optimizer's step after the timeline."""
+
     # ---- transfers ----
 
-    def _send(self, step: Send) -> None:
+    def send(self, step: Send) -> None:
         """Hold the values that are sent, or copies of those that are not contiguous."""
         values = self._made.pop((step.payload, step.stage, step.microbatch))
         copied = (
@@ -108,7 +91,7 @@ class MemoryTimeline:
                 self.ledger.release(original)
         self._sends.add(_storages(values))
 
-    def _receive(self, step: Receive) -> None:
+    def receive(self, step: Receive) -> None:
         """Hold the receive buffers of a transfer."""
         program = self.ctx.program
         if step.payload is Payload.ACTIVATION:
@@ -131,18 +114,17 @@ class MemoryTimeline:
 
     # ---- actions ----
 
-    def _compute(self, step: Compute) -> None:
-        following = self._following.get(step.action)
-        if following is not None and following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            self._fetch(self._records.get((following.stage, following.microbatch), []))
-        _ACTIONS[step.action.kind](self, step.action)
+    def prefetch(self, action: Action) -> None:
+        """Begin to copy back the activations that a backward needs first."""
+        self._fetch(self._records.get((action.stage, action.microbatch), []))
 
     def _fetch(self, records: Sequence[_Record]) -> None:
         """Begin to copy back the offloaded activations of the last of some segments."""
         if records:
             self.host.fetch(records[-1].offloaded)
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
+        """Run the segments of a stage forward."""
         stage, number = action.stage, action.microbatch
         program = self.ctx.program.stages[stage]
         if not self.ledger.has(("derived", number)):
@@ -218,7 +200,8 @@ class MemoryTimeline:
                 self.ledger.share(key)
             self._made[payload, action.stage, action.microbatch] = values
 
-    def _recompute(self, action: Action) -> None:
+    def recompute(self, action: Action) -> None:
+        """Recompute the segments of a stage."""
         stage, number = action.stage, action.microbatch
         segments = self.ctx.program.stages[stage].segments
         for segment, record in zip(segments, self._records[stage, number], strict=True):
@@ -243,7 +226,8 @@ class MemoryTimeline:
         record.activations = self._save(segment, place, outputs, saved_bytes)
         self.ledger.release_all(_storages(outputs))
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
+        """Run the segments of a stage backward."""
         stage, number = action.stage, action.microbatch
         ctx = self.ctx
         program = ctx.program.stages[stage]
@@ -266,8 +250,6 @@ class MemoryTimeline:
                 self._hold_gradient(name, action, gradients)
         self._hand_on(Payload.GRADIENT, action, {name: gradients[name] for name in wanted})
         self.ledger.release_all(_storages(gradients))
-        if action.kind in FINAL_KINDS:
-            self._complete(action)
 
     def _segment_backward(self, segment: SegmentProgram, action: Action, gradients: Keys) -> None:
         memory = self.ctx.memory[segment.segment.index]
@@ -301,7 +283,12 @@ class MemoryTimeline:
         self.ledger.hold(key, num_bytes, Category.TEMPORARY, action.stage)
         gradients[name] = key
 
-    def _weight_gradient(self, action: Action) -> None:
+    def input_gradient(self, action: Action) -> None:
+        """Run the segments of a stage backward, without the gradients of weights."""
+        self.backward(action)
+
+    def weight_gradient(self, action: Action) -> None:
+        """Add the deferred gradients of weights."""
         segments = self.ctx.program.stages[action.stage].segments
         names = [name for segment in segments for name in trained_parameters(segment)]
         largest = max((self._gradients.bytes[name] for name in names), default=0)
@@ -312,9 +299,9 @@ class MemoryTimeline:
         for name in names:
             if self._gradients.tied(name, action) is None:
                 self._gradients.reduce(name, action)
-        self._complete(action)
 
-    def _complete(self, action: Action) -> None:
+    def complete(self, action: Action) -> None:
+        """Release what a stage holds for a microbatch until its gradients are complete."""
         number = action.microbatch
         if not self.ctx.schedule.is_synchronous:
             for segment in self.ctx.program.stages[action.stage].segments:
@@ -322,19 +309,12 @@ class MemoryTimeline:
                     self.ledger.release(("leaf", action.stage, number, name))
         if self.ctx.zero.gradients:
             self._gradients.flush(self.ctx.schedule.label(action))
-        self._stages_left[number] -= 1
-        if self._stages_left[number] == 0:
-            self.ledger.release(("derived", number))
+        super().complete(action)
+
+    def microbatch_done(self, microbatch: int) -> None:
+        """Release the batch-only values of a microbatch."""
+        self.ledger.release(("derived", microbatch))
 
 
 def _storages(values: Keys) -> list[Hashable]:
     return [key for key in values.values() if key is not None]
-
-
-_ACTIONS: dict[Kind, Callable[[MemoryTimeline, Action], None]] = {
-    Kind.FORWARD: MemoryTimeline._forward,
-    Kind.RECOMPUTE: MemoryTimeline._recompute,
-    Kind.BACKWARD: MemoryTimeline._backward,
-    Kind.INPUT_GRADIENT: MemoryTimeline._backward,
-    Kind.WEIGHT_GRADIENT: MemoryTimeline._weight_gradient,
-}
