@@ -10,11 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from merak.cli import options
+from merak.cli.options import ModelRequest, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import count, size
 
@@ -22,11 +20,6 @@ if TYPE_CHECKING:
     from merak.graph.ir.ir import Segment
     from merak.graph.tensor_parallel.report import SegmentReport
     from merak.graph.trace.opaque.report import OpaqueModule
-
-Degree = Annotated[
-    int,
-    typer.Option("--tp", metavar="T", min=1, help="Tensor parallel degree to derive splits for."),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,53 +83,29 @@ class TraceReport:
     kept_whole: list[OpaqueModule] = field(default_factory=list)
 
 
-def trace(
-    model: options.Model,
-    config: options.Config = None,
-    batch: options.Batch = 1,
-    seq: options.Sequence = None,
-    tp: Degree = 2,
-    sequence_parallel: options.SequenceParallel = False,
-    trust_remote_code: options.TrustRemoteCode = False,
-    no_cache: options.NoCache = False,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TraceRequest(ModelRequest):
+    """Request for the segments of a model."""
+
+    tp: int = option(2, "--tp", "T", "Tensor parallel degree to derive splits for.", min=1)
+    no_cache: bool = option(
+        False, "--no-cache", "", "Trace anew, and keep nothing for the next time."
+    )
+
+
+@takes(TraceRequest)
+def trace(request: TraceRequest) -> None:
     """Trace a model without its weights and show the segments it is cut into."""
     with stdout_to_stderr():
-        request = Request(model, config, batch, seq, tp, sequence_parallel, trust_remote_code)
-        report = trace_report(request, use_cache=not no_cache)
-    show(report, _page, as_json)
+        report = trace_report(request)
+    show(report, _page, request.as_json)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is traced.
-
-    Args:
-        model: class name, folder or file, as `--model`.
-        config: JSON object of config fields, as `--config`.
-        batch: samples of a microbatch.
-        sequence: tokens of a sequence; None for the model's longest, up to 512.
-        tp: tensor parallel degree to derive splits for.
-        sequence_parallel: whether its ranks hold shares of the sequence between split products.
-        trust_remote_code: whether code in the model's folder may run.
-    """
-
-    model: str
-    config: str | None = None
-    batch: int = 1
-    sequence: int | None = None
-    tp: int = 2
-    sequence_parallel: bool = False
-    trust_remote_code: bool = False
-
-
-def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
+def trace_report(request: TraceRequest) -> TraceReport:
     """Trace and cut a transformers model, as for training.
 
     Args:
         request: the model and its batch.
-        use_cache: look for the graph among those of earlier runs, and keep it.
 
     Raises:
         CommandError: there is no such model, or the sizes do not fit it.
@@ -163,7 +132,7 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
         module = source.build()
     built = time.perf_counter()
     metas = {name: column.meta for name, column in columns.items()}
-    folder = default_trace_cache() if use_cache else ""
+    folder = "" if request.no_cache else default_trace_cache()
     graph_source = GraphSource(
         module,
         fixed=example_arguments(source.model_class),
