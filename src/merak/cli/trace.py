@@ -18,6 +18,7 @@ from merak.core.units import count, size
 
 if TYPE_CHECKING:
     from merak.graph.ir.ir import Segment
+    from merak.graph.segment.build import Built
     from merak.graph.tensor_parallel.report import SegmentReport
     from merak.graph.trace.opaque.report import OpaqueModule
 
@@ -114,9 +115,6 @@ def trace_report(request: TraceRequest) -> TraceReport:
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
     from merak.graph.segment.build import GraphSource, build_timed
-    from merak.graph.tensor_parallel.apply import derived
-    from merak.graph.tensor_parallel.report import report_splits
-    from merak.graph.trace.opaque.report import report_opaque
     from merak.graph.weights.empty_weights import empty_weights
     from merak.zoo.batches.batch import example_arguments, example_columns
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
@@ -139,28 +137,37 @@ def trace_report(request: TraceRequest) -> TraceReport:
         cache_dir=Path(folder) if folder else None,
     )
     timed = build_timed(graph_source, metas, training=True)
-    shapes = {name: math.prod(meta.shape) for name, meta in timed.graph.parameters.items()}
-    segments = timed.graph.segments
-    parallel = derived(timed.graph, request.tp, sequence=request.sequence_parallel)
-    split = report_splits(timed.graph, parallel)
+    return _report(source.name, request, timed, built - started)
+
+
+def _report(name: str, request: TraceRequest, timed: Built, build_s: float) -> TraceReport:
+    from merak.graph.tensor_parallel.apply import derived
+    from merak.graph.tensor_parallel.report import report_splits
+    from merak.graph.trace.opaque.report import report_opaque
+
+    graph = timed.graph
+    shapes = {name: math.prod(meta.shape) for name, meta in graph.parameters.items()}
+    parallel = derived(graph, request.tp, sequence=request.sequence_parallel)
+    splits = report_splits(graph, parallel)
+    num_parameters = sum(shapes.values())
     return TraceReport(
-        model=source.name,
-        parameters=sum(shapes.values()),
-        segments=len(segments),
-        boundary_tensors=[len(crossing) for crossing in timed.graph.boundaries()],
+        model=name,
+        parameters=num_parameters,
+        segments=len(graph.segments),
+        boundary_tensors=[len(crossing) for crossing in graph.boundaries()],
         seconds={
-            "build": built - started,
+            "build": build_s,
             "trace": timed.trace_s,
             "shard": timed.shard_s,
-            "total": built - started + timed.trace_s + timed.shard_s,
+            "total": build_s + timed.trace_s + timed.shard_s,
         },
         cached=timed.cached,
         peak_rss_bytes=peak_rss_bytes(),
         tp=request.tp,
-        tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (sum(shapes.values()) or 1),
+        tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (num_parameters or 1),
         sequence_parallel=request.sequence_parallel,
-        parts=[_part(*pair, shapes) for pair in zip(segments, split, strict=True)],
-        kept_whole=report_opaque(timed.graph),
+        parts=[_part(*pair, shapes) for pair in zip(graph.segments, splits, strict=True)],
+        kept_whole=report_opaque(graph),
     )
 
 
