@@ -15,7 +15,7 @@ from merak.core.errors import PlanError
 from merak.core.mesh import Mesh, crosses_nodes
 from merak.core.rank0 import decide_on_rank0
 from merak.graph.ir.ir import batch_size
-from merak.ops.collectives import start_sum
+from merak.ops.collectives import start_all_reduce
 from merak.plan.balance import Timed
 from merak.plan.cost.overlap import Layers, layer_costs
 from merak.plan.engine_options import EngineOptions
@@ -167,7 +167,7 @@ def measure_all_reduce(layout: Layout, mesh: Mesh) -> AllReduceTimes:
     factor = torch.zeros(_SIZE, _SIZE, device=mesh.device)
 
     def start() -> Callable[[], object]:
-        work = start_sum(tensor, "tp")
+        work = start_all_reduce(tensor, "tp")
         return work.wait if work is not None else lambda: None
 
     def compute(num_products: int) -> None:

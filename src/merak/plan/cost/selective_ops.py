@@ -15,8 +15,8 @@ from torch import fx
 
 from merak.core.storages import Storages
 from merak.graph.ir.ir import Segment
-from merak.graph.ir.mutation import find_writes
-from merak.graph.program.selective import keep_operators
+from merak.graph.ir.mutation import find_mutations
+from merak.graph.program.selective import save_operators
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import node_work, outputs
 from merak.plan.cost.segment_memory import FakeRun, structural_key
@@ -99,7 +99,7 @@ def _find(
 
 def _candidates(graph: fx.Graph) -> list[str]:
     """Torch operators whose results require a gradient and are never mutated."""
-    written = {n for members in find_writes(graph).members.values() for n in members}
+    written = {n for members in find_mutations(graph).members.values() for n in members}
     return [
         node.name
         for node in graph.nodes
@@ -113,7 +113,7 @@ def _recorded_bytes(
     segment: Segment, names: Sequence[str], device: torch.device
 ) -> Mapping[str, int]:
     """Bytes that saving each of some operators would hold; without views and unsavable ones."""
-    local, saved = keep_operators(segment, names)
+    local, saved = save_operators(segment, names)
     with torch.enable_grad(), saved.recording(device) as recording:
         FakeRun(local, device).call()
     sizes = {name: recording.num_bytes(name) for name in recording.results}
@@ -123,7 +123,7 @@ def _recorded_bytes(
 def _measure(
     segment: Segment, names: frozenset[str], fraction: float, device: torch.device
 ) -> SelectiveOps:
-    local, saved = keep_operators(segment, names)
+    local, saved = save_operators(segment, names)
     run = FakeRun(local, device)
     with torch.enable_grad(), Storages(run.arguments) as storages:
         with saved.recording(device) as recording:

@@ -141,7 +141,7 @@ class MemoryTimeline(StepInterpreter):
             for key in record.inputs:
                 self.ledger.share(key)
             memory = self.ctx.memory[segment.segment.index]
-            saves = (saves_all or segment.kept) and segment.trains
+            saves = (saves_all or segment.saved) and segment.trains
             selective = None if saves or not segment.trains else self._selective(segment)
             taken = memory.saving_forward_bytes if saves else memory.forward_bytes
             taken = taken if selective is None else selective.forward_bytes
