@@ -90,8 +90,8 @@ def test_a_segment_that_keeps_its_activations_runs_once(
 
 def test_a_share_of_the_segments_recomputes() -> None:
     engine = engine_of(recompute=0.5)
-    kept = [s.kept for s in engine._state.base.stages[0].segments]
-    assert sum(kept) == 3
+    saved = [s.saved for s in engine._state.base.stages[0].segments]
+    assert sum(saved) == 3
 
 
 @pytest.mark.parametrize("recompute", ["full", "2,3", 0.5, "selective"])
