@@ -18,7 +18,7 @@ from merak.core.units import count, size
 
 if TYPE_CHECKING:
     from merak.graph.ir.ir import Segment
-    from merak.graph.segment.build import Built
+    from merak.graph.segment.build import BuiltGraph
     from merak.graph.tensor_parallel.report import SegmentReport
     from merak.graph.trace.opaque.report import OpaqueModule
 
@@ -140,15 +140,15 @@ def trace_report(request: TraceRequest) -> TraceReport:
     return _report(source.name, request, timed, built - started)
 
 
-def _report(name: str, request: TraceRequest, timed: Built, build_s: float) -> TraceReport:
-    from merak.graph.tensor_parallel.apply import derived
-    from merak.graph.tensor_parallel.report import report_splits
+def _report(name: str, request: TraceRequest, timed: BuiltGraph, build_s: float) -> TraceReport:
+    from merak.graph.tensor_parallel.apply import auto_tensor_parallel
+    from merak.graph.tensor_parallel.report import report_sharding
     from merak.graph.trace.opaque.report import report_opaque
 
     graph = timed.graph
     shapes = {name: math.prod(meta.shape) for name, meta in graph.parameters.items()}
-    parallel = derived(graph, request.tp, sequence=request.sequence_parallel)
-    splits = report_splits(graph, parallel)
+    parallel = auto_tensor_parallel(graph, request.tp, sequence=request.sequence_parallel)
+    splits = report_sharding(graph, parallel)
     num_parameters = sum(shapes.values())
     return TraceReport(
         model=name,

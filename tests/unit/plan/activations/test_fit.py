@@ -38,8 +38,8 @@ def equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(graph: Any, *_: Any) -> list[SegmentTimes]:
         return [SegmentTimes(s.name, 1.0, 2.0) for s in graph.segments]
 
-    for room in ("build", "layout"):
-        monkeypatch.setattr(f"merak.engine.{room}.segment_times", times)
+    for module in ("engine.build", "plan.layout"):
+        monkeypatch.setattr(f"merak.{module}.segment_times", times)
 
 
 def forecast(pp: int = 2, **options: Any) -> Forecast:
