@@ -125,7 +125,7 @@ def one_step(
     program = engine._state.base
     flags = engine._state.plan_for.base.schedule.recompute
     kept = sum(
-        not flags[number] or segment.kept
+        not flags[number] or segment.saved
         for number, stage in program.stages.items()
         for segment in stage.segments
     )
@@ -226,7 +226,7 @@ def test_sums_over_tp_are_completed(pool, tmp_path):
     faults = [Fault(SUM, (1,), n, options=off) for n in (1, 10, 25)]
     faults += [Fault(CALL, (0,), 9, options=off)]
     halves = "merak.engine.segments.run_sub_pipelined."
-    faults += [Fault(f"{halves}start_sum", (1,), n, options=on) for n in (1, 20)]
+    faults += [Fault(f"{halves}start_all_reduce", (1,), n, options=on) for n in (1, 20)]
     faults += [Fault(f"{halves}propagate", (0,), 5, options=on)]
     faults += [Fault(SUM, (0,), 12, schedule="zero_bubble_h1", options=off)]
     check(pool, (1, 2, 1), faults, tmp_path)

@@ -167,7 +167,7 @@ def observe_graph(job: Job, graph: ModelGraph, model: nn.Module) -> Observed:
         watched, _ = observer(segment)
         given = [known[n] for n in (*segment.parameters, *segment.buffers)]
         given += [columns[n] for n in segment.columns]
-        given += [values[n] for n in (*segment.inputs, *segment.derived)]
+        given += [values[n] for n in (*segment.inputs, *segment.batch_only)]
         with computing_in(job.dtype):  # inside of modules that are kept whole
             results = runnable(watched.graph)(*given)
         values.update(zip(segment.outputs, results, strict=True))

@@ -145,8 +145,8 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
     from merak.graph.segment.build import GraphSource, build_timed
-    from merak.graph.tensor_parallel.apply import derived
-    from merak.graph.tensor_parallel.report import report_splits
+    from merak.graph.tensor_parallel.apply import auto_tensor_parallel
+    from merak.graph.tensor_parallel.report import report_sharding
     from merak.graph.trace.opaque.report import report_opaque
     from merak.graph.weights.empty_weights import empty_weights
     from merak.zoo.batches.batch import example_arguments, example_columns
@@ -172,8 +172,8 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     timed = build_timed(graph_source, metas, training=True)
     shapes = {name: math.prod(meta.shape) for name, meta in timed.graph.parameters.items()}
     segments = timed.graph.segments
-    parallel = derived(timed.graph, request.tp, sequence=request.sequence_parallel)
-    split = report_splits(timed.graph, parallel)
+    parallel = auto_tensor_parallel(timed.graph, request.tp, sequence=request.sequence_parallel)
+    split = report_sharding(timed.graph, parallel)
     return TraceReport(
         model=source.name,
         parameters=sum(shapes.values()),

@@ -23,7 +23,7 @@ def evaluate_microbatch(
         state: what the engine is made of.
         exchange: the values between stages.
         number: tells the microbatch from others under way.
-        microbatch: with its derived values.
+        microbatch: with its batch-only values.
 
     Returns:
         The model's outputs by name that these stages make.

@@ -196,7 +196,7 @@ class TrainingStep:
         """What performs an action and all that follow, now that the step is given up."""
         state = self._state
         for microbatch in self._microbatches:
-            if microbatch.program.chooses:
+            if microbatch.program.has_random_branches:
                 self._prepare.derive(microbatch)
         self._drain_step = DrainStep(
             state.mesh,
@@ -224,7 +224,7 @@ class TrainingStep:
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
         microbatch = self._microbatches[number]
-        if not microbatch.derived:
+        if not microbatch.batch_only:
             self._prepare.derive(microbatch)
         received = self._taken(Payload.ACTIVATION, stage - 1, number)
         keep = not self._schedule.recompute[stage]
@@ -275,7 +275,7 @@ class TrainingStep:
             self._exchange.give(Payload.GRADIENT, stage, number, made)
 
     def _complete(self, action: Action) -> None:
-        """A stage has a microbatch's gradients; after the last one its derived values go."""
+        """A stage has a microbatch's gradients; after the last one its batch-only values go."""
         weights = self._state.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
             weights.finished(action.microbatch)
@@ -283,7 +283,7 @@ class TrainingStep:
             self._state.reducer.microbatch_done(action.stage)
         self._stages_left[action.microbatch] -= 1
         if not self._stages_left[action.microbatch]:
-            self._microbatches[action.microbatch].derived = {}
+            self._microbatches[action.microbatch].batch_only = {}
 
     # ---- what the actions need ----
 

@@ -188,5 +188,5 @@ def unshards_of(
 def needs_parameters(segment: SegmentProgram, kind: Kind, recomputes: bool) -> bool:
     """Whether a segment needs its parameters in an action; arguments as of `unshards_of`."""
     if kind is Kind.RECOMPUTE:
-        return segment.trains and recomputes and not segment.kept
+        return segment.trains and recomputes and not segment.saved
     return segment.trains or kind is Kind.FORWARD

@@ -72,7 +72,7 @@ _FACTORS: Mapping[str, tuple[int, int, int | None]] = MappingProxyType(
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 _ACTIVATIONS = frozenset(("celu", "elu", "gelu", "log_sigmoid", "mish", "silu", "softplus"))
-_LOSSES = frozenset(("cross_entropy_loss", "cross_entropy_of_share"))
+_LOSSES = frozenset(("cross_entropy_loss", "vocab_parallel_cross_entropy"))
 _FUNCTIONS_BOTH_WAYS = _ACTIVATIONS | _LOSSES | {"cos", "log_softmax", "sin"}
 _FUNCTIONS = _FUNCTIONS_BOTH_WAYS | {"erf", "exp", "log", "logsumexp", "sigmoid", "softmax", "tanh"}
 """Operators that evaluate a function for every element, all of them forward."""
@@ -84,7 +84,7 @@ _EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
         # Log-probabilities are written and read; their sparse gradient is written, then spread.
         "cross_entropy_loss": (2, 2),
         # Shifted logits are written and read, twice; the gradient is computed in place.
-        "cross_entropy_of_share": (4, 2),
+        "vocab_parallel_cross_entropy": (4, 2),
         # Statistics first; the weight's gradient is a second pass.
         "batch_norm": (1, 2),
         "layer_norm": (0, 2),
@@ -146,7 +146,7 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
         "kept_module": _kept_module,
         "picked": _kept_module,
         "embedding": _embedding,
-        "embedding_of_share": _embedding,
+        "vocab_parallel_embedding": _embedding,
         "scaled_dot_product_attention": lambda node: _attention(node, device_type),
     }
     if name in special:

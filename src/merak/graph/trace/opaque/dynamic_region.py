@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from merak.core.errors import TrainingError
-from merak.graph.ir.mutation import written_by
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.serialize import may_call, pack, unpack
 from merak.graph.trace.explain import refuse_dynamic_shape
 from merak.graph.trace.opaque.operator import fake_outputs_of
@@ -138,7 +138,7 @@ def gather_dynamic_regions(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -
         UntraceableError: what is picked is returned, or written, by the model.
     """
     for node in reversed(list(graph.nodes)):
-        if not node.users and _is_about_sizes(node) and not written_by(node):
+        if not node.users and _is_about_sizes(node) and not mutated_arguments(node):
             graph.erase_node(node)
     write_out_of_place(graph, _is_open)
     regions = []
@@ -310,7 +310,7 @@ def _refuse(
     touched = {_storage(n) for m in moved for n in (m, *m.all_input_nodes)} - {None}
     outer = {_storage(n) for n in graph.nodes if n not in members} - {None}
     for node in list(graph.nodes)[first : last + 1]:
-        written = {_storage(argument) for argument in written_by(node)}
+        written = {_storage(argument) for argument in mutated_arguments(node)}
         if written & (outer if node in members else touched):
             refuse_dynamic_shape(line_of(inside[0]), _first_open(inside))
     for node in leaving:

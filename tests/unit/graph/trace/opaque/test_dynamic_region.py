@@ -113,7 +113,7 @@ def run(graph: ModelGraph, model: nn.Module, given: Batch) -> torch.Tensor:
     parameters = dict(model.named_parameters())
     for part in (graph.prologue, *graph.segments):
         program = compile_segment(part, graph.values)
-        names = (*part.parameters, *part.columns, *part.inputs, *part.derived)
+        names = (*part.parameters, *part.columns, *part.inputs, *part.batch_only)
         everything = {**parameters, **given, **values}
         made = program.function(*(everything[name] for name in names))
         values.update(zip(part.outputs, made, strict=True))
