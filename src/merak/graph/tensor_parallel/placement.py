@@ -15,6 +15,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.shards import share_of
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.custom_operators import Role, custom_operator
 
 AXIS = "tp"
 """The mesh axis that the rewriting splits over."""
@@ -261,7 +262,7 @@ def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
 _KNOWN = frozenset(("aten", "prims", "merak", "transformers"))
 """Libraries whose operators rules know by name."""
 
-_OPAQUE = frozenset(("custom_function", "kept_module", "kept_module_", "picked"))
+_OPAQUE = (Role.OPAQUE_CALL, Role.AUTOGRAD_FUNCTION)
 
 
 @cache
@@ -286,7 +287,8 @@ def is_opaque(target: Any) -> bool:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.namespace not in _KNOWN or family(target) in _OPAQUE
+    own = custom_operator(target)
+    return target.namespace not in _KNOWN or (own is not None and own.role in _OPAQUE)
 
 
 Rule = Callable[[Operator], Decision]

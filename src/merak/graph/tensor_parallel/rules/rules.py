@@ -436,7 +436,7 @@ _FAMILIES: dict[Rule, str] = {
     pad: "pad constant_pad_nd",
     concatenate: "cat concat",
     stack: "stack",
-    custom: "custom_function",
+    custom: "autograd_function",
 }
 
 RULES: dict[str, Rule] = {name: rule for rule, names in _FAMILIES.items() for name in names.split()}
