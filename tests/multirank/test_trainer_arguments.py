@@ -15,10 +15,19 @@ from transformers import default_data_collator
 
 from tests.multirank.compare import assert_close, assert_same_losses_everywhere, whole
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import ( from tests.tiers import slow
-    Layout, Outcome, Setup, Texts, Watch, alone, loss_of_logits, make_merak, make_reference,
+from tests.multirank.training import (
+    Layout,
+    Outcome,
+    Setup,
+    Texts,
+    Watch,
+    alone,
+    loss_of_logits,
+    make_merak,
+    make_reference,
     model_of,
 )
+from tests.tiers import slow
 
 SHORT = {"max_steps": 4, "learning_rate": 1e-3}
 
