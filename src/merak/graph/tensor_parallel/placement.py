@@ -15,6 +15,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.shards import share_of
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.operators import family, is_known
 
 AXIS = "tp"
 """The mesh axis that the rewriting splits over."""
@@ -258,23 +259,7 @@ def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
 
 
-_KNOWN = frozenset(("aten", "prims", "merak", "transformers"))
-"""Libraries whose operators rules know by name."""
-
 _OPAQUE = frozenset(("custom_function", "kept_module", "kept_module_", "picked"))
-
-
-@cache
-def family(target: Any) -> str:
-    """An operator's name without overload: add for aten.add.Tensor.
-
-    One of a library that no rule knows has the library before its name: what a user calls
-    mine::linear need not be torch's linear.
-    """
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name
-        return name.rpartition("::")[2] if target.namespace in _KNOWN else name
-    return str(getattr(target, "__name__", target))
 
 
 @cache
@@ -286,7 +271,7 @@ def is_opaque(target: Any) -> bool:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.namespace not in _KNOWN or family(target) in _OPAQUE
+    return not is_known(target) or family(target) in _OPAQUE
 
 
 Rule = Callable[[Operator], Decision]
