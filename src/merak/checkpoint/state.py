@@ -57,7 +57,7 @@ def save_state(
         shards: layouts of those of which it holds a part.
         mesh: the grid of ranks.
         optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
-        themselves.
+            themselves.
 
     Raises:
         WeightsError: the folder cannot be written or holds other files, or the optimizer has
@@ -109,7 +109,7 @@ def load_state(
         shards: layouts of those of which it holds a part.
         mesh: the grid of ranks.
         optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
-        themselves.
+            themselves.
 
     Raises:
         WeightsError: the folder holds no complete checkpoint, or that of another model, or no

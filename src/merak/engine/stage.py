@@ -39,7 +39,7 @@ class Microbatch:
         scale: the factor of its loss in the step's loss.
         loss_scale: a further factor of its gradients, which the step's end takes out.
         remote: in evaluation, parameters that other ranks hold; see
-        `merak.engine.comm.eval_parameters`.
+            `merak.engine.comm.eval_parameters`.
     """
 
     program: Program
@@ -82,7 +82,7 @@ class Stage:
         weights: what its segments compute with.
         buffers: the model's buffers by name.
         weight_gradients: where the segments leave weight gradients, if the schedule splits
-        backwards.
+            backwards.
         device: where it computes.
         fsdp: parameters that are gathered for a segment alone; None for none.
         offload: what moves activations to host memory; None for nothing.

@@ -33,7 +33,7 @@ class Saved:
             which must neither see the forward's writes nor repeat them.
         recording: of the operators that the recomputation leaves out.
         offloaded: what is kept instead of inputs and outputs, where activations wait in host
-        memory.
+            memory.
     """
 
     inputs: list[torch.Tensor]
@@ -168,7 +168,7 @@ def propagate(
         leaves: what the forward took.
         gradients: by name; loses those of the outputs and gains those of the inputs.
         leaf_gradients: gives further leaves, and what their readers in later graphs have given to
-        each.
+            each.
     """
     pairs = [
         (result, gradients.pop(name))

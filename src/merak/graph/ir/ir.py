@@ -120,7 +120,7 @@ class ModelGraph:
     Args:
         segments: in execution order.
         prologue: computes every batch-only value from the batch; see
-        `graph.segment.cut.slice_outputs`.
+            `graph.segment.cut.slice_outputs`.
         values: what every value that crosses a cut or leaves the model is, by name.
         parameters: what every parameter is, by its (first) name in the user's model.
         tied: other names of a tied parameter → its first name.

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.segment.cut import copy_graph
 from merak.graph.trace.branches.flags import is_branch_select, is_condition
-from merak.graph.trace.opaque.dynamic_region import dynamic_region_function, is_dynamic_region
-from merak.graph.trace.opaque.operator import is_opaque
+from merak.graph.trace.opaque.dynamic_region import dynamic_region_function
+from merak.graph.trace.opaque.operator import is_dynamic_region, is_opaque
 from merak.graph.trace.opaque.run import opaque_function
 from merak.ops.collectives import gather_with_partial_grad
 from merak.ops.sharded_saved import saving_shards

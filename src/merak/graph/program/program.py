@@ -243,9 +243,9 @@ class Program:
         fixed_values: what `fixed` has computed.
         parameter_writes: what is written into parameters before the stages run.
         synced_buffers: of evaluation, buffers that training writes elsewhere; see
-        `merak.engine.comm.buffer_sync`.
+            `merak.engine.comm.buffer_sync`.
         remote_parameters: of evaluation, parameters that other ranks hold; see
-        `merak.engine.comm.eval_parameters`.
+            `merak.engine.comm.eval_parameters`.
         ranges: what its columns hold indices of.
     """
 

@@ -15,7 +15,8 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.shards import share_of
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.operators import family, is_known
+from merak.graph.ir.custom_operators import Role, custom_operator
+from merak.graph.ir.operators import is_known
 
 AXIS = "tp"
 """The mesh axis that the rewriting splits over."""
@@ -259,7 +260,7 @@ def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
 
 
-_OPAQUE = frozenset(("custom_function", "kept_module", "kept_module_", "picked"))
+_OPAQUE = (Role.OPAQUE_CALL, Role.AUTOGRAD_FUNCTION)
 
 
 @cache
@@ -271,7 +272,8 @@ def is_opaque(target: Any) -> bool:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return not is_known(target) or family(target) in _OPAQUE
+    own = custom_operator(target)
+    return not is_known(target) or (own is not None and own.role in _OPAQUE)
 
 
 Rule = Callable[[Operator], Decision]

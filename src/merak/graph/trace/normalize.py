@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta, requires_grad
+from merak.graph.ir.custom_operators import custom_operator
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import (
@@ -26,7 +27,6 @@ from merak.graph.trace.autograd.calls import is_autograd_call, is_gradient_switc
 from merak.graph.trace.autograd.expand import CONSTANT, expand_autograd
 from merak.graph.trace.autograd.steps import AUTOCAST
 from merak.graph.trace.explain import UntraceableError, refuse_dynamic_shape
-from merak.graph.trace.modes import packed_sequences as packed
 from merak.graph.trace.node_source import frames_of, line_of, modules_of
 from merak.graph.trace.opaque.dynamic_region import (
     DynamicSizes,
@@ -41,7 +41,6 @@ _CONVERSIONS = {"aten.to.dtype_layout", "aten.to.dtype", "aten.to.device", "aten
 _RETURN_THEMSELVES = {"aten.contiguous.default"}
 _COPIES = {"aten.lift_fresh_copy.default"}
 _KNOWN_NAMESPACES = ("aten", "prim", "prims")
-_KNOWN_OPERATORS = {"merak.ctc_loss.default", *packed.OPERATORS}
 _NO_GRADIENT = FILLS_LIKE | FILLS_NEW | RANDOM_LIKE | {"detach"}
 
 
@@ -181,7 +180,9 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target.namespace not in _KNOWN_NAMESPACES and str(target) not in _KNOWN_OPERATORS:
+    own = custom_operator(target)
+    is_known = own.is_deterministic if own else target.namespace in _KNOWN_NAMESPACES
+    if not is_known:
         return True
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False

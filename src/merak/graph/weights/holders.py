@@ -73,8 +73,7 @@ class RankView:
         shards: layouts of the parameters of which it holds a part.
         shard_index: which part.
         optimizer_tensors: by name what the optimizer steps in the place of a parameter, where it is
-        not the
-            parameter itself.
+            not the parameter itself.
     """
 
     tensors: Mapping[str, torch.Tensor]

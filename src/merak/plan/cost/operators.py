@@ -29,7 +29,7 @@ from merak.graph.ir.operators import (
     SPLITS,
     family,
 )
-from merak.graph.trace.opaque.operator import flops_of, loop_of, saved_bytes_of
+from merak.graph.trace.opaque.operator import cost_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,7 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
         return _product(node, name)
     special: dict[str, Callable[[fx.Node], NodeWork]] = {
         "einsum": _einsum,
-        "kept_module": _kept_module,
-        "picked": _kept_module,
+        "opaque_call": _opaque_call,
         "embedding": _embedding,
         "vocab_parallel_embedding": _embedding,
         "scaled_dot_product_attention": lambda node: _attention(node, device_type),
@@ -288,12 +287,13 @@ def _causal_share(num_queries: int, num_keys: int) -> float:
 # Everything else
 
 
-def _kept_module(node: fx.Node) -> NodeWork:
-    """A module kept whole: what its products were on made-up values, and its operands once."""
+def _opaque_call(node: fx.Node) -> NodeWork:
+    """An opaque call: the products found when it was probed, and its operands read once."""
     read, written = _inputs(node), outputs(node)
     typed = next((m for m in (*written, *read) if m.dtype.is_floating_point), None)
     dtype = torch.float32 if typed is None else typed.dtype
-    flops, saved_bytes, loop = float(flops_of(node)), saved_bytes_of(node), loop_of(node)
+    cost = cost_of(node)
+    flops, saved_bytes, loop = float(cost.flops), cost.saved_bytes, cost.loop
     if loop is not None:
         pairs = zip(loop.traffic, (flops, 2 * flops), loop.kernels, strict=True)
         forward, backward = (Work(t, f, dtype, kernels=k) for t, f, k in pairs)

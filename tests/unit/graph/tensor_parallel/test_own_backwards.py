@@ -37,7 +37,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def functions_in(segment: Segment) -> list[fx.Node]:
-    return [n for n in segment.graph.nodes if n.target is torch.ops.merak.custom_function.default]
+    return [n for n in segment.graph.nodes if n.target is torch.ops.merak.autograd_function.default]
 
 
 @pytest.mark.parametrize("sequence", [False, True])

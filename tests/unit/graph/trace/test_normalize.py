@@ -48,7 +48,7 @@ def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         call(aten.rrelu.default, "x", 0.1, 0.3, True),
         call(aten.scaled_dot_product_attention.default, "x", "x", "x", None, 0.1),
         call(aten.scaled_dot_product_attention.default, "x", "x", "x", dropout_p=0.1),
-        call(torch.ops.merak.custom_function.default, ["x"], "some:function", "[]"),
+        call(torch.ops.merak.autograd_function.default, ["x"], "some:function", "[]"),
     ],
     ids=lambda node: str(node.target),
 )
@@ -245,7 +245,7 @@ def test_functions_that_other_ranks_could_not_call(model: nn.Module, said: str) 
 
 def test_a_function_is_one_operator() -> None:
     found = targets(traced(odd_models.OwnBackward()).graph)
-    assert "merak.custom_function.default" in found
+    assert "merak.autograd_function.default" in found
     assert "aten.sign.default" not in found
 
 

@@ -187,7 +187,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     indexing.pad: PADS,
     indexing.concatenate: CONCATENATIONS,
     indexing.stack: ("stack",),
-    elementwise.custom: ("custom_function",),
+    elementwise.custom: ("autograd_function",),
 }
 
 RULES: dict[str, Rule] = {name: rule for rule, names in _FAMILIES.items() for name in names}

@@ -23,13 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import TraceError
 from merak.core.source_lines import is_library, is_tracing_code, model_line, with_text
+from merak.graph.ir.custom_operators import Role, register, role_of
 from merak.graph.trace.explain import UntraceableError
-
-_LIBRARY = torch.library.Library("merak", "FRAGMENT")
-_LIBRARY.define(
-    "autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, str what) -> Tensor[]"
-)
-_LIBRARY.define("track_gradient_(Tensor(a!) tensor, bool on) -> Tensor(a!)")
 
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -48,8 +43,14 @@ def _track(tensor: torch.Tensor, on: bool) -> torch.Tensor:
         return tensor.requires_grad_(on)
 
 
-_LIBRARY.impl("autograd_grad", _grad, "CompositeImplicitAutograd")
-_LIBRARY.impl("track_gradient_", _track, "CompositeImplicitAutograd")
+AUTOGRAD_GRAD = register(
+    "autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, str what) -> Tensor[]",
+    Role.AUTOGRAD_CALL,
+    _grad,
+)
+TRACK_GRADIENT = register(
+    "track_gradient_(Tensor(a!) tensor, bool on) -> Tensor(a!)", Role.GRADIENT_SWITCH, _track
+)
 
 
 def differentiate(
@@ -86,17 +87,17 @@ def differentiate(
 
 def is_autograd_call(node: fx.Node) -> bool:
     """Whether a node stands for a call of `torch.autograd.grad`."""
-    return node.target is torch.ops.merak.autograd_grad.default
+    return role_of(node) is Role.AUTOGRAD_CALL
 
 
 def is_function(node: fx.Node) -> bool:
     """Whether a node applies an autograd function of the model."""
-    return str(node.target) == "merak.custom_function.default"
+    return role_of(node) is Role.AUTOGRAD_FUNCTION
 
 
 def is_gradient_switch(node: fx.Node) -> bool:
     """Whether a node stands for `requires_grad_()` on a tensor."""
-    return node.target is torch.ops.merak.track_gradient_.default
+    return role_of(node) is Role.GRADIENT_SWITCH
 
 
 def is_recording() -> bool:
@@ -146,7 +147,7 @@ class AutogradCalls(TorchFunctionMode):
 
     def _switch(self, tensor: torch.Tensor, on: bool) -> None:
         if not isinstance(tensor, nn.Parameter):
-            torch.ops.merak.track_gradient_(tensor, bool(on))
+            TRACK_GRADIENT(tensor, bool(on))
             return
         if on and not tensor.requires_grad and id(tensor) not in self._frozen:
             refuse_call(
@@ -206,7 +207,7 @@ class AutogradCalls(TorchFunctionMode):
         text = json.dumps(what)
         gradients = [gradient for gradient in given if gradient is not None]
         used = self._used(outputs, inputs, gradients, text)
-        made = iter(torch.ops.merak.autograd_grad(outputs, inputs, gradients, text))
+        made = iter(AUTOGRAD_GRAD(outputs, inputs, gradients, text))
         found = [next(made) if is_used else None for is_used in used]
         if materialize_grads:
             pairs = zip(found, inputs, strict=True)

@@ -15,7 +15,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.opaque.dynamic_region import is_dynamic_region
+from merak.graph.trace.opaque.operator import is_dynamic_region
 
 SAMPLES, LENGTH, WORDS, WIDTH = 3, 5, 7, 4
 COLUMNS = {
