@@ -13,7 +13,7 @@ import torch
 from merak.check import Case, CheckOptions, Layout, check_model
 from merak.core import mesh
 from merak.core.shards import take
-from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
+from merak.graph.tensor_parallel.apply import tensor_parallel
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
@@ -39,7 +39,7 @@ def gradients_off(models: list[tuple[str, dict[str, Any]]], tp: int) -> dict[str
         alone = cases.local(cases.weights(model), {}, 0)
         loss = cases.run_model(graph, alone, others)
         loss.backward()
-        split, shards = shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
+        split, shards = cases.shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
         shares = cases.local(cases.weights(model), shards, rank)
         own_loss = cases.run_model(split, shares, others)
         own_loss.backward()
