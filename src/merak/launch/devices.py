@@ -1,10 +1,10 @@
-"""Where ranks compute and what carries tensors between them, as the command line names it."""
+"""Devices and backends, as the command line names them."""
 
 from __future__ import annotations
 
 import torch
 
-from merak.core.did_you_mean import near
+from merak.core.did_you_mean import did_you_mean
 from merak.launch.errors import CommandError
 from merak.plan.cost.device import PRESETS, DeviceProfile, preset
 
@@ -16,7 +16,7 @@ BACKENDS = ("gloo", "nccl")
 
 
 def device_of(asked: str | None) -> torch.device:
-    """The device that is meant by `--device`.
+    """Return the device that `--device` names.
 
     Args:
         asked: "cpu" or "cuda"; None for what this machine has.
@@ -33,7 +33,7 @@ def device_of(asked: str | None) -> torch.device:
 
 
 def planned_device(asked: str | None) -> tuple[torch.device, DeviceProfile | None]:
-    """The device that a job is planned for, which need not be on this machine.
+    """Return the device that a job is planned for, which need not be on this machine.
 
     Args:
         asked: "cpu", "cuda", or the name of a GPU that has a data sheet; None for what this
@@ -51,7 +51,7 @@ def planned_device(asked: str | None) -> tuple[torch.device, DeviceProfile | Non
         # Without torch's own part for GPUs, not even tensors without numbers can be there.
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), sheet
     if asked not in (None, *DEVICES):
-        similar = near(str(asked), PRESETS)
+        similar = did_you_mean(str(asked), PRESETS)
         known = f"; use cpu, cuda, or one of {', '.join(PRESETS)}."
         raise CommandError(f"--device {asked} is not known{known if similar == '.' else similar}")
     return device_of(asked), None

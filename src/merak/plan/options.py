@@ -53,7 +53,7 @@ _BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
 
 def option(
     default: Any,
-    metavar: str,
+    placeholder: str,
     help: str,
     *,
     choices: Sequence[Any] = (),
@@ -63,12 +63,12 @@ def option(
 
     Args:
         default: its value where none is given.
-        metavar: what a usage line shows for the value; empty for a flag.
+        placeholder: what `--help` shows for the value; empty for a flag.
         help: sentence for people, in the documentation and in `--help`.
         choices: the values that it may have; empty for any.
         within: the range of a number.
     """
-    metadata = {"help": help, "metavar": metavar, "choices": list(choices), "range": within}
+    metadata = {"help": help, "placeholder": placeholder, "choices": list(choices), "range": within}
     return field(default=default, metadata=metadata)
 
 
@@ -237,9 +237,9 @@ def taken(name: str, default: Any = MISSING) -> Any:
     return field(default=own.default if default is MISSING else default, metadata=told)
 
 
-def metavar(name: str) -> str:
+def placeholder(name: str) -> str:
     """The word that a usage line shows for an option's value; empty for a flag."""
-    return str(_FIELDS[name].metadata["metavar"])
+    return str(_FIELDS[name].metadata["placeholder"])
 
 
 def range_problem(name: str, value: float | None, allowed: Range) -> Iterator[str]:

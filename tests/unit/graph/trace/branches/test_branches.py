@@ -209,8 +209,8 @@ class Counting(Stack):
 
 REFUSED = {
     Counting: "by something that the model itself computes or writes",
-    Remembering: "where it chooses by a random draw what runs next",
-    Replacing: "is computed in its place|where it chooses by a random draw",
+    Remembering: "where a random number decides what runs next",
+    Replacing: "is computed in its place|where a random number decides",
     InPlace: "writes in place into what a layer",
     Learnt: "by the parameter keep",
     Nested: "change how many more it evaluates",
