@@ -55,7 +55,7 @@ def write_out_autocast(
         weights: placeholders that stand for parameters: converted once, as autocast caches them.
 
     Raises:
-        TraceError: an operator that autocast converts inside.
+        TraceError: an operator converts its arguments inside.
     """
     known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
@@ -72,7 +72,7 @@ def _wanted(
     assert isinstance(target, torch._ops.OpOverload)
     if target._schema.is_mutable or not any(_is_float(n) for n in sources.values()):
         return {}
-    # Inside its mode: what an operator makes on its way, such as a mask, is not real either.
+    # In the fake mode: intermediate results of an operator, such as a mask, are fake too.
     with _fake_mode(n.meta["val"] for n in node.all_input_nodes), torch.no_grad():
         with torch.autocast(device_type, dtype, cache_enabled=False), _Conversions(sources) as seen:
             made = _call(node, {})
@@ -108,7 +108,7 @@ def _call(node: fx.Node, types: Mapping[fx.Node, torch.dtype]) -> Any:
 
 def _types_with(node: fx.Node, types: Mapping[fx.Node, torch.dtype]) -> list[Any] | None:
     """The dtypes that an operator returns for converted arguments; None if it refuses them."""
-    speaks = logging.getLogger("torch._subclasses.fake_tensor")  # of every call that fails
+    speaks = logging.getLogger("torch._subclasses.fake_tensor")  # it logs every call that fails
     try:
         with mock.patch.object(speaks, "disabled", True):
             return _types(_call(node, types))

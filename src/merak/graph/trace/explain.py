@@ -31,8 +31,8 @@ class UntraceableError(TraceError):
 
     Args:
         message: a sentence.
-        why: its line and what is in the way, shortly.
-        modules: paths of the modules around it, outermost first, where no traceback tells.
+        why: its line and the cause, in short.
+        modules: paths of the modules around it, outermost first, where no traceback has them.
     """
 
     def __init__(self, message: str, why: str, modules: tuple[str, ...] = ()) -> None:
@@ -53,8 +53,7 @@ def explain(
         call_eagerly: runs the model on the same fake tensors, without recording.
 
     Returns:
-        An error that says whether the model fails by itself or only when traced, where, and what
-        to do.
+        An error with the line at which the model fails, by itself or only when traced, and a fix.
     """
     for cause in causes(error):
         if isinstance(cause, TraceError):
@@ -164,12 +163,12 @@ def refuse_dynamic_shape(source: str, value: Any, modules: tuple[str, ...] = ())
     """Raise if a traced value has a data-dependent size.
 
     Args:
-        source: the line that makes it.
-        value: what it makes.
+        source: the line that computes it.
+        value: the value, a tensor or several.
         modules: paths of the modules that the line runs in, outermost first.
 
     Raises:
-        UntraceableError: it has.
+        UntraceableError: it has one.
     """
     many = value if isinstance(value, (tuple, list)) else (value,)
     for one in many:
@@ -177,8 +176,8 @@ def refuse_dynamic_shape(source: str, value: Any, modules: tuple[str, ...] = ())
             place = with_text(source) if source else "an unknown line"
             raise UntraceableError(
                 f"the model cannot be traced at {place}: the shape of a tensor depends there on "
-                "the values of another; use torch.where or a mask of fixed size instead of picking "
-                "elements.",
+                "the values of another; use torch.where or a mask of fixed size instead of "
+                "selecting elements.",
                 f"{place}: the shape of a tensor depends there on the values of another",
                 modules,
             )

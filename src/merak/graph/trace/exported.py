@@ -23,19 +23,19 @@ class Exported:
     Args:
         graph: its operators, as exported.
         signature: what its placeholders and outputs stand for.
-        found: tensors that are neither parameters nor buffers, by their target.
+        constants: tensors that are neither parameters nor buffers, by their target.
         outputs: names of the model's outputs, in order.
         parameters: as of `Trace`.
         tied: as of `Trace`.
         replaced: names of attributes that forward has replaced, by the identity of the tensor.
         columns: names of the batch's columns.
         num_conditions: as of `Trace`.
-        sizes: what becomes of sizes that depend on values.
+        sizes: policy for data-dependent sizes.
     """
 
     graph: fx.Graph
     signature: torch.export.graph_signature.ExportGraphSignature
-    found: Mapping[str, Any]
+    constants: Mapping[str, Any]
     outputs: tuple[str, ...]
     parameters: dict[str, TensorMeta]
     tied: dict[str, str]
@@ -68,14 +68,14 @@ def lift(exported: Exported) -> dict[str, torch.Tensor]:
         else:
             node.meta |= {"kind": Kind.BUFFER, "name": target}
             if spec.kind == InputKind.CONSTANT_TENSOR:
-                constants[target] = _with_numbers(target, exported.found[spec.target or ""])
+                constants[target] = _with_values(target, exported.constants[spec.target or ""])
     _keep_user_outputs(graph, signature)
     _merge_placeholders(graph)
     _refuse_state(constants, exported.replaced)
     return constants
 
 
-def _with_numbers(name: str, constant: Any) -> torch.Tensor:
+def _with_values(name: str, constant: Any) -> torch.Tensor:
     if not isinstance(constant, torch.Tensor) or constant.is_meta:
         raise TraceError(
             f"the model reads the tensor {name}, which is no parameter or buffer and has no "

@@ -1,8 +1,8 @@
 """Parameter writes inside a model's forward, hoisted out of its graph to before a step.
 
-A forward that clips its weights, or gives them a norm, does so again and again: once it is done, it
-changes nothing more. So it is the same to do it before the first microbatch, wherever the parameter
-is held, and to leave it out of the segments. What would not be the same is refused.
+A forward that clips its weights, or normalizes them, does so in every run; the second time changes
+nothing more. Such an idempotent write is done once before the first microbatch, on the ranks that
+hold the parameter, and no segment does it. Other writes into parameters are refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ aten = torch.ops.aten
 _RENORM = aten.embedding_renorm_.default
 _ELEMENTWISE = CONVERSIONS | {"detach", "alias", "copy_", "clone"}
 _SCALES = (0.01, 1.0, 30.0)
-"""Of the numbers that a write is tried with: small ones, usual ones, and such as need clipping."""
+"""Scales of the values that a write is tried with: small, usual, and so large as to be clipped."""
 _ROUNDING = 16.0
-"""Roundings by which what is written a second time may differ."""
+"""Units of rounding by which a second write's result may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _Write:
         parameter: its placeholder.
         writers: the operators that write, in order.
         members: the parameter and all views of it.
-        cone: what the writers depend on and they themselves, in order.
+        cone: the writers and all nodes that they depend on, in order.
         order: the place of every node in the graph.
     """
 
@@ -59,7 +59,7 @@ class _Write:
         return [node for node in found if node.meta["kind"] is kind]
 
     def refusal(self, why: str) -> TraceError:
-        """The error of a write that would not be the same before the step."""
+        """The error of a write that cannot be hoisted."""
         return TraceError(
             f"{self.writers[0].meta['source']} writes into the parameter "
             f"{self.parameter.meta['name']} while the model runs, and {why}, so that stages cannot "
@@ -73,11 +73,11 @@ def hoist_parameter_writes(
     """Hoist writes into parameters out of a graph.
 
     Args:
-        graph: with its meta; changed in place. What only the writes have read is left in it.
+        graph: with its metadata; changed in place. Nodes that only the writes read stay in it.
         constants: the tensors in the model's code, by name.
 
     Raises:
-        TraceError: a write that would not be the same before the step.
+        TraceError: a write that cannot be hoisted.
     """
     writes = find_mutations(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -114,7 +114,7 @@ def _write_of(memory: int, writes: Mutations, order: Mapping[fx.Node, int]) -> _
 
 
 def _check(write: _Write, writes: Mutations, constants: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a write that would not be the same before the step."""
+    """Refuse a write that cannot be hoisted."""
     for writer in write.writers:
         returns = writer.target._schema.returns  # type: ignore[union-attr]
         aliases = len(returns) == 1 and returns[0].alias_info is not None
@@ -187,7 +187,7 @@ def _made_up(
         known = constants.get(node.meta["name"])
         numbers = scale * torch.randn(meta.shape, generator=generator)
         is_real = meta.dtype.is_floating_point
-        # A coarse type would hide what a write changes by little.
+        # A coarse dtype would hide small changes.
         dtype = torch.promote_types(meta.dtype, torch.float32) if is_real else meta.dtype
         given[node] = numbers.to(dtype) if known is None else known.detach().cpu().clone()
     return given

@@ -1,7 +1,7 @@
 """Specialization of a symbolic trace to other batch sizes.
 
-`torch.export` writes down, beside the operators, what it has taken for granted of the sizes: its
-guards. Where they hold for other sizes, the model would run the same operators at these.
+`torch.export` records guards, assumptions about sizes, beside the operators. Where they hold for
+other sizes, the model runs the same operators at these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def at_sizes(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     """Specialize a symbolic trace to a batch's sizes.
 
     Args:
-        exported: the model traced with symbols for sizes; it is left as it is.
+        exported: the model traced with symbolic sizes; not changed.
         columns: the batch.
 
     Raises:
@@ -120,7 +120,7 @@ class _Copier:
         self._sizes = sizes
         self._numbers: dict[Any, int] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Views stay views of one memory, which later passes look at.
+        # Views keep sharing a storage, by which later passes find writes.
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(self, graph: fx.Graph, given: Mapping[fx.Node, Any]) -> fx.Graph:
@@ -128,7 +128,7 @@ class _Copier:
 
         Args:
             graph: with symbols.
-            given: the numbers of its placeholders that stand for sizes.
+            given: values of its placeholders that stand for sizes.
         """
         made = fx.Graph()
         root = nn.Module()

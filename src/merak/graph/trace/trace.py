@@ -87,7 +87,7 @@ def trace(
                 continue
             if type(error) is TraceError:
                 raise
-            # The others are for the way in here alone: users catch, and read, one kind.
+            # Subclasses steer the fallbacks alone: users catch, and read, one class.
             raise TraceError(str(error)) from error.__cause__
 
 
@@ -279,7 +279,7 @@ class _Runner(nn.Module):
 def _written_buffers(model: nn.Module, remade: set[str]) -> Iterator[None]:
     """Write into a buffer where the model assigns a new tensor to it.
 
-    One of another shape, or in the place of none, is a table for some shape: each run makes its
+    A tensor of another shape, or in place of None, is a table for that shape: each run computes its
     own.
     """
     before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]

@@ -26,7 +26,7 @@ class Trace:
         sources: files whose code the trace ran through.
         num_conditions: how many random conditions were answered for it; the graph returns their
             booleans after the outputs, until `branches` has merged both branches of each.
-        parameter_writes: what is written into parameters before the graph runs.
+        parameter_writes: writes into parameters, done before the graph runs.
     """
 
     graph: fx.Graph

@@ -31,7 +31,7 @@ def verify_constants(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> 
         constants: tensors that are neither parameters nor buffers, by name.
 
     Raises:
-        UntraceableError: one has none; it names the line that reads it.
+        UntraceableError: one is; the error names the line that reads it.
     """
     for rule in RULES:
         for node, tensor in rule(graph, constants):

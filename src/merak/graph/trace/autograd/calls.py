@@ -3,7 +3,7 @@
 Autograd works beneath the recording of a trace: the gradients that `torch.autograd.grad` returns
 would be constants in the graph. While a model is traced, the call is therefore one operator,
 `merak::autograd_grad`, which `merak.graph.trace.autograd.expand` then writes out as the operators
-of the backward. So is `requires_grad_()` on what is no parameter: from there on, gradients go back.
+of the backward. So is `requires_grad_()` on a tensor that is no parameter.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def differentiate(
     """Call `torch.autograd.grad` with a recorded operator's arguments.
 
     Args:
-        outputs: what is differentiated.
-        inputs: with respect to what.
+        outputs: tensors to differentiate.
+        inputs: tensors to differentiate with respect to.
         given: the gradients of those outputs that have one.
-        what: the rest of the operator's arguments.
+        what: the other arguments, as JSON.
 
     Returns:
         The gradient of every input; None for one that the outputs do not depend on.
@@ -110,7 +110,7 @@ class AutogradCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # A tensor's gradient is read again by whoever holds the tensor.
+        # Gradients stay alive: the model may read them from their tensors later.
         self._gradients: list[torch.Tensor] = []
         self._retaining: dict[int, torch.Tensor] = {}
         self._retained: dict[int, torch.Tensor] = {}
@@ -122,7 +122,7 @@ class AutogradCalls(TorchFunctionMode):
         """Record a call of autograd; pass any other call on.
 
         Raises:
-            UntraceableError: a call that no operator can stand for.
+            UntraceableError: no operator can represent the call.
         """
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
@@ -168,7 +168,7 @@ class AutogradCalls(TorchFunctionMode):
         """Check that forward has switched on all gradients again.
 
         Raises:
-            TraceError: a parameter is left without, which would hold for the steps to come.
+            TraceError: a parameter is left frozen, as it would be in later steps.
         """
         if self._frozen:
             shape = tuple(next(iter(self._frozen.values())).shape)
@@ -294,8 +294,8 @@ def refuse_call(what: str, instead: str = "") -> None:
     """Raise for a call of autograd that no operator can represent.
 
     Args:
-        what: the model does there.
-        instead: what it should do.
+        what: the model's action, as a verb phrase.
+        instead: a fix, as an imperative.
 
     Raises:
         UntraceableError: always.

@@ -1,7 +1,7 @@
 """Gradients that a model takes in its forward, written out as operators of its graph.
 
-`torch.autograd.grad` becomes the operators that its backward runs. They read what the forward has
-made; where they need an intermediate result of one of its operators (the noise of a dropout, the
+`torch.autograd.grad` becomes the operators that its backward runs. They read the forward's results;
+where they need an intermediate result of one of its operators (the noise of a dropout, the
 mean of a norm), that operator is written out as well. A second derivative is then simply the
 derivative of these operators, and the graph can be cut and split as any other.
 """
@@ -106,7 +106,7 @@ class _Expansion:
     def __init__(self, graph: fx.Graph, steps: Steps) -> None:
         self._graph = graph
         self._steps = steps
-        # The nodes and steps whose tensors are to be had, by the tensors' identity.
+        # Nodes that return a tensor, by the tensor's identity; alone, and in a tuple.
         self._nodes: dict[int, fx.Node] = {}
         self._outputs: dict[int, tuple[fx.Node, int]] = {}
         self._opened: set[fx.Node] = set()
@@ -209,7 +209,7 @@ class _Expansion:
         """Write a step as a node, before another one."""
         if step.is_saved:
             source = self._node(step.args[0], at)
-            if step.result.requires_grad:  # autograd hands out another tensor than a view made
+            if step.result.requires_grad:  # autograd returns another tensor than the view
                 source.meta.pop(CONSTANT, None)
             self._nodes[id(step.result)] = source
             return
@@ -231,7 +231,7 @@ class _Expansion:
     def _found(self, step: Step, tensor: torch.Tensor, node: fx.Node) -> None:
         """Note the node that returns a step's result."""
         if is_function(step.node):
-            # To its backward, what an autograd function computes on the way is a constant.
+            # To its backward, an intermediate result of an autograd function is a constant.
             one = self._graph.call_function(aten.detach.default, (node,))
             _describe(one, node, tensor)
             node = one
@@ -266,6 +266,6 @@ def _describe(node: fx.Node, source: fx.Node, value: Any) -> None:
 def _set_value(node: fx.Node, value: Any) -> None:
     """Set a node's fake value: all from one run, so that views share a storage."""
     if node.meta.get("kind") is Kind.PARAMETER:
-        node.meta["val"] = value  # which says whether it is trained
+        node.meta["val"] = value  # whose requires_grad is read later
     else:
         node.meta["val"] = tree_map_only(torch.Tensor, torch.Tensor.detach, value)

@@ -1,8 +1,8 @@
 """`torch.func` transforms, computed with plain autograd while a model is traced.
 
-`torch.func.grad`, `vjp`, `jvp` and what is built on them wrap tensors in levels of their own, which
-no operator of a graph stands for. Outside of `vmap` autograd itself yields the same: a level is
-then a view of the argument, from which gradients go back.
+`torch.func.grad`, `vjp`, `jvp` and transforms built on them wrap tensors in levels of their own,
+which no operator of a graph represents. Outside of `vmap` autograd itself computes the same: a
+level is then a view of the argument, with respect to which gradients are taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from merak.graph.trace.autograd.calls import is_recording, refuse_call
 
 _MOST_ROWS = 32
-"""A Jacobian has a backward for each row; one of more rows is not written into a graph."""
+"""A Jacobian has a backward for each row; one of more rows is refused."""
 
 _FUNC: Any = eager_transforms
 
@@ -47,7 +47,7 @@ def func_by_autograd() -> Iterator[None]:
 def _where_recorded(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement of a function of torch, used only where calls of autograd are recorded.
 
-    They are not where a module is called to see what it does, nor inside of `torch.vmap`.
+    They are not recorded in probes of modules, nor inside of `torch.vmap`.
     """
 
     @wraps(own)

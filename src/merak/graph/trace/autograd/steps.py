@@ -1,8 +1,8 @@
 """Operators that autograd runs for the nodes of a graph, recorded step by step.
 
-The graph runs once more on fake tensors, node by node, and with it what its nodes run beneath
-autograd: for `aten.linear` a transposition and a product, for a gradient that the model takes the
-operators of the backward.
+The graph runs once more on fake tensors, node by node, and operators beneath autograd are recorded:
+for `aten.linear` a transposition and a product, for a gradient that the model takes the operators
+of the backward.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Step:
     Args:
         func: the operator.
         args: its arguments, with tensors among them.
-        kwargs: likewise.
-        result: what it returned.
-        node: of the graph, for which it ran.
+        kwargs: its arguments by name.
+        result: its results.
+        node: the node of the graph for which it ran.
         is_saved: whether autograd has run it to save a result: the tensor that it detaches is, to
             a second derivative, the result itself.
         is_tracked: whether gradients were on as it ran.
@@ -75,7 +75,7 @@ class Steps:
 
     Args:
         of: per node, its steps in order.
-        values: what every node yielded.
+        values: every node's value.
         makers: the first step that made a tensor, by the tensor's identity.
     """
 

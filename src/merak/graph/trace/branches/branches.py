@@ -1,12 +1,12 @@
 """Branches on random conditions, such as layer drop: both branches in one graph.
 
-The model is traced with several answers to its conditions. Where one skips something, the trace
-must be the one with everything in, with what was skipped replaced by a value from before it;
-`graph_diff` checks that operator by operator. In the graph there is then a `where` that takes
-the one or the other, and a draw of the microbatch's own that decides (`rng_stream`).
+The model is traced with several answers to its conditions. A trace that skips a layer must equal
+the full trace, with the layer's result replaced by a value from before it; `graph_diff` checks that
+operator by operator. The merged graph has a `where` that selects one of the two values by a random
+boolean, drawn for each microbatch (`rng_stream`).
 
-The answers are a covering array: of every two conditions all four combinations are traced, so that
-a layer that depends on whether another one ran is found out.
+The answers are a covering array: of every two conditions all four combinations are traced, to find
+layers that depend on each other's conditions.
 
 Source: arXiv:1909.11556 (LayerDrop); arXiv:2010.13369 (progressive layer dropping), section 3.
 """
@@ -64,7 +64,7 @@ def covering_array(num: int) -> Iterator[frozenset[int]]:
 
     Source: Kleitman and Spencer, Families of k-independent sets (1973).
     """
-    rows = 1  # beside the one in which nothing is dropped
+    rows = 1  # beside the row in which nothing is skipped
     while comb(rows, rows // 2 + 1) < num:
         rows += 1
     # Sets of one size, more than half of the rows: every two of them differ and overlap.

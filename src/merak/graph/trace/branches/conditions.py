@@ -200,8 +200,8 @@ def host_random_in_torch(model: nn.Module, draws: RandomConditions) -> Iterator[
     """Let scalars from Python's and NumPy's generators be random tensors of torch.
 
     Args:
-        model: functions that its modules' files have taken out of `random` are replaced there too.
-        draws: follows the numbers.
+        model: functions of `random` that its modules' files have imported are replaced there too.
+        draws: the mode that follows random tensors.
     """
     replaced = {
         id(function): _of_model(owner, name, function, draws)

@@ -1,8 +1,8 @@
 """Differences between traces of one model with other answers to its conditions.
 
-Two traces are compared from what they return backwards. Operators at the same place in the model's
-code are the same if their operands are; where the place differs, what the one trace reads was left
-out of the other, which reads something from before it instead.
+Two traces are compared from their outputs backwards. Operators at the same place in the model's
+code are equal if their operands are; where the place differs, the value that the full trace reads
+is skipped in the other, which reads a value from before it instead.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SkippedNode:
 
     Args:
         condition: its number.
-        made: a result of what is left out that others read.
-        instead: what they read when it is left out.
+        made: a result of skipped operators that others read.
+        instead: the value that they read when it is skipped.
     """
 
     condition: int
@@ -71,10 +71,10 @@ def diff_graphs(run: Trace, others: Sequence[tuple[Trace, frozenset[int]]]) -> G
 
     Args:
         run: the trace with everything.
-        others: traces, and what is left out of each.
+        others: traces, and the conditions that skip something in each.
 
     Raises:
-        TraceError: they differ in more than operators left out.
+        TraceError: they differ in more than skipped operators.
     """
     aligner = _Aligner(run, [_Other.of(trace, dropped) for trace, dropped in others])
     return aligner.run()
@@ -91,8 +91,8 @@ class _Other:
         trace: the trace.
         dropped: the conditions that skip something in it.
         keys: where each of its nodes is in the code.
-        same: node of the whole trace → node here that does the same.
-        instead: node of the whole trace that is left out → what is read here.
+        same: node of the full trace → equal node here.
+        instead: skipped node of the full trace → node that is read here in place of it.
     """
 
     trace: Trace
@@ -124,7 +124,7 @@ class _Operand(str):
     """Placeholder for an operand in the text of an operator's arguments."""
 
     def __repr__(self) -> str:
-        return "%"  # which no string in quotes is
+        return "%"  # differs from every quoted string
 
 
 class _Aligner:
@@ -146,7 +146,7 @@ class _Aligner:
         dropped: list[SkippedNode] = []
         handled: set[fx.Node] = set()
         while left := {n for other in self.others for n in other.instead} - handled:
-            # What reads a value runs after it: by then all that is to know of it is known.
+            # Readers run after a value: all of its readers have been paired by then.
             made = max(left, key=self.places.__getitem__)
             dropped.append(self._skipped_node(made))
             handled.add(made)

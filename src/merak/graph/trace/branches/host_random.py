@@ -1,8 +1,8 @@
 """Opaque functions that draw with NumPy or Python and return an array.
 
-Such as the masks of SpecAugment: plain numbers and a mask of the batch go in, an array of a fixed
-shape comes out, and what is drawn on the way steers the function's own loops and nothing else. Such
-a function becomes one operator, which runs for every microbatch anew, before its segments do.
+For instance, the masks of SpecAugment: scalars and a mask of the batch go in, an array of a fixed
+shape comes out, and random numbers steer only the function's own loops. Such a function becomes one
+operator, which runs before the segments of every microbatch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class HostRandomError(TraceError):
     """A function draws on the host; it can be traced as one operator.
 
     Args:
-        function: where it is, "module:name"; None where the model's own method draws.
-        message: what to tell the user if it is not.
+        function: its name, "module:name"; None where a method of the model draws.
+        message: the error for the user, if it cannot be one operator.
     """
 
     def __init__(self, function: str | None, message: str) -> None:
@@ -57,10 +57,10 @@ def refuse_draw(frame: FrameType | None) -> None:
     """Raise for a model's code that draws on the host, with a function that can be one operator.
 
     Args:
-        frame: that of the code.
+        frame: the code's frame.
 
     Raises:
-        HostRandomError: if a module of the model is behind it.
+        HostRandomError: the code runs for a module of the model.
     """
     where, function = "", None
     while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
@@ -186,7 +186,7 @@ class HostRandomFunctions(TorchFunctionMode):
     def recorded(self, model: nn.Module) -> Iterator[None]:
         """Replace the functions by operators in the model's source files."""
         names = {type(module).__module__ for module in model.modules()}
-        from_numpy = torch.from_numpy  # which no mode sees
+        from_numpy = torch.from_numpy  # a function that no mode sees
         with ExitStack() as stack:
             stack.enter_context(
                 mock.patch.object(

@@ -70,8 +70,8 @@ def _insert(
 def _steps(dropped: SkippedNode, found: GraphDiff, places: dict[fx.Node, int]) -> list[fx.Node]:
     """Results of a layer's parts, each of which passes its input on when the layer is skipped.
 
-    Those are values like the layer's result that alone live on, with products by weights on both
-    sides; so the layer can be cut there. The last one is its result.
+    At each of these points one value of the result's shape is live, with weight GEMMs before and
+    after it, so that the layer can be cut there. The last point is the layer's result.
     """
     if sum(other.condition == dropped.condition for other in found.dropped) > 1:
         return [dropped.made]

@@ -19,8 +19,8 @@ def draw_from_stream(number: int, operator: str, *args: Any, **kwargs: Any) -> A
     """Draw from a stream that is seeded by the default generator's seed and a number.
 
     Args:
-        number: of the draw among those of the model.
-        operator: what draws, such as aten.rand.default; one that writes gets a copy to write into.
+        number: number of the draw in the model.
+        operator: its name, such as aten.rand.default; one that writes gets a copy to write into.
         args: of that operator.
         kwargs: of that operator.
     """
@@ -47,11 +47,11 @@ def refuse_late_conditions(operators: Iterable[fx.Node]) -> None:
         operators: those that run with the segments.
 
     Raises:
-        TraceError: one of them draws or chooses.
+        TraceError: one of them is a condition or its random draw.
     """
     for node in (n for n in operators if is_stream_draw(n) or is_condition(n)):
         raise TraceError(
-            f"the model cannot be traced: {node.meta['source']} draws, or chooses what runs next, "
+            f"the model cannot be traced: {node.meta['source']} draws, or decides what runs next, "
             "by something that the model itself computes or writes while it runs; let that depend "
             "on nothing but the batch, numbers and buffers that forward leaves as they are."
         )

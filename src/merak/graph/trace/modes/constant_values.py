@@ -94,7 +94,7 @@ class ConstantValues(TorchFunctionMode):
             self._forget(tensors if isinstance(func, torch._ops.OpOverload) else tensors[:1])
         if not (known and tensors) and func not in _FACTORIES:
             if func in _SELECTS and len(args) == 2 and self._picks(*args):
-                func = _T.__getitem__  # which is the same for a mask of the same shape
+                func = _T.__getitem__  # equal for a mask of the tensor's shape
             return func(*self._placed(func, args), **kwargs)
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors) and tensors:
             return func(*args, **kwargs)
@@ -122,7 +122,7 @@ class ConstantValues(TorchFunctionMode):
             twin = self._known(tensor)
             if twin is not None:
                 self._unknown.add(twin.untyped_storage()._cdata)
-                self._twins[twin] = twin  # so that nothing else gets its memory's name
+                self._twins[twin] = twin  # so that no other storage gets its address
 
     def _note(self, result: Any, twin: Any) -> None:
         results, twins = tree_leaves(result), tree_leaves(twin)
@@ -145,7 +145,7 @@ class ConstantValues(TorchFunctionMode):
             try:
                 own_args, own_kwargs = tree_map(self._real, (args, kwargs))
                 found = func(*own_args, **own_kwargs)
-            except Exception:  # whatever it is that the numbers are not known for
+            except Exception:  # whatever fails for unknown values
                 return None
         sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, _T)]
         return None if any(size > _MOST_ELEMENTS for size in sizes) else (found,)

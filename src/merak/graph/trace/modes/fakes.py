@@ -25,7 +25,7 @@ from merak.core.tensor_meta import TensorMeta
 def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
     """Replace parameters and buffers by fake tensors; restore the model's own afterwards.
 
-    What the model registers while it runs is gone again.
+    Parameters and buffers that the model registers while it runs are removed.
     """
     every: list[dict[str, Any]] = [
         slots for module in model.modules() for slots in (module._parameters, module._buffers)
@@ -73,9 +73,9 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
     """Let transformers choose attention masks in a trace as in eager code.
 
     While a model is exported, transformers builds every causal mask in full, which rules out the
-    attention kernels that know `is_causal`. In eager it looks at the numbers: no padding mask and
-    positions that count up by one mean no mask. Positions that the model itself counted (one row,
-    or one row expanded) always do.
+    attention kernels that know `is_causal`. In eager it looks at the values: no padding mask and
+    positions that count up by one mean no mask. Positions that the model itself has counted (one
+    row, or one row expanded) always do.
     """
     from transformers import masking_utils
 
@@ -108,7 +108,7 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
 def hidden_compilation() -> Iterator[None]:
     """Hide from models of transformers that they are compiled.
 
-    Some leave out a mask, and then fail without it, where they find that they are compiled.
+    When compiled, some models leave out a mask, and then fail without it.
     """
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("transformers.")]
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def modules_stay_in_place() -> Iterator[None]:
     """Let a model that moves or converts its own modules find that already done.
 
     Raises:
-        TraceError: a conversion that changes something, which the trace would forget.
+        TraceError: a conversion changes a tensor, which the trace would lose.
     """
 
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
@@ -163,8 +163,8 @@ def refuse_host_random(model: nn.Module) -> Iterator[None]:
 def restored_attributes(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of a model's modules after its trace.
 
-    What a forward sets, such as the length that a table was made for or the last loss, is made of
-    fake tensors, or tells of a run that has not been.
+    Attributes that a forward sets, such as the length of a table or the last loss, hold fake
+    tensors, or the state of a run that never happened.
     """
     before = [
         (vars(module), {n: (v, _items(v)) for n, v in vars(module).items() if n not in _MODULE})

@@ -31,10 +31,10 @@ def select_hooked_modules(model: nn.Module, opaque: OpaqueSelection) -> None:
 
     Args:
         model: the model that is to be traced.
-        opaque: gains them.
+        opaque: gains these modules.
 
     Raises:
-        TraceError: the model itself has such hooks, or a module has those of another kind.
+        TraceError: the model itself has such hooks, or a module has deprecated ones.
     """
     for path, module in _hooked(model):
         kind = type(module).__name__
@@ -48,8 +48,8 @@ def select_hooked_modules(model: nn.Module, opaque: OpaqueSelection) -> None:
                 f"{path} ({kind}) has a hook of register_backward_hook, which torch has "
                 "deprecated; use register_full_backward_hook."
             )
-        if not any(path == whole or path.startswith(f"{whole}.") for whole in opaque.whole):
-            opaque.whole[path] = WHY
+        if not any(path == outer or path.startswith(f"{outer}.") for outer in opaque.modules):
+            opaque.modules[path] = WHY
 
 
 def _hooked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,7 +1,7 @@
 """Work of `torch.export` that nobody reads, left out.
 
-It compiles the Python code of some ten intermediate graphs, and looks up the text of all lines on
-the stack of every operator: a third of its time where a model unrolls a loop.
+`torch.export` compiles the Python code of some ten intermediate graphs, and looks up the text of
+all lines on every operator's stack: a third of its time where a model unrolls a loop.
 """
 
 from __future__ import annotations

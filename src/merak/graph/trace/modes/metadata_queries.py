@@ -1,7 +1,7 @@
 """Queries of tensors' metadata, most of a trace's calls: they skip all other modes.
 
-`torch.export` asks every parameter for a hundred such things. Each would go through all the modes
-that follow what a model does.
+`torch.export` makes a hundred such queries of every parameter. Each would pass all modes of a
+trace.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MetadataQueries(TorchFunctionMode):
     """Function mode that answers metadata queries before any other mode sees them.
 
     Args:
-        packed: the one that follows packed sequences, whose sizes it must see.
+        packed: the mode of packed sequences, which must see queries of their sizes.
     """
 
     def __init__(self, packed: PackedSequences) -> None:

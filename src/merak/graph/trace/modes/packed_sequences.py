@@ -1,8 +1,8 @@
 """Packed sequences in a trace: padded to a fixed number of rows, of which a batch uses some.
 
-`pack_padded_sequence` gives as many rows as the sequences have elements, which depends on the
-batch's numbers. Here packed rows and their counts by time have the sizes of a batch without any
-padding; packing, recurrent layers and padding are operators that look at the rows in use alone.
+`pack_padded_sequence` returns as many rows as the sequences have elements, which depends on the
+batch's values. Here packed rows and their counts by time have the sizes of a batch without any
+padding; packing, recurrent layers and padding are operators on the used rows alone.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _packed_rnn(
     run = _RNNS[kind]
     given = tuple(states) if kind == "lstm" else states[0]
     how = (weights, biases, layers, dropout, train, bidirectional)
-    if _is_fake(data):  # as many rows at every time
+    if _is_fake(data):  # all time steps have as many rows
         by_time = data.view(counts.shape[0], -1, *data.shape[1:])
         output, *last = run(by_time, given, *how, False)
         return [output.flatten(0, 1), *last]
@@ -119,7 +119,7 @@ PACKED_RNN = register(
     "bool biases, int layers, float dropout, bool train, bool bidirectional) -> Tensor[]",
     Role.KERNEL,
     _packed_rnn,
-    is_deterministic=True,  # but for its dropout between layers, of which its tag speaks
+    is_deterministic=True,  # but for dropout between layers, see its tag
     is_seeded=True,
 )
 

@@ -3,7 +3,7 @@
 A function's Python code may read the size of its operands (`gradient / math.sqrt(x.numel())`), and
 on a shard it would read the shard's. So a function's forward and backward are recorded on meta
 tensors of the full size and of the shard's: where both recordings are equal, and hold elementwise
-operators alone, the function gives on a shard what it gives there on the whole.
+operators alone, the function computes on a shard what it computes there on the full tensor.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def is_size_invariant(
     Args:
         tensors: its operands, of one shape.
         local: the shape of a shard of each.
-        function: where it is, as `merak::autograd_function` names it.
-        arguments: its arguments, as there.
+        function: its name, as of `merak::autograd_function`.
+        arguments: its arguments, as of `merak::autograd_function`.
     """
-    # Of a function that is defined anew under its name, as in a notebook, nothing is known.
+    # The class is part of the key: a notebook may redefine a function under its name.
     return _is_invariant(named_function(function), tuple(tensors), local, function, arguments)
 
 
@@ -55,14 +55,14 @@ def _is_invariant(
     whole = tensors[0].shape
     if any(meta.shape != whole for meta in tensors):
         return False
-    # A function may ask which gradients are wanted: the trace's own answer, and the widest one.
+    # A function may read needs_input_grad: try the trace's own, and all.
     answers = {
         tuple(meta.requires_grad for meta in tensors),
         tuple(meta.dtype.is_floating_point for meta in tensors),
     }
     dtypes = tuple(meta.dtype for meta in tensors)
     for wanted in sorted(answers):
-        # The whole size once more: a function that keeps count of its calls shows here.
+        # The full size again, which reveals a function with a state.
         recordings = [
             _recording(dtypes, wanted, shape, function, arguments)
             for shape in (whole, local, whole)
@@ -82,7 +82,7 @@ def _recording(
 ) -> Recording | None:
     """The operators of a function, without sizes; None if it is not elementwise.
 
-    All results' gradients may come back, or that of one alone.
+    The backward is recorded with gradients of all results, and of each alone.
     """
     found: list[Any] = []
     only: int | None = None
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
     """Dispatch mode that notes operators, with tensors numbered in the order in which they appear.
 
     Args:
-        shape: of the operands, which all tensors but single numbers must have.
+        shape: of the operands, which all tensors but scalars must have.
         operands: tensors that are known from the start.
     """
 
@@ -183,7 +183,7 @@ class _Recorder(TorchDispatchMode):
         if not value.is_meta and value.dim() == 0:
             return "number", value.dtype, repr(value.item())
         place = self._places.get(value.untyped_storage()._cdata)
-        # One that nobody made may hold any numbers, such as `x.new_tensor(x.numel())`.
+        # A tensor that no operator made may hold a size, such as `x.new_tensor(x.numel())`.
         self.is_elementwise &= place is not None
         return "tensor", value.dtype, place
 

@@ -28,7 +28,7 @@ class DetachedData(TorchFunctionMode):
         """Detach a tensor whose `.data` is read; pass any other call on.
 
         Raises:
-            TraceError: the model gives a tensor other data, which no trace sees.
+            TraceError: the model assigns to `.data`, which no trace sees.
         """
         if func == _GET_DATA:
             return args[0].detach()

@@ -1,8 +1,8 @@
 """Value checks in a model's code, such as of label ranges: a trace assumes that they pass.
 
-`if labels.max() >= self.vocab_size: raise …` decides nothing but whether the model fails. Numbers
-are not there while it is traced, so the way past the check is taken. Of how many elements are
-picked, as in `assert (ids == separator).nonzero().shape[0] == 3 * len(ids)`, the trace is told.
+`if labels.max() >= self.vocab_size: raise …` decides only whether the model fails. A trace has no
+values, so it assumes that the check passes. A check of a data-dependent size, as in
+`assert (ids == separator).nonzero().shape[0] == 3 * len(ids)`, becomes a constraint of the trace.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ValueChecks:
             return of_sizes(condition)
 
         patch = mock.patch.object
-        # The method of Tensor asks the modes first: numbers that they know need no answer.
+        # Tensor's own method asks the modes first: values that they know need no answer.
         self._patches.enter_context(patch(FakeTensor, "__bool__", to_bool, create=True))
         self._patches.enter_context(patch(torch.SymBool, "__bool__", truth_of_sizes))
         return self
@@ -76,7 +76,7 @@ class ValueChecks:
         """Warn, on rank 0, of checks that training leaves out.
 
         Args:
-            are_sizes_checked: whether those of sizes are made when the graph runs.
+            are_sizes_checked: whether the graph makes checks of sizes when it runs.
         """
         left_out = self._left_out if are_sizes_checked else self._left_out | self._of_sizes
         for file, line in sorted(left_out):
@@ -141,7 +141,7 @@ def passing_value(tree: ast.AST, line: int) -> bool | None:
         line: the line that converts a tensor to a boolean.
 
     Returns:
-        True or False, or None where the line is no such test, or one with contrary parts.
+        True or False; None where the line is no such test, or has contrary operands.
     """
     for node in ast.walk(tree):
         if isinstance(node, (ast.If, ast.Assert)) and _spans(node.test, line):

@@ -42,12 +42,12 @@ def dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device)
     """Call a module on meta or fake tensors, and measure it.
 
     Args:
-        call: with nothing known of what comes out.
-        metas: of its tensors, those of the module first.
-        device: where it is to run.
+        call: without its outputs, which are to be found.
+        metas: metadata of its tensors, the module's own first.
+        device: device that it will run on.
 
     Raises:
-        CannotBeOpaque: it needs numbers, or keeps something, or writes into what it is given.
+        CannotBeOpaque: it needs values, keeps a tensor, or writes into its inputs.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
@@ -202,7 +202,7 @@ def _written(
     """The buffers that a module writes into.
 
     Raises:
-        CannotBeOpaque: it writes into what it is called with.
+        CannotBeOpaque: it writes into its inputs.
     """
     assert call.ref.module is not None
     suspected = may_write(call.ref.module)

@@ -42,7 +42,7 @@ class DynamicRegion:
         nodes: their graph, as `merak.graph.ir.serialize` has it; its placeholders are the node's
             tensors.
         outputs: sizes of the tensors that it returns.
-        line: of the model's code, where they begin.
+        line: the first one's line in the model's code.
     """
 
     nodes: tuple[Any, ...]
@@ -338,7 +338,7 @@ def _packed(
     return pack(graph)
 
 
-# What it may cost at most
+# An upper bound of its cost
 
 
 def _bound(given: Iterable[fx.Node]) -> int:

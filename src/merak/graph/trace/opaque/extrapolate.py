@@ -27,11 +27,11 @@ def extrapolated(measure: Measure, metas: Sequence[TensorMeta]) -> ProbeResult |
 
     Args:
         measure: runs it.
-        metas: its operands; which size is the sequence's length is found by trying.
+        metas: metadata of its operands; the size that is the sequence's length is found by trying.
 
     Returns:
-        As if it had been run; None where no size decides how long it is, or what it does is no
-        polynomial of the length.
+        The result of a run at full length; None where no size is the length, or the cost is no
+        polynomial of it.
     """
     sizes = {size for meta in metas for size in meta.shape if size > 2 * LENGTHS[-1]}
     for length in sorted(sizes):
@@ -50,10 +50,10 @@ def _at_lengths(
     for short in LENGTHS:
         try:
             found.append(measure([_resized(meta, length, short) for meta in metas]))
-        except Exception:  # whatever the code does with shapes that are not what they should be
+        except Exception:  # whatever the code raises for other shapes
             return None
         if len(found) == 2 and _kernels(found[1]) - _kernels(found[0]) < LENGTHS[1] - LENGTHS[0]:
-            return None  # not as many passes as that size has elements
+            return None  # fewer passes than the size says
     return found
 
 

@@ -2,7 +2,7 @@
 
 A loop over the tokens of a sequence makes a graph that grows with the sequence: a Mamba of 64
 layers at 4,096 tokens would have two million operators. Such a loop is found while it runs, after
-its first passes, so that what it stands in can be one opaque operator.
+its first passes, so that the function or module around it can be one opaque operator.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LoopFound(UntraceableError):
     """A loop of many passes, none of which calls a module or reads a weight of its own.
 
     Args:
-        line: the one that it was found at: file, number, text.
+        line: the line at which it was found: file, number, text.
         modules: paths of the modules around it, outermost first.
         place: the code that it stands in.
         functions: names of the functions around it that could be opaque, innermost first.
-        is_too_long: whether it was to be written out, and is longer than a trace can be.
+        is_too_long: whether it was to be unrolled, and is longer than a trace can be.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class _Activation:
 
     Args:
         frame: of the call; held, so that no other gets its identity.
-        at: the instruction that it was at when it was last seen.
-        module: what it is the call of, where it is a module's.
-        passes: of its loops; those that are unlike all before are not counted.
-        operators: functions of torch called in it, by itself or by what it calls.
-        is_new: whether the pass that is under way has met what none before has.
+        at: its instruction when it was last seen.
+        module: the module whose forward it is, if it is one.
+        passes: passes of its loops, but for those that met a new module or weight.
+        operators: calls of torch's functions in it, or in functions that it calls.
+        is_new: whether the current pass has met a module or weight that none before has.
         met: modules called, and weights read, so far.
     """
 
@@ -113,14 +113,14 @@ class _Activation:
 class Loops(TorchFunctionMode):
     """Function mode that raises an error for a loop of more than `MOST_PASSES` passes.
 
-    So does one of a few, once loops have made `MANY_OPERATORS`: layers add theirs up.
+    After `MANY_OPERATORS` in loops, a loop of a few passes raises it too: those of layers add up.
 
-    A loop over layers is not meant: its passes call a module, or read a weight or a piece of one,
-    that no pass before has. Nor is a sum of many tensors, with one operator in a pass.
+    A loop over layers raises none: each pass calls a module, or reads a weight or a part of one,
+    that no pass before has. Nor does a sum of many tensors, with one operator in a pass.
 
     Args:
         model: whose forward runs.
-        unrolled: code whose loops are written out all the same, up to `MOST_OPERATORS` in all.
+        unrolled: code whose loops are unrolled all the same, up to `MOST_OPERATORS` in all.
     """
 
     def __init__(self, model: nn.Module, unrolled: Collection[Place]) -> None:

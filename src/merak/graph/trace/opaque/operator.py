@@ -1,9 +1,8 @@
 """Opaque calls in a graph: one operator that calls a module as eager code does.
 
-The inside of some modules cannot be written down as operators: what runs next, or a size, depends
-there on the numbers in a tensor. Such a module becomes one node. Its operands are the module's
-parameters and buffers and the tensors it is called with; when a segment runs, the module itself is
-called with them.
+Some modules cannot be traced: their control flow, or a size, depends on the values of a tensor.
+Such a module becomes one node. Its operands are the module's parameters, buffers and input tensors;
+when a segment runs, the module itself is called with them.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class ModuleRef:
     """Reference to a module of the user's model, of which only the path is stored.
 
     Args:
-        path: of the module.
-        module: itself.
+        path: of the module, or a function's name.
+        module: the module itself; None until `connect_modules` has found it.
     """
 
     def __init__(self, path: str, module: nn.Module | None = None) -> None:
@@ -51,9 +50,9 @@ class LoopCost:
     """Cost of an opaque call that loops over a sequence, found in a dry run.
 
     Args:
-        plain_bytes: the most that its forward takes at once, outputs included, without a backward.
-        forward_bytes: the same with what the backward needs.
-        backward_bytes: the most that its backward takes beyond that, gradients included.
+        plain_bytes: peak memory of its forward, outputs included, without gradients.
+        forward_bytes: the same with gradients, saved tensors included.
+        backward_bytes: peak memory of its backward beyond that, gradients included.
         kernels: operators that read or write memory, of its forward and of its backward.
         traffic: bytes that these read and write.
     """
@@ -69,27 +68,27 @@ class LoopCost:
 class OpaqueCall:
     """Call of an opaque module or function.
 
-    Its tensors are first those of the module, then those it is called with.
+    Its tensors are the module's own, followed by its inputs.
 
     Args:
         ref: the module.
         class_name: of the module.
-        why: what in it cannot be traced, and where.
-        states: per tensor of the module, its names in it (several where it is shared).
-        parameters: how many of these are parameters; buffers follow.
-        arguments: (args, kwargs) of its forward, with a `Slot` in the place of every tensor.
-        numbers: slots that are numbers for the module, which others give as tensors.
-        written: which of its tensors it writes into.
-        outputs: the tensors that it returns.
+        why: why it cannot be traced, and at which line.
+        states: per tensor of the module, its names in it (several where it is tied).
+        parameters: the number of parameters among these; buffers follow.
+        arguments: (args, kwargs) of its forward, with a `Slot` in place of every tensor.
+        numbers: slots of scalars, which the graph passes as tensors.
+        written: numbers of its tensors that it writes into.
+        outputs: metadata of the tensors that it returns.
         shared: (output, tensor) pairs that share a storage; the tensor ~n is the output n.
         modes: train or eval mode of it and its submodules.
-        autocast: (device type, type) of the mixed precision that it runs in; None for none.
+        autocast: (device type, dtype) of the autocast that it runs in; None without autocast.
         grad: whether gradients were on where it is called.
-        saved_bytes: what its backward needs, inputs and weights aside.
+        saved_bytes: saved tensors of its backward, inputs and weights aside.
         flops: of the matrix products of its forward, for synthetic values.
-        watched: whether something is written, after the call, into what it returns or is given.
-        always: which of its tensors get a gradient in every backward.
-        loop: what it costs, where it is opaque for a loop.
+        watched: whether later operators write into its inputs or outputs, so that aliases matter.
+        always: numbers of its tensors that get a gradient in every backward.
+        loop: its cost, where it is opaque for a loop.
     """
 
     ref: ModuleRef
@@ -123,7 +122,7 @@ class CallCost:
 
     Args:
         outputs: shape and type of each of its outputs.
-        saved_bytes: what its backward needs beside its operands.
+        saved_bytes: saved tensors of its backward beside its operands.
         flops: of the matrix products of its forward.
         loop: its cost, where it loops over a sequence.
         number: of the call in its trace; none once the call is in the node's meta.
@@ -166,7 +165,7 @@ def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) 
     """Record an opaque call in a trace; see `attach_calls`.
 
     Args:
-        call: what is called.
+        call: the call.
         number: of the call in this trace.
         tensors: its tensors.
 
@@ -287,10 +286,10 @@ def fake_outputs(
     """Fake outputs of a call, with the memory of the real one.
 
     Args:
-        outputs: what it returns.
-        saved_bytes: what its backward needs beside its operands.
+        outputs: metadata of its outputs.
+        saved_bytes: saved tensors of its backward beside its operands.
         tensors: its operands.
-        loop: what it costs, where it loops over a sequence.
+        loop: its cost, where it loops over a sequence.
     """
     if not outputs:
         return []

@@ -1,9 +1,9 @@
 """In-place writes of data-dependent elements, rewritten as operators that make new tensors.
 
 `out.index_add_(0, rows, …)` and `out[rows] = …` in a loop over experts write into one tensor again
-and again. What has sizes that depend on values becomes an operator of its own for each expert, and
-two of these cannot write into one memory. So each makes a new tensor, which all that comes later
-reads in the place of the old one.
+and again. Each expert's data-dependent sizes become a region of their own, and two regions cannot
+write into one storage. So each returns a new tensor, which later operators read in place of the old
+one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write_out_of_place(graph: fx.Graph, is_open: Callable[[fx.Node], bool]) -> N
 
     Args:
         graph: as exported, with fake tensors as `val`; changed in place.
-        is_open: whether a size of what a node yields depends on values.
+        is_open: whether a node's value has a data-dependent size.
     """
     writes = [
         n for n in graph.nodes if any(map(is_open, n.all_input_nodes)) and mutated_arguments(n)
@@ -64,7 +64,7 @@ def _functional(target: Any) -> Any:
 class _Rewriting:
     """Storages of nodes, as the trace had them, and the places where they are read.
 
-    A node that is made for a write has the place of the write in the order.
+    A node that replaces a write has the write's place in the order.
     """
 
     def __init__(self, graph: fx.Graph) -> None:

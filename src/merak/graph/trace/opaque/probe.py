@@ -1,7 +1,7 @@
 """Probes of opaque modules: one module is called on synthetic values to find what it returns.
 
-Only the one module is called, on the CPU or where the model is, with values that are as good as
-any: what they decide is checked to be the same for others, and again when the module runs.
+Only the one module is called, on the CPU or the model's device. What its outputs depend on is
+checked with several sets of values, and again when the module runs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CannotBeOpaque(TraceError):
 
     Args:
         path: of the module.
-        why: what is in the way.
-        is_object: whether that is an object that goes in or out, such as a cache.
+        why: the cause.
+        is_object: whether the cause is an object that is passed or returned, such as a cache.
     """
 
     def __init__(self, path: str, why: str, *, is_object: bool = False) -> None:
@@ -59,11 +59,11 @@ class ProbeResult:
     """Outputs, writes and cost of a module, as a probe has found them.
 
     Args:
-        result: nested, with slots in the place of tensors.
-        outputs: these tensors.
-        written: which of its tensors it writes into.
+        result: nested, with slots in place of tensors.
+        outputs: metadata of these tensors.
+        written: as of `OpaqueCall`.
         shared: as of `OpaqueCall`.
-        saved_bytes: what autograd keeps beside what it is given.
+        saved_bytes: as of `OpaqueCall`.
         flops: of its matrix products.
         always: as of `OpaqueCall`.
         loop: as of `OpaqueCall`.
@@ -93,14 +93,15 @@ def probe(
     """Call a module on synthetic values, and measure it.
 
     Args:
-        call: with nothing known of what comes out.
-        metas: of its tensors, those of the module first.
-        real: parameters and buffers that have numbers already, by name in the module.
-        device: where it is to run.
-        modes: function modes that it is to run in, the outermost first.
+        call: without its outputs, which are to be found.
+        metas: metadata of its tensors, the module's own first.
+        real: parameters and buffers that have values already, by name in the module.
+        device: device to run it on.
+        modes: function modes to run it in, the outermost first.
 
     Raises:
-        CannotBeOpaque: it fails on all values that were tried, or what it returns depends on them.
+        CannotBeOpaque: it fails on all values that were tried, or its outputs' sizes depend on
+        them.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:

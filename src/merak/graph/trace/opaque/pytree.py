@@ -1,4 +1,9 @@
-"""Tensors in nested arguments and results: flattened into slots, and filled in again."""
+"""Tensors in nested arguments and results: flattened into slots, and filled in again.
+
+`torch.utils._pytree` would take a dataclass or mapping that nobody has registered, such as the
+outputs and caches of plain models, for a leaf, and rebuild a registered one by its constructor,
+which may refuse slots. Here containers are copied, and their items exchanged.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +48,8 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
     """Take the tensors, and unknown scalars, out of nested values.
 
     Returns:
-        The tensors in order, and the values with a `Slot` in the place of each; a tensor that is
-        there twice has one slot.
+        The tensors in order, and the values with a `Slot` in place of each; a tensor that occurs
+        twice has one slot.
 
     Raises:
         NotPlain: a value that is none of tuples, lists, mappings, dataclasses and plain values.

@@ -106,17 +106,17 @@ def record_opaque_modules(
 
     Args:
         model: the model that is traced.
-        opaque: which of its modules.
-        real: its parameters and buffers themselves.
-        device: where it is to run.
+        opaque: its opaque modules and functions.
+        real: its own parameters and buffers.
+        device: device that it will run on.
         calls: gains the calls as they are recorded.
     """
-    if not opaque.whole and not opaque.functions:
+    if not opaque.modules and not opaque.functions:
         yield
         return
     numbers = ScalarSources()
     functions = {name: FunctionModule(name) for name in opaque.functions}
-    refs = {path: model.get_submodule(path) for path in opaque.whole} | functions
+    refs = {path: model.get_submodule(path) for path in opaque.modules} | functions
     given = {path: attributes(module) for path, module in refs.items()}
     looped = frozenset((*opaque.looped, *functions))
     recorder = _Recorder(calls, real, device, numbers, given, looped)
@@ -126,7 +126,7 @@ def record_opaque_modules(
     }
     before: list[tuple[nn.Module, Any]] = []
     try:
-        for path, why in opaque.whole.items():
+        for path, why in opaque.modules.items():
             module = model.get_submodule(path)
             before.append((module, vars(module).get("forward")))
             vars(module)["forward"] = recorder.forward(ModuleRef(path, module), why)
@@ -162,13 +162,13 @@ class _Recorder:
     """Records calls of opaque modules and functions.
 
     Args:
-        calls: those that were recorded.
-        real: the model's parameters and buffers themselves.
-        device: where it is to run.
-        numbers: those that the model's code has taken from tensors.
+        calls: recorded calls.
+        real: the model's own parameters and buffers.
+        device: device that it will run on.
+        numbers: scalars that the model's code has taken from tensors.
         given: attributes of every opaque module, by its path, as the trace began.
         looped: paths of the modules and functions that are opaque for a loop.
-        known: what modules do with tensors of some shapes.
+        known: results of probes, by module kind and shapes.
     """
 
     calls: list[OpaqueCall]
@@ -278,7 +278,9 @@ class _Recorder:
             if any(isinstance(size, torch.SymInt) for size in tensor.shape):
                 raise CannotBeOpaque(call.ref.path, "it is called with sizes that are not known")
             metas.append(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        is_loop = call.ref.path in self.looped  # which depends on no value, nor on a buffer's
+        is_loop = (
+            call.ref.path in self.looped
+        )  # a loop depends on no values, not on a buffer's either
         real = {} if is_loop else self.real.under(_module(call))
         likeness = _likeness(_module(call), real)
         how = (repr(call.arguments), call.numbers, call.grad, call.autocast)
@@ -300,10 +302,10 @@ def _is_same(value: Any, before: Any) -> bool:
 def _likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
     """A key that is equal for modules that compute the same, such as layers: one is probed for all.
 
-    What a module is found to do is looked at again when it runs.
+    A call is checked against the probe's result when it runs.
     """
     if any(not tensor.is_meta for tensor in real.values() if not isinstance(tensor, nn.Parameter)):
-        return id(module)  # what a buffer holds may decide
+        return id(module)  # its control flow may depend on a buffer's values
     held = frozenset(
         (i, name, repr(value) if isinstance(value, PLAIN) else id(value))
         for (i, name), value in attributes(module).items()

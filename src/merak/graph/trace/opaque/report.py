@@ -18,8 +18,8 @@ class OpaqueModule:
     Args:
         module: its path in the model; of a function, "module:name".
         class_name: of the module, or "function".
-        why: the line of the model that cannot be traced, and what is in the way.
-        parameters: numbers in its parameters, none of which is split.
+        why: the line of the model that cannot be traced, and the cause.
+        parameters: elements of its parameters, none of which is sharded.
         calls: how often the model calls it.
     """
 

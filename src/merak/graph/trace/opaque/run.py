@@ -34,14 +34,14 @@ def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
     """Run an opaque call on real tensors.
 
     Args:
-        call: what is called, and how.
-        tensors: its parameters and buffers, and what it is called with.
+        call: the call.
+        tensors: the module's parameters and buffers, and its inputs.
 
     Returns:
-        The tensors that it returns. Those it writes into are changed.
+        Its output tensors. Tensors that it writes into are changed.
 
     Raises:
-        TrainingError: it does something else than what was found when the model was traced.
+        TrainingError: its writes, outputs or aliases differ from those that its probe has found.
     """
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return fake_outputs(call.outputs, call.saved_bytes, tensors, call.loop)
@@ -60,7 +60,7 @@ def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
 class _OpaqueFunction(Function):
     """Autograd function of the call, in whose backward the module has its weights again.
 
-    What a module does in the backward may read them: recomputation, reversible layers.
+    Code of the module that runs in the backward may read them: recomputation, reversible layers.
     """
 
     @staticmethod

@@ -31,11 +31,10 @@ class OpaqueSelection:
     """Opaque modules and functions of one model; they grow with every trace that fails.
 
     Args:
-        whole: paths of the opaque modules, and why each is.
+        modules: paths of the opaque modules, and why each is.
         refused: kinds of modules that cannot be opaque.
-        without_cache: whether the model makes no key-value cache, with which opaque modules would
-        be
-            called.
+        without_cache: whether the model makes no key-value cache; else opaque modules may be called
+            with one.
         by_batch: whether both branches of conditions on the batch alone are traced, as those of
             random conditions are.
         asks_batch: whether a trace that failed had evaluated such a condition.
@@ -43,10 +42,10 @@ class OpaqueSelection:
         functions: names of the functions that are opaque for their loops, and why.
         not_for_loops: names and paths of functions and modules that cannot be.
         looped: paths of the modules that are opaque for a loop, and the code that it stands in.
-        unrolled: code whose loops are written out pass by pass.
+        unrolled: code whose loops are unrolled.
     """
 
-    whole: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
     refused: set[tuple[type, str]] = field(default_factory=set)
     without_cache: bool = False
     by_batch: bool = False
@@ -60,17 +59,17 @@ class OpaqueSelection:
     def forget_loops(self) -> None:
         """Forget decisions about loops: those of another batch shape may be shorter."""
         for path in self.looped:
-            self.whole.pop(path, None)
+            self.modules.pop(path, None)
         for known in (self.functions, self.not_for_loops, self.looped, self.unrolled):
             known.clear()
 
     def known(self) -> tuple[dict[str, str], dict[str, str]]:
         """The modules and functions that are opaque now."""
-        return dict(self.whole), dict(self.functions)
+        return dict(self.modules), dict(self.functions)
 
     def adopt(self, other: OpaqueSelection) -> None:
         """Adopt another selection."""
-        self.whole, self.refused = other.whole, other.refused
+        self.modules, self.refused = other.modules, other.refused
         self.without_cache, self.by_batch = other.without_cache, other.by_batch
         self.sizes = other.sizes
         self.functions, self.not_for_loops = other.functions, other.not_for_loops
@@ -91,14 +90,14 @@ class OpaqueSelection:
         except UntraceableError as error:
             if self.sizes is not DynamicSizes.REFUSED:
                 raise
-            known = dict(self.whole), set(self.refused), self.without_cache
+            known = dict(self.modules), set(self.refused), self.without_cache
             for sizes in (DynamicSizes.REGIONS, DynamicSizes.NON_EMPTY):
-                self.whole, self.refused, self.sizes = {}, set(), sizes
+                self.modules, self.refused, self.sizes = {}, set(), sizes
                 try:
                     return self._enough(model, trace)
                 except TraceError:
                     continue
-            self.whole, self.refused, self.without_cache = known
+            self.modules, self.refused, self.without_cache = known
             self.sizes = DynamicSizes.REFUSED
             raise error from None  # the first error names the cause without any fallback
 
@@ -129,9 +128,9 @@ class OpaqueSelection:
         why = ""
         if isinstance(error, CannotBeOpaque):
             self._refuse(model, error.path)
-            why = self.whole.pop(error.path, error.why)
+            why = self.modules.pop(error.path, error.why)
             for path in _alike(model, error.path):
-                self.whole.pop(path, None)
+                self.modules.pop(path, None)
             inside = [p for p in paths if f"{error.path}.".startswith(f"{p}.")]
             paths = inside or _outer(error.path)
         elif isinstance(error, UntraceableError):
@@ -140,7 +139,7 @@ class OpaqueSelection:
             return False
         for path in reversed(paths):
             # One that is opaque already and fails in its call would fail again and again.
-            if path and path not in self.whole and _kind(model, path) not in self.refused:
+            if path and path not in self.modules and _kind(model, path) not in self.refused:
                 self._make_opaque(model, path, why)
                 return True
         return False
@@ -148,14 +147,14 @@ class OpaqueSelection:
     def _make_loop_opaque(self, model: nn.Module, error: LoopFound) -> bool:
         """Make a function around a loop opaque, or the module; else let the loop be unrolled.
 
-        So it is where one module has most of the parameters, unless no trace can be as long.
+        A loop is unrolled where one module has most of the parameters, if a trace can be so long.
         """
         for name in error.functions:
             if name not in self.not_for_loops and name not in self.functions:
                 self.functions[name] = error.why
                 return True
         path = error.modules[-1] if error.modules else ""
-        can_be = path and path not in self.whole and path not in self.not_for_loops
+        can_be = path and path not in self.modules and path not in self.not_for_loops
         if can_be and (error.is_too_long or share_of(model, path) <= MOST_OPAQUE):
             self._make_opaque(model, path, error.why)
             self.looped |= dict.fromkeys(_alike(model, path), error.place)
@@ -189,7 +188,7 @@ class OpaqueSelection:
         self.unrolled.add(self.looped[path])
         for one in _alike(model, path):
             self.looped.pop(one, None)
-            self.whole.pop(one, None)
+            self.modules.pop(one, None)
         return True
 
     @staticmethod
@@ -197,7 +196,7 @@ class OpaqueSelection:
         """The error of a model that cannot be traced, whichever modules are opaque.
 
         Args:
-            first: what came first.
+            first: the first error.
             last: the error when no further module could be opaque.
         """
         if isinstance(last, LoopFound):
@@ -212,11 +211,11 @@ class OpaqueSelection:
 
     def _make_opaque(self, model: nn.Module, path: str, why: str) -> None:
         for one in _alike(model, path):
-            if any(f"{one}.".startswith(f"{outer}.") for outer in self.whole):
+            if any(f"{one}.".startswith(f"{outer}.") for outer in self.modules):
                 continue
-            for inner in [p for p in self.whole if p.startswith(f"{one}.")]:
-                del self.whole[inner]
-            self.whole[one] = why
+            for inner in [p for p in self.modules if p.startswith(f"{one}.")]:
+                del self.modules[inner]
+            self.modules[one] = why
 
 
 def share_of(model: nn.Module, path: str) -> float:

@@ -140,7 +140,7 @@ class Computes(Padded):
 def test_a_small_part_is_opaque_instead() -> None:
     source = GraphSource(Inside())
     build_graph(source, metas(batch_of(0, 11)), training=True)
-    assert list(source.opaque.whole) == ["part"] and not source.opaque.by_batch
+    assert list(source.opaque.modules) == ["part"] and not source.opaque.by_batch
 
 
 def test_what_leaves_nothing_out_is_refused_with_its_line() -> None:

@@ -100,7 +100,7 @@ def test_a_write_into_shared_memory_makes_the_module_around_it_whole(part: nn.Mo
     source = GraphSource(model)
     batch = {"x": torch.randn(6, 8)}
     loss = step(model, build_graph(source, COLUMNS, training=True), batch)
-    assert list(source.opaque.whole) == ["part"]
+    assert list(source.opaque.modules) == ["part"]
     expected = eager(**batch)["loss"]
     expected.backward()
     torch.testing.assert_close(loss, expected)
@@ -257,7 +257,7 @@ def test_a_result_may_be_written_into_unless_it_turns_out_to_share_memory() -> N
     eager = copy.deepcopy(model)
     source = GraphSource(model)
     graph = build_graph(source, COLUMNS, training=True)
-    assert list(source.opaque.whole) == ["part.turns"]
+    assert list(source.opaque.modules) == ["part.turns"]
     batch = {"x": torch.randn(6, 8)}
     step(model, graph, batch)
     eager(**batch)["loss"].backward()

@@ -171,8 +171,8 @@ def test_gradients_and_buffers_are_those_of_eager_code(
 def test_only_the_innermost_module_is_opaque_and_the_line_is_named() -> None:
     source = GraphSource(Model(Ranged))
     build_graph(source, COLUMNS, training=True)
-    assert list(source.opaque.whole) == ["blocks.0.range", "blocks.1.range"]
-    assert "if x.max() > self.top:" in source.opaque.whole["blocks.0.range"]
+    assert list(source.opaque.modules) == ["blocks.0.range", "blocks.1.range"]
+    assert "if x.max() > self.top:" in source.opaque.modules["blocks.0.range"]
 
 
 def test_a_graph_that_was_written_down_calls_the_modules_of_the_model_it_is_read_for() -> None:
