@@ -8,7 +8,6 @@ of the backward. So is `requires_grad_()` on a tensor that is no parameter.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -33,9 +32,16 @@ _FLAGS = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)  # t
 
 
 def _grad(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], given: list[torch.Tensor], what: str
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    given: list[bool],
+    create_graph: bool,
+    allow_unused: bool,
+    leaves: list[bool],
 ) -> list[torch.Tensor]:
-    return [g.view_as(g) for g in differentiate(outputs, inputs, given, what) if g is not None]
+    found = differentiate(outputs, inputs, gradients, given, create_graph, allow_unused)
+    return [gradient.view_as(gradient) for gradient in found if gradient is not None]
 
 
 def _track(tensor: torch.Tensor, on: bool) -> torch.Tensor:
@@ -44,7 +50,8 @@ def _track(tensor: torch.Tensor, on: bool) -> torch.Tensor:
 
 
 AUTOGRAD_GRAD = register(
-    "autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, str what) -> Tensor[]",
+    "autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, bool[] given, "
+    "bool create_graph, bool allow_unused, bool[] leaves) -> Tensor[]",
     Role.AUTOGRAD_CALL,
     _grad,
 )
@@ -56,31 +63,34 @@ TRACK_GRADIENT = register(
 def differentiate(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor],
-    what: str,
+    gradients: Sequence[torch.Tensor],
+    given: Sequence[bool],
+    create_graph: bool,
+    allow_unused: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """Call `torch.autograd.grad` with a recorded operator's arguments.
 
     Args:
         outputs: tensors to differentiate.
         inputs: tensors to differentiate with respect to.
-        given: the gradients of those outputs that have one.
-        what: the other arguments, as JSON.
+        gradients: the gradients of those outputs that are given one.
+        given: per output, whether it is given one.
+        create_graph: whether the gradients can be differentiated again.
+        allow_unused: whether the outputs need not depend on all inputs.
 
     Returns:
         The gradient of every input; None for one that the outputs do not depend on.
     """
-    said = json.loads(what)
-    left = iter(given)
-    gradients = [next(left) if is_given else None for is_given in said["given"]]
+    left = iter(gradients)
+    per_output = [next(left) if is_given else None for is_given in given]
     with torch._C.DisableTorchFunction():
         found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
             outputs,
             inputs,
-            gradients,
+            per_output,
             retain_graph=True,
-            create_graph=said["create_graph"],
-            allow_unused=said["allow_unused"],
+            create_graph=create_graph,
+            allow_unused=allow_unused,
         )
     return found
 
@@ -88,6 +98,17 @@ def differentiate(
 def is_autograd_call(node: fx.Node) -> bool:
     """Whether a node stands for a call of `torch.autograd.grad`."""
     return role_of(node) is Role.AUTOGRAD_CALL
+
+
+def creates_graph(node: fx.Node) -> bool:
+    """Whether the gradients of a recorded call of autograd can be differentiated again."""
+    return bool(node.args[4])
+
+
+def input_leaves(node: fx.Node) -> Sequence[bool]:
+    """Per input of a recorded call of autograd, whether it was a leaf."""
+    leaves: Any = node.args[6]
+    return tuple(leaves)
 
 
 def is_function(node: fx.Node) -> bool:
@@ -198,34 +219,18 @@ class AutogradCalls(TorchFunctionMode):
             raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
         if allow_unused is None:
             allow_unused = materialize_grads
-        what = {
-            "given": [gradient is not None for gradient in given],
-            "create_graph": create_graph,
-            "allow_unused": allow_unused,
-            "leaves": [tensor.is_leaf for tensor in inputs],
-        }
-        text = json.dumps(what)
+        are_given = [gradient is not None for gradient in given]
         gradients = [gradient for gradient in given if gradient is not None]
-        used = self._used(outputs, inputs, gradients, text)
-        made = iter(AUTOGRAD_GRAD(outputs, inputs, gradients, text))
+        with disable_proxy_modes_tracing():  # only to see which inputs the outputs depend on
+            tried = differentiate(outputs, inputs, gradients, are_given, False, True)
+        used = [gradient is not None for gradient in tried]
+        options = (are_given, create_graph, allow_unused, [tensor.is_leaf for tensor in inputs])
+        made = iter(AUTOGRAD_GRAD(outputs, inputs, gradients, *options))
         found = [next(made) if is_used else None for is_used in used]
         if materialize_grads:
             pairs = zip(found, inputs, strict=True)
             found = [torch.zeros_like(i) if g is None else g for g, i in pairs]
         return tuple(found)
-
-    @staticmethod
-    def _used(
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        what: str,
-    ) -> list[bool]:
-        """Which inputs the outputs depend on, according to autograd itself."""
-        said = json.loads(what) | {"allow_unused": True, "create_graph": False}
-        with disable_proxy_modes_tracing():
-            found = differentiate(outputs, inputs, gradients, json.dumps(said))
-        return [gradient is not None for gradient in found]
 
     def _backward_of(
         self,

@@ -17,7 +17,12 @@ from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
-from merak.graph.trace.autograd.calls import is_autograd_call, is_function, is_gradient_switch
+from merak.graph.trace.autograd.calls import (
+    creates_graph,
+    is_autograd_call,
+    is_function,
+    is_gradient_switch,
+)
 from merak.graph.trace.autograd.steps import Step, Steps, run_steps
 from merak.graph.trace.explain import UntraceableError
 from merak.graph.trace.node_source import line_of, modules_of
@@ -49,8 +54,8 @@ def expand_autograd(graph: fx.Graph) -> None:
         except TraceError:
             raise
         except Exception as error:
-            told = str(error).strip().partition("\n")[0].rstrip(".")
-            reason = f"{type(error).__name__}: {told}"
+            text = str(error).strip().partition("\n")[0].rstrip(".")
+            reason = f"{type(error).__name__}: {text}"
             raise _untraceable(calls[-1], reason) from error
     for node in list(graph.nodes):
         if is_gradient_switch(node):
@@ -194,7 +199,7 @@ class _Expansion:
         for step in self._steps.of[call]:
             if step in self._live:
                 self._emit(step, call)
-        if '"create_graph": true' not in str(call.args[3]):
+        if not creates_graph(call):
             for gradient in gradients:
                 source = self._node(gradient, call)
                 with self._graph.inserting_before(call):

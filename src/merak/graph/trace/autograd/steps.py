@@ -8,7 +8,6 @@ of the backward.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from merak.graph.ir.ir import Kind
-from merak.graph.trace.autograd.calls import differentiate, is_autograd_call, is_gradient_switch
+from merak.graph.trace.autograd.calls import (
+    creates_graph,
+    differentiate,
+    input_leaves,
+    is_autograd_call,
+    is_gradient_switch,
+)
 
 _APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
@@ -122,7 +127,7 @@ def run_steps(graph: fx.Graph) -> Steps:
     recorder = _Recorder(steps)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     leaves = _leaves(graph)
-    twice = any(is_autograd_call(n) and '"create_graph": true' in n.args[3] for n in graph.nodes)
+    twice = any(is_autograd_call(n) and creates_graph(n) for n in graph.nodes)
     # The other kernels of attention have no second derivative.
     kernels: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if twice else nullcontext()
     with mode, recorder, torch.enable_grad(), kernels:
@@ -149,13 +154,9 @@ def _leaves(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in filter(is_autograd_call, graph.nodes):
         inputs: Any = node.args[1]
-        flags = _said(node)["leaves"]
+        flags = input_leaves(node)
         found |= {i for i, is_leaf in zip(inputs, flags, strict=True) if is_leaf}
     return found - switched
-
-
-def _said(node: fx.Node) -> Any:
-    return json.loads(str(node.args[3]))
 
 
 def _fresh(node: fx.Node) -> torch.Tensor:
@@ -174,7 +175,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     autocast = node.meta.get(AUTOCAST)
     apply = mock.patch.object(Function, "apply", classmethod(_refuse_apply))
     with torch.autocast(*autocast) if autocast else nullcontext(), apply:
-        return [gradient for gradient in differentiate(*args) if gradient is not None]
+        return [gradient for gradient in differentiate(*args[:6]) if gradient is not None]
 
 
 def _refuse_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

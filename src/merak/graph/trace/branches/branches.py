@@ -51,8 +51,8 @@ def merge_branches(first: Trace, retrace: Retrace) -> Trace:
     leaving = _leaving_out(first, traced((True,) * num))
     run = traced(tuple(not answer for answer in leaving))
     others = [
-        (traced(tuple(a == (i in dropped) for i, a in enumerate(leaving))), dropped)
-        for dropped in covering_array(num)
+        (traced(tuple(a == (i in skipped) for i, a in enumerate(leaving))), skipped)
+        for skipped in covering_array(num)
     ]
     write_branches(run, diff_graphs(run, others), leaving)
     sources = frozenset[str]().union(*(trace.sources for trace in known.values()))
@@ -70,9 +70,9 @@ def covering_array(num: int) -> Iterator[frozenset[int]]:
     # Sets of one size, more than half of the rows: every two of them differ and overlap.
     columns = list(islice(combinations(range(rows), rows // 2 + 1), num))
     for row in range(rows):
-        dropped = frozenset(i for i, column in enumerate(columns) if row in column)
-        if dropped:
-            yield dropped
+        skipped = frozenset(i for i, column in enumerate(columns) if row in column)
+        if skipped:
+            yield skipped
 
 
 def _same_conditions(trace: Trace, first: Trace) -> Trace:

@@ -35,7 +35,7 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
             always[node] = always[node.args[1]] & always[node.args[2]]
         elif is_opaque(node):
             every = enumerate(operands(node))
-            reached = [always[n] for i, n in every if i in node.meta["opaque"].always]
+            reached = [always[n] for i, n in every if i in node.meta["opaque"].always_used]
             always[node] = frozenset().union(*reached)
         else:
             always[node] = frozenset().union(*(always[n] for n in node.all_input_nodes))

@@ -40,11 +40,11 @@ class GraphDiff:
     """Nodes that conditions skip, and the values read in place of them.
 
     Args:
-        dropped: in execution order.
+        skipped: in execution order.
         inside: operators that run only if a condition does not skip them → that condition.
     """
 
-    dropped: tuple[SkippedNode, ...]
+    skipped: tuple[SkippedNode, ...]
     inside: dict[fx.Node, int]
 
 
@@ -76,7 +76,7 @@ def diff_graphs(run: Trace, others: Sequence[tuple[Trace, frozenset[int]]]) -> G
     Raises:
         TraceError: they differ in more than skipped operators.
     """
-    aligner = _Aligner(run, [_Other.of(trace, dropped) for trace, dropped in others])
+    aligner = _Aligner(run, [_Other.of(trace, skipped) for trace, skipped in others])
     return aligner.run()
 
 
@@ -89,21 +89,21 @@ class _Other:
 
     Args:
         trace: the trace.
-        dropped: the conditions that skip something in it.
+        skipped: the conditions that skip something in it.
         keys: where each of its nodes is in the code.
         same: node of the full trace → equal node here.
         instead: skipped node of the full trace → node that is read here in place of it.
     """
 
     trace: Trace
-    dropped: frozenset[int]
+    skipped: frozenset[int]
     keys: dict[fx.Node, Key]
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trace: Trace, dropped: frozenset[int]) -> _Other:
-        return cls(trace, dropped, _keys(trace))
+    def of(cls, trace: Trace, skipped: frozenset[int]) -> _Other:
+        return cls(trace, skipped, _keys(trace))
 
 
 def _keys(trace: Trace) -> dict[fx.Node, Key]:
@@ -143,17 +143,17 @@ class _Aligner:
         for other in self.others:
             self._pair_returned(other)
             self._pair_writes(other)
-        dropped: list[SkippedNode] = []
+        skipped: list[SkippedNode] = []
         handled: set[fx.Node] = set()
         while left := {n for other in self.others for n in other.instead} - handled:
             # Readers run after a value: all of its readers have been paired by then.
             made = max(left, key=self.places.__getitem__)
-            dropped.append(self._skipped_node(made))
+            skipped.append(self._skipped_node(made))
             handled.add(made)
         for other in self.others:
             self._check(other)
-        dropped.sort(key=lambda d: self.places[d.made])
-        return GraphDiff(tuple(dropped), self._inside())
+        skipped.sort(key=lambda d: self.places[d.made])
+        return GraphDiff(tuple(skipped), self._inside())
 
     def _pair_returned(self, other: _Other) -> None:
         (mine,) = self.run_trace.graph.find_nodes(op="output")
@@ -212,8 +212,8 @@ class _Aligner:
             for number in sorted(
                 range(self.run_trace.num_conditions), key=lambda n: (n != region, n)
             )
-            if all(number in other.dropped for other in without)
-            and not any(number in other.dropped for other in with_it)
+            if all(number in other.skipped for other in without)
+            and not any(number in other.skipped for other in with_it)
         ]
         if not fitting:
             raise self._refusal(made, "depends on several conditions at once")
@@ -243,7 +243,7 @@ class _Aligner:
             without = frozenset(i for i, o in enumerate(self.others) if node not in o.same)
             for number in range(self.run_trace.num_conditions):
                 leaving = frozenset(
-                    i for i, other in enumerate(self.others) if number in other.dropped
+                    i for i, other in enumerate(self.others) if number in other.skipped
                 )
                 if without and leaving <= without and self.regions[node] > number:
                     inside[node] = number

@@ -36,13 +36,13 @@ def write_branches(run: Trace, found: GraphDiff, leaving: Sequence[bool]) -> Non
     conditions = conditions_of(run)
     places = {node: i for i, node in enumerate(run.graph.nodes)}
     _refuse_writes(run.graph, found, conditions, places)
-    steps = [(d, _steps(d, found, places)) for d in found.dropped]
+    steps = [(d, _steps(d, found, places)) for d in found.skipped]
     passed: dict[fx.Node, fx.Node] = {}
-    for dropped, points in steps:
-        number = dropped.condition
-        before = passed.get(dropped.instead, dropped.instead)
+    for skipped, points in steps:
+        number = skipped.condition
+        before = passed.get(skipped.instead, skipped.instead)
         select = conditions[number], leaving[number]
-        passed[dropped.made] = _insert(run.graph, before, points, select)
+        passed[skipped.made] = _insert(run.graph, before, points, select)
     _draw_apart(run.graph, conditions)
     (output,) = run.graph.find_nodes(op="output")
     returned: Any = output.args[0]
@@ -67,16 +67,16 @@ def _insert(
     return before
 
 
-def _steps(dropped: SkippedNode, found: GraphDiff, places: dict[fx.Node, int]) -> list[fx.Node]:
+def _steps(skipped: SkippedNode, found: GraphDiff, places: dict[fx.Node, int]) -> list[fx.Node]:
     """Results of a layer's parts, each of which passes its input on when the layer is skipped.
 
     At each of these points one value of the result's shape is live, with weight GEMMs before and
     after it, so that the layer can be cut there. The last point is the layer's result.
     """
-    if sum(other.condition == dropped.condition for other in found.dropped) > 1:
-        return [dropped.made]
-    own = [node for node, condition in found.inside.items() if condition == dropped.condition]
-    own = [node for node in own if places[node] <= places[dropped.made]]
+    if sum(other.condition == skipped.condition for other in found.skipped) > 1:
+        return [skipped.made]
+    own = [node for node, condition in found.inside.items() if condition == skipped.condition]
+    own = [node for node in own if places[node] <= places[skipped.made]]
     place = {node: i for i, node in enumerate(own)}
     last = [_last_use(node, place) for node in own]
     ends = Counter(last)
@@ -85,13 +85,13 @@ def _steps(dropped: SkippedNode, found: GraphDiff, places: dict[fx.Node, int]) -
     for i, node in enumerate(own[:-1]):
         num_alive += (last[i] > i) - (ends[i] - (last[i] == i))
         has_gemm |= is_weight_gemm(node)
-        alone = num_alive == 1 and last[i] > i and _last_use(dropped.instead, place) <= i
-        if alone and has_gemm and node.meta["tensor"] == dropped.made.meta["tensor"]:
+        alone = num_alive == 1 and last[i] > i and _last_use(skipped.instead, place) <= i
+        if alone and has_gemm and node.meta["tensor"] == skipped.made.meta["tensor"]:
             steps.append(node)
             has_gemm = False
     if steps and not any(map(is_weight_gemm, own[place[steps[-1]] + 1 :])):
         steps.pop()
-    return [*steps, dropped.made]
+    return [*steps, skipped.made]
 
 
 def _last_use(node: fx.Node, place: dict[fx.Node, int]) -> int:
@@ -103,10 +103,10 @@ def _refuse_writes(
     graph: fx.Graph, found: GraphDiff, conditions: Sequence[fx.Node], places: dict[fx.Node, int]
 ) -> None:
     """Refuse writes by a skipped layer into outer tensors, and writes into those that bypass it."""
-    firsts = {d.condition: places[conditions[d.condition]] for d in found.dropped}
+    firsts = {d.condition: places[conditions[d.condition]] for d in found.skipped}
     passing = {
         n.meta.get("storage"): firsts[d.condition]
-        for d in found.dropped
+        for d in found.skipped
         for n in (d.made, d.instead)
         if n.meta.get("storage") is not None
     }

@@ -14,7 +14,7 @@ _SPEAKS_OF_FAILURES = "torch.fx.experimental.symbolic_shapes"
 @contextmanager
 def quiet_export() -> Iterator[None]:
     """Hold back what `torch.export` prints of a graph that failed."""
-    said = io.StringIO()
+    printed = io.StringIO()
     logger = logging.getLogger(_SPEAKS_OF_FAILURES)
     graph = ""
 
@@ -23,11 +23,11 @@ def quiet_export() -> Iterator[None]:
 
     logger.addFilter(is_other)
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(printed):
             yield
     except Exception as error:
         graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
         raise
     finally:
         logger.removeFilter(is_other)
-        sys.stderr.write(said.getvalue().replace(graph, "") if graph else said.getvalue())
+        sys.stderr.write(printed.getvalue().replace(graph, "") if graph else printed.getvalue())

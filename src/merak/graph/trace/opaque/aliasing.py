@@ -50,7 +50,7 @@ def _refuse(node: fx.Node, written_later: set[int]) -> None:
                 "it writes into a tensor that it is called with, of which another one that it is "
                 "called with is a view",
             )
-    for output, place in call.shared:
+    for output, place in call.aliases:
         if {places.get(~output), places.get(place)} & written_later:
             raise CannotBeOpaque(
                 call.ref.path,
@@ -58,7 +58,7 @@ def _refuse(node: fx.Node, written_later: set[int]) -> None:
                 "returns, and one of the two is written into later; let it return a clone",
             )
     if written_later.intersection(memory for memory in places.values() if memory is not None):
-        node.meta["opaque"] = replace(call, watched=True)
+        node.meta["opaque"] = replace(call, checks_aliases=True)
 
 
 def _memory(node: fx.Node) -> Iterator[tuple[int, int | None]]:

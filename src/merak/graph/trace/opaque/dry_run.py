@@ -56,7 +56,7 @@ def dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device)
 
 def _dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> ProbeResult:
     path = call.ref.path
-    if call.numbers:
+    if call.scalars:
         raise CannotBeOpaque(path, "it is called with a number that depends on values")
     assert call.ref.module is not None
     reason = ""
@@ -141,15 +141,15 @@ def _measured(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.devic
         own = {o.untyped_storage()._cdata: o.untyped_storage() for o in outputs if costs.holds(o)}
         saved_bytes = costs.live_bytes - sum(storage.nbytes() for storage in own.values())
         before = (costs.kernels, costs.traffic)
-        backward_bytes, always = _backward(costs, tensors, outputs)
-    if any(tensor >= 0 for _, tensor in found.shared):
+        backward_bytes, always_used = _backward(costs, tensors, outputs)
+    if any(tensor >= 0 for _, tensor in found.aliases):
         raise CannotBeOpaque(call.ref.path, "it returns what it is given")
     return replace(
         found,
         written=_written(call, tensors, versions),
         saved_bytes=max(0, saved_bytes),
         flops=plain.flops,
-        always=always,
+        always_used=always_used,
         loop=LoopCost(
             plain_bytes=plain.peak_bytes,
             forward_bytes=forward_bytes,

@@ -67,7 +67,7 @@ def _kernels(found: ProbeResult) -> int:
 
 
 def _polynomial(found: Sequence[ProbeResult], length: int) -> ProbeResult | None:
-    fixed = {(repr(f.result), f.written, f.shared, f.always, len(f.outputs)) for f in found}
+    fixed = {(repr(f.result), f.written, f.aliases, f.always_used, len(f.outputs)) for f in found}
     if len(fixed) > 1:
         return None
     numbers = [_value(values, length) for values in zip(*map(_numbers, found), strict=True)]

@@ -77,17 +77,18 @@ class OpaqueCall:
         states: per tensor of the module, its names in it (several where it is tied).
         parameters: the number of parameters among these; buffers follow.
         arguments: (args, kwargs) of its forward, with a `Slot` in place of every tensor.
-        numbers: slots of scalars, which the graph passes as tensors.
+        scalars: slots of scalars, which the graph passes as tensors.
         written: numbers of its tensors that it writes into.
         outputs: metadata of the tensors that it returns.
-        shared: (output, tensor) pairs that share a storage; the tensor ~n is the output n.
+        aliases: (output, tensor) pairs that share a storage; the tensor ~n is the output n.
         modes: train or eval mode of it and its submodules.
         autocast: (device type, dtype) of the autocast that it runs in; None without autocast.
         grad: whether gradients were on where it is called.
         saved_bytes: saved tensors of its backward, inputs and weights aside.
         flops: of the matrix products of its forward, for synthetic values.
-        watched: whether later operators write into its inputs or outputs, so that aliases matter.
-        always: numbers of its tensors that get a gradient in every backward.
+        checks_aliases: whether later operators write into its inputs or outputs, so that aliases
+        matter.
+        always_used: numbers of its tensors that get a gradient in every backward.
         loop: its cost, where it is opaque for a loop.
     """
 
@@ -97,17 +98,17 @@ class OpaqueCall:
     states: tuple[tuple[str, ...], ...]
     parameters: int
     arguments: Any
-    numbers: frozenset[int]
+    scalars: frozenset[int]
     written: tuple[int, ...]
     outputs: tuple[TensorMeta, ...]
-    shared: frozenset[tuple[int, int]]
+    aliases: frozenset[tuple[int, int]]
     modes: tuple[bool, ...]
     autocast: tuple[str, torch.dtype] | None
     grad: bool
     saved_bytes: int
     flops: int
-    watched: bool = False
-    always: frozenset[int] = frozenset()
+    checks_aliases: bool = False
+    always_used: frozenset[int] = frozenset()
     loop: LoopCost | None = None
 
     @property

@@ -62,20 +62,20 @@ class ProbeResult:
         result: nested, with slots in place of tensors.
         outputs: metadata of these tensors.
         written: as of `OpaqueCall`.
-        shared: as of `OpaqueCall`.
+        aliases: as of `OpaqueCall`.
         saved_bytes: as of `OpaqueCall`.
         flops: of its matrix products.
-        always: as of `OpaqueCall`.
+        always_used: as of `OpaqueCall`.
         loop: as of `OpaqueCall`.
     """
 
     result: Any
     outputs: tuple[TensorMeta, ...]
     written: tuple[int, ...]
-    shared: frozenset[tuple[int, int]]
+    aliases: frozenset[tuple[int, int]]
     saved_bytes: int = 0
     flops: int = 0
-    always: frozenset[int] = frozenset()
+    always_used: frozenset[int] = frozenset()
     loop: LoopCost | None = None
 
 
@@ -149,9 +149,9 @@ def _probe(subject: _Probe) -> ProbeResult:
         {place for one in found for place in one.written}
         | {i for i, names in enumerate(subject.call.states) if suspected.intersection(names)}
     )
-    shared = frozenset(pair for one in found for pair in one.shared)
+    aliases = frozenset(pair for one in found for pair in one.aliases)
     most = max(found, key=lambda one: one.flops)
-    return replace(most, written=tuple(written), shared=shared)
+    return replace(most, written=tuple(written), aliases=aliases)
 
 
 def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> ProbeResult:
@@ -323,7 +323,7 @@ def _ones(meta: TensorMeta, generator: torch.Generator) -> torch.Tensor:
 
 def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
     """Values of unknown scalars: fractions of a size first, as for a split."""
-    slots = sorted(subject.call.numbers)
+    slots = sorted(subject.call.scalars)
     if not slots:
         yield {}
         return

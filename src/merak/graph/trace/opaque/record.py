@@ -240,10 +240,10 @@ class _Recorder:
             states=(*parameters.values(), *buffers.values()),
             parameters=len(parameters),
             arguments=arguments,
-            numbers=numbers,
+            scalars=numbers,
             written=(),
             outputs=(),
-            shared=frozenset(),
+            aliases=frozenset(),
             modes=tuple(part.training for part in module.modules()),
             autocast=_active_autocast(self.device),
             grad=torch.is_grad_enabled(),
@@ -262,10 +262,10 @@ class _Recorder:
             call,
             outputs=found.outputs,
             written=found.written,
-            shared=found.shared,
+            aliases=found.aliases,
             saved_bytes=found.saved_bytes,
             flops=found.flops,
-            always=found.always,
+            always_used=found.always_used,
             loop=found.loop,
         )
         self.calls.append(call)
@@ -283,7 +283,7 @@ class _Recorder:
         )  # a loop depends on no values, not on a buffer's either
         real = {} if is_loop else self.real.under(_module(call))
         likeness = _likeness(_module(call), real)
-        how = (repr(call.arguments), call.numbers, call.grad, call.autocast)
+        how = (repr(call.arguments), call.scalars, call.grad, call.autocast)
         key = (likeness, call.states, tuple(metas), how, is_loop)
         if key not in self.known and is_loop:
             self.known[key] = dry_run(call, metas, self.device)

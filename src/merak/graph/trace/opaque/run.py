@@ -115,7 +115,7 @@ def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
             )
     found, _ = flatten(results)
     _refuse_other_outputs(call, found)
-    if call.watched and not sharing(found, tensors) <= call.shared:
+    if call.checks_aliases and not sharing(found, tensors) <= call.aliases:
         raise TrainingError(
             f"the module {path}, which is opaque, returns for these values of the batch what "
             "shares memory with something that is written into later, and did not when the model "
@@ -156,7 +156,7 @@ def invoke(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
     """The module's result; buffers that it replaces are written instead."""
     module = _module(call)
     inputs = tensors[len(call.states) :]
-    values = [t.item() if i in call.numbers else t for i, t in enumerate(inputs)]
+    values = [t.item() if i in call.scalars else t for i, t in enumerate(inputs)]
     args, kwargs = fill(call.arguments, values)
     with in_place(call, tensors):
         result = _forward(module, args, kwargs)
