@@ -135,10 +135,10 @@ class RandomConditions(TorchFunctionMode):
             self._follow(each, _interval(name, self._known(args)))
         return result
 
-    def _of_batch(self, func: Callable[..., Any], truth: torch.Tensor) -> Any:
+    def _of_batch(self, func: Callable[..., Any], boolean: torch.Tensor) -> Any:
         if func is torch.Tensor.__bool__:
-            return self._decide(truth)
-        flat = truth.reshape(())
+            return self._decide(boolean)
+        flat = boolean.reshape(())
         self._batch[flat] = True
         return flat
 
@@ -191,8 +191,8 @@ def _interval(name: str, operands: Sequence[Interval | None]) -> Interval | None
     above = low >= other_high
     if not (below or above) or name not in _BELOW | _ABOVE:
         return None
-    truth = float(below == (name in _BELOW))
-    return truth, truth
+    boolean = float(below == (name in _BELOW))
+    return boolean, boolean
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def write_branches(run: Trace, found: GraphDiff, leaving: Sequence[bool]) -> Non
         before = passed.get(skipped.instead, skipped.instead)
         select = conditions[number], leaving[number]
         passed[skipped.made] = _insert(run.graph, before, points, select)
-    _draw_apart(run.graph, conditions)
+    _draw_from_streams(run.graph, conditions)
     (output,) = run.graph.find_nodes(op="output")
     returned: Any = output.args[0]
     output.args = (tuple(returned[: len(returned) - len(conditions)]),)
@@ -127,7 +127,7 @@ def _refuse_writes(
                 )
 
 
-def _draw_apart(graph: fx.Graph, conditions: Sequence[fx.Node]) -> None:
+def _draw_from_streams(graph: fx.Graph, conditions: Sequence[fx.Node]) -> None:
     """Draw the random numbers of conditions from streams of their own."""
     needed: set[fx.Node] = set()
     todo = list(conditions)

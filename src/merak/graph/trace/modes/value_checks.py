@@ -54,18 +54,18 @@ class ValueChecks:
         """Patch the conversion of tensors and symbols to booleans."""
 
         def to_bool(tensor: FakeTensor) -> bool:
-            return self._truth(tensor, sys._getframe(1))
+            return self._to_bool(tensor, sys._getframe(1))
 
         of_sizes: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
-        def truth_of_sizes(condition: torch.SymBool) -> bool:
+        def sizes_to_bool(condition: torch.SymBool) -> bool:
             self._assume(condition, sys._getframe(1))
             return of_sizes(condition)
 
         patch = mock.patch.object
         # Tensor's own method asks the modes first: values that they know need no answer.
         self._patches.enter_context(patch(FakeTensor, "__bool__", to_bool, create=True))
-        self._patches.enter_context(patch(torch.SymBool, "__bool__", truth_of_sizes))
+        self._patches.enter_context(patch(torch.SymBool, "__bool__", sizes_to_bool))
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -89,7 +89,7 @@ class ValueChecks:
                 linecache.getline(file, line).strip(),
             )
 
-    def _truth(self, tensor: torch.Tensor, frame: FrameType) -> bool:
+    def _to_bool(self, tensor: torch.Tensor, frame: FrameType) -> bool:
         try:
             return torch.Tensor.__bool__(tensor)
         except (DataDependentOutputException, GuardOnDataDependentSymNode):

@@ -173,8 +173,8 @@ def is_assertion(node: fx.Node) -> bool:
 
 def _is_about_boolean(node: fx.Node) -> bool:
     """Whether a node checks that a boolean is between 0 and 1, as torch writes down of its own."""
-    is_truth = any(n.target is torch.sym_ite for n in node.all_input_nodes)
-    return is_truth and node.target in (operator.ge, operator.le)
+    is_boolean = any(n.target is torch.sym_ite for n in node.all_input_nodes)
+    return is_boolean and node.target in (operator.ge, operator.le)
 
 
 def _region(graph: fx.Graph, first: fx.Node) -> set[fx.Node]:
