@@ -72,7 +72,7 @@ def explain(
             return TraceError(
                 f"{name} fails in its own forward, traced or not, at "
                 f"{_place(model, loss_fn, own)}: {_reason(own)}; call it by hand with such a batch "
-                "and mend the model, its config, or the batch."
+                "and correct the model, its config, or the batch."
             )
     place = _place(model, loss_fn, error)
     if any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in causes(error)):

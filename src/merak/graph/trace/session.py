@@ -56,7 +56,7 @@ class Session:
         host_random: records functions that draw on the host.
         real: the model's own parameters and buffers, before fake ones take their place.
         fake: the mode that makes fake tensors.
-        checks: notes checks of values that are taken to pass.
+        checks: notes checks of values that are assumed to pass.
         packed: follows packed sequences.
         autograd: records gradients that the model takes itself.
         replaced: names of attributes that forward has replaced, by the old tensor's identity.

@@ -82,8 +82,8 @@ class ValueChecks:
         for file, line in sorted(left_out):
             warn_on_rank0(
                 logger,
-                "%s:%d checks the numbers of the batch (`%s`); this check is taken to pass, and is "
-                "not made in training.",
+                "%s:%d checks values of the batch (`%s`); the trace assumes that this check "
+                "passes, and training leaves it out.",
                 file,
                 line,
                 linecache.getline(file, line).strip(),

@@ -109,8 +109,8 @@ def _check(holds: bool, line: str) -> None:
     if not holds:
         raise TrainingError(
             f"the number of elements selected at {line} does not fit these values of the batch: "
-            "the model refuses them, or goes another way than the one that was traced; leave such "
-            "batches out, or let the model use torch.where."
+            "the model refuses them, or takes another branch than the one that was traced; leave "
+            "such batches out, or let the model use torch.where."
         )
 
 

@@ -164,7 +164,7 @@ class OpaqueSelection:
         self.unrolled.add(error.place)
         warn_on_rank0(
             logger,
-            "The trace writes out every pass of the loop around %s, since nothing around it "
+            "The trace unrolls the loop around %s, since nothing around it "
             "can be one operator; if it takes long, put the loop into the forward of a module "
             "of its own, or into a function at the top of a file, that takes and returns "
             "tensors.",

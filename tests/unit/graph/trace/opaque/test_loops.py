@@ -283,7 +283,7 @@ def test_a_loop_of_the_model_itself_is_written_out_with_a_warning(
         graph = built(model, LONG)
     assert not opaque_calls(graph)
     (warning,) = caplog.messages
-    assert "writes out every pass of the loop around" in warning
+    assert "unrolls the loop around" in warning
     assert __file__ in warning
     assert_like_eager(model, graph, LONG)
 
