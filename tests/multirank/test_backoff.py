@@ -20,7 +20,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.health.oom import explain_optimizer_oom
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from tests.multirank.ranks import RankError
 from tests.multirank.test_schedules import batches, tiny_gpt2
 
@@ -175,6 +175,7 @@ def check(pool, degrees, faults, tmp_path, **options):
                 assert found[place] == 0, (fault, rank)
 
 
+@pytest.mark.slow
 def test_all_kinds_of_schedules_run_the_step_again(pool, tmp_path):
     forward = ("gpipe", "early_recompute", "interleaved_1f1b", "zero_bubble_h1", "gems")
     faults = [Fault(CALL, (1,), 3, schedule=name) for name in forward]
@@ -249,7 +250,7 @@ def test_nothing_left_to_give_up_ends_with_the_numbers(pool, tmp_path):
         pool.run(compare, 2, (1, 1, 2), [fault], tmp_path)
     text = str(caught.value)
     assert "rank 0 failed" in text and "rank 1 failed" in text
-    assert "PlanError: step 3 ran out of memory on pipeline position 1 (CUDA out of memory." in text
+    assert "PlanError: step 3 ran out of memory on pp rank 1 (CUDA out of memory." in text
     assert "where every segment recomputes and" in text
     assert "a larger tp or a smaller microbatch" in text
 

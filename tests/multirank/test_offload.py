@@ -14,7 +14,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from tests.multirank.memory_jobs import MODELS, MemoryJob, batch_of, measure
 from tests.multirank.test_asynchronous import batch_of as texts
 from tests.multirank.test_asynchronous import loss_fn, make_optimizer, uneven
@@ -108,6 +108,7 @@ def test_asynchronous_schedules_train_the_same(pool):
     assert pool.run(trained, 2, (1, 1, 2), cases) == [[True] * 2] * 2
 
 
+@pytest.mark.slow
 def test_shared_optimizers_train_the_same(pool):
     cases = [("gpt2", {"zero": 1}), ("llama", {"zero": 2}), ("gpt2", {"zero": 3})]
     assert pool.run(trained, 2, (2, 1, 1), cases) == [[True] * 3] * 2

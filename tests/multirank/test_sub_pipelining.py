@@ -16,12 +16,14 @@ from merak.graph.program.program import SubPipelinedRun
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan import sub_pipelining as overlap
 from merak.plan.cost.measured_times import SegmentTimes
-from merak.plan.layout import EngineOptions, Layout
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
 from merak.plan.partition import Partition
 from merak.plan.step_plans import StepPlans
 from merak.schedule.registry import build, names
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, bert, gpt2, llama
+from tests.tiers import slow
 from tests.unit.graph.architectures import ARCHITECTURES
 
 SYNCHRONOUS = tuple(name for name in names() if build(name, 4, 8).is_synchronous)
@@ -143,7 +145,7 @@ def compare(ranks: list[Any], schedules: list[str]) -> None:
             )
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", slow("llama"), slow("bert")])
 def test_halves_give_what_the_whole_gives(pool, tmp_path, family):
     ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 4, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
@@ -168,7 +170,7 @@ def test_unequal_halves_draw_and_mask_as_the_whole(pool, tmp_path):
     assert len({name for rank in ranks for name in rank["1f1b", True][2]}) >= 4 * 2
 
 
-@pytest.mark.parametrize(("family", "blocks"), [("t5", 2 * 2 + 2 * 3), ("opt", 2 * 2)])
+@pytest.mark.parametrize(("family", "blocks"), [slow("t5", 2 * 2 + 2 * 3), ("opt", 2 * 2)])
 def test_what_both_halves_make_alike_and_flat_values_cross_segments(pool, tmp_path, family, blocks):
     """T5 hands a bias of positions on, which no sample has; OPT hands on samples in flat rows."""
     ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 3, tmp_path)
@@ -229,7 +231,7 @@ def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
         patch.setattr(overlap, "start_all_reduce", machine.start)
         patch.setattr(overlap, "time", machine)
         patch.setattr(torch, "mm", machine.product)
-        return overlap.choose_halves(wish, layout, mesh, lambda: times)
+        return overlap.choose_sub_pipelining(wish, layout, mesh, lambda: times)
 
 
 def test_auto_halves_where_sums_between_machines_take_as_long_as_computation(pool):

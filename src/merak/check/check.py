@@ -65,7 +65,7 @@ class CheckReport:
         tolerance: the most that is taken for rounding: 1e-5, or what was found where that is more
             and the same check in float64 shows that it is rounding.
         tp_sharded_fraction: fraction of the model's parameters (numbers, not tensors) that are
-        split.
+            split.
         segments: how many segments the model is cut into; 0 if it could not be traced.
         seconds: how long the check took.
         reason: why it is not ok; None if it is.

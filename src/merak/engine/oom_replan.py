@@ -17,11 +17,12 @@ from merak.core.errors import PlanError
 from merak.core.health.status import phase, waiting_for_first
 from merak.engine.local_programs import ProgramCache
 from merak.graph.program.program import Program
-from merak.plan.activations.decide import Profile, dear_operators, gigabytes, pp_that_fits
+from merak.plan.activation_policy import ActivationPolicy
+from merak.plan.activations.decide import Profile, find_fitting_pp, gigabytes, selective_operators
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload_spec import Times
 from merak.plan.activations.recompute import recomputing_stages
-from merak.plan.cost.selective_ops import Dear
+from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.layout import Layout
 from merak.plan.step_plans import StepPlans
 
@@ -35,10 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _FewerSaved:
-    """What is still kept, as `Layout` has it; or why there is nothing left to give up."""
+    """The policy that saves fewer activations, or the reason why there is none."""
 
-    kept: frozenset[int] = frozenset()
-    partly: Mapping[int, Dear] = field(default_factory=dict)
+    policy: ActivationPolicy = field(default_factory=ActivationPolicy)
     problem: str | None = None
 
 
@@ -65,7 +65,7 @@ class OomReplanner:
 
         Args:
             step: the job's step that ran out of memory.
-            reasons: by pipeline position that did, the words of the error.
+            reasons: by pp rank that did, the words of the error.
 
         Returns:
             The plans to go on with, and the program of an ordinary microbatch.
@@ -87,14 +87,8 @@ class OomReplanner:
         less = decided[0]
         if less.problem is not None:
             raise PlanError(less.problem)
-        plans = layout.plans.recomputing(recomputing_stages(layout.partition, less.kept))
-        layout = replace(
-            layout,
-            plans=plans,
-            kept=less.kept,
-            partly=less.partly,
-            offloaded=layout.offloaded & less.kept,
-        )
+        plans = layout.plans.recomputing(recomputing_stages(layout.partition, less.policy.saved))
+        layout = replace(layout, plans=plans, activations=less.policy)
         if mesh.rank == 0:
             self._say(step, reasons, layout)
         self._forecast = replace(self._forecast, layout=layout)
@@ -103,48 +97,54 @@ class OomReplanner:
 
     def _fewer_saved(self, step: int, reasons: Mapping[int, str]) -> _FewerSaved:
         forecast = self._forecast
-        dear = {**dear_operators(forecast, self._profile), **forecast.layout.partly}
-        kept, partly = forecast.kept, frozenset(forecast.layout.partly)
+        policy = forecast.policy
+        selective = {**selective_operators(forecast, self._profile), **policy.selective}
+        saved, partly = policy.saved, frozenset(policy.selective)
         for rank, reason in sorted(reasons.items()):
             own = frozenset(forecast.segments_of(rank)) - forecast.untrained
-            if not own & (kept | partly):
+            if not own & (saved | partly):
                 raise PlanError(self._hopeless(step, rank, reason))
-            whole, some = self._choose_fewer(rank, dear)
+            whole, some = self._choose_fewer(rank, selective)
             # What another position has to give up on a stage of both, this one may as well.
-            kept -= own - whole
-            partly = (partly - own) | (some - kept)
-        return _FewerSaved(kept, {index: dear[index] for index in partly - kept})
+            saved -= own - whole
+            partly = (partly - own) | (some - saved)
+        some_ops = {index: selective[index] for index in partly - saved}
+        return _FewerSaved(ActivationPolicy(saved, some_ops, policy.offloaded & saved))
 
     def _choose_fewer(
-        self, rank: int, dear: Mapping[int, Dear]
+        self, rank: int, selective: Mapping[int, SelectiveOps]
     ) -> tuple[frozenset[int], frozenset[int]]:
         """The best choice for a position that needs less than the present one."""
         forecast = self._forecast
         schedule = forecast.layout.schedule
-        most = forecast.ranks(schedule, forecast.kept)[rank].peak.total_bytes
+        most = forecast.ranks(schedule)[rank].peak.total_bytes
         budget = int(_SHARE_LEFT * most)
         while True:
-            whole, some = forecast.fill_one(
-                rank, schedule, self._times(), budget, dear, self._offloaded
+            whole, some = forecast.fill_rank(
+                rank, schedule, self._times(), budget, selective, self._offloaded
             )
-            partly = {index: dear[index] for index in some}
-            needed = forecast.ranks(schedule, whole | forecast.untrained, partly)[rank].peak
+            policy = ActivationPolicy(
+                whole | forecast.untrained,
+                {index: selective[index] for index in some},
+                self._offloaded(whole),
+            )
+            needed = forecast.ranks(schedule, policy)[rank].peak
             if needed.total_bytes < most or not whole | some:
                 return whole, some
             budget = int(_SHARE_LEFT * budget)
 
     def _offloaded(self, kept: frozenset[int]) -> frozenset[int]:
         """Of segments that keep their activations, those that do so in host memory."""
-        return kept & self._forecast.layout.offloaded
+        return kept & self._forecast.layout.activations.offloaded
 
     def _hopeless(self, step: int, rank: int, reason: str) -> str:
         forecast = self._forecast
-        peak = forecast.ranks(forecast.layout.schedule, forecast.kept)[rank].peak
+        peak = forecast.ranks(forecast.layout.schedule)[rank].peak
         needed = peak.total_bytes
-        pp = pp_that_fits(forecast, int(_SHARE_LEFT * needed), self._times)
+        pp = find_fitting_pp(forecast, int(_SHARE_LEFT * needed), self._times)
         fix = f"use pp={pp} or" if pp else "use"
         return (
-            f"step {step} ran out of memory on pipeline position {rank} ({_first(reason)}), where "
+            f"step {step} ran out of memory on pp rank {rank} ({_first(reason)}), where "
             f"every segment recomputes and {gigabytes(needed)} were foreseen at {peak.at}; {fix} a "
             "larger tp or a smaller microbatch."
         )
@@ -153,16 +153,16 @@ class OomReplanner:
         before = self._forecast
         for rank, reason in sorted(reasons.items()):
             own = frozenset(before.segments_of(rank))
-            some = len(own & frozenset(layout.partly))
+            some = len(own & frozenset(layout.activations.selective))
             logger.warning(
-                "step %d ran out of memory on pipeline position %d (%s); it runs again with the "
+                "step %d ran out of memory on pp rank %d (%s); it runs again with the "
                 "activations of %d of its %d segments kept, and no longer of %d%s.",
                 step,
                 rank,
                 _first(reason),
-                len(own & layout.kept),
+                len(own & layout.activations.saved),
                 len(own),
-                len(own & before.kept),
+                len(own & before.saved),
                 f", and of {some} a part" if some else "",
             )
 

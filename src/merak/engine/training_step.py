@@ -19,7 +19,7 @@ from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
 from merak.engine.zero.unshard_order import unshards_of
 from merak.graph.program.program import SegmentProgram
-from merak.plan.step_plans import Plan
+from merak.plan.step_plans import StepPlan
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
 from merak.schedule.steps import (
     Compute,
@@ -50,7 +50,7 @@ class TrainingStep:
         state: EngineState,
         exchange: StageIO,
         prepare: Microbatches,
-        plan: Plan,
+        plan: StepPlan,
         microbatches: Sequence[Microbatch],
     ) -> None:
         self.losses = torch.zeros(len(microbatches), device=state.mesh.device)

@@ -16,7 +16,7 @@ from merak.plan.activations.forecast import Forecast
 from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulator.simulate import simulate
 
 IDLE = 0.5
 """The bubble fraction from which on a user is told that more microbatches would help."""
@@ -84,11 +84,10 @@ def _rows(forecast: Forecast) -> list[tuple[str, ...]]:
 
 
 def _memory(forecast: Forecast) -> Sequence[str]:
-    schedule, kept = forecast.layout.schedule, forecast.kept
     try:
-        found = forecast.ranks(schedule, kept)
+        found = forecast.ranks(forecast.layout.schedule)
     except Exception:
-        # Code of the model's own may look at numbers, which tensors without them do not have.
+        # Code of the model's own may read values, which fake tensors do not have.
         return ["unknown"] * forecast.mesh.pp
     return [size(rank.peak.total_bytes) for rank in found]
 
