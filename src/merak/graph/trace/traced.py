@@ -24,8 +24,8 @@ class Trace:
         constants: tensors the model's code made outside its buffers, by name.
         columns: the batch it was traced with.
         sources: files whose code the trace ran through.
-        num_conditions: how many choices by chance were answered for it; what they depend on, a
-            truth each, the graph returns after the outputs. `graph.choices` makes them none.
+        num_conditions: how many random conditions were answered for it; the graph returns their
+            booleans after the outputs, until `branches` has merged both branches of each.
         parameter_writes: what is written into parameters before the graph runs.
     """
 

@@ -1,12 +1,12 @@
-"""Layers that a model drops by chance: both ways of every choice in one graph.
+"""Branches on random conditions, such as layer drop: both branches in one graph.
 
-The model is traced with several answers to its choices. Where one leaves something out, the trace
-must be the one with everything in, with what was left out replaced by a value from before it;
-`graph.alignment` checks that operator by operator. In the graph there is then a `where` that takes
-the one or the other, and a draw of the microbatch's own that decides (`graph.drawn`).
+The model is traced with several answers to its conditions. Where one skips something, the trace
+must be the one with everything in, with what was skipped replaced by a value from before it;
+`graph_diff` checks that operator by operator. In the graph there is then a `where` that takes
+the one or the other, and a draw of the microbatch's own that decides (`rng_stream`).
 
-The answers are a covering array: of every two choices all four combinations are traced, so that a
-layer that depends on whether another one ran is found out.
+The answers are a covering array: of every two conditions all four combinations are traced, so that
+a layer that depends on whether another one ran is found out.
 
 Source: arXiv:1909.11556 (LayerDrop); arXiv:2010.13369 (progressive layer dropping), section 3.
 """

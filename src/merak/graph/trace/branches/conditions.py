@@ -1,14 +1,14 @@
-"""Choices that a model makes by chance while it runs: `if torch.rand(()) < p: continue`.
+"""Random conditions of a model's control flow: `if torch.rand(()) < p: continue`.
 
-A choice that hangs on the batch alone, `if not padding.any(): padding = None`, is of the same kind.
+A condition on the batch alone, `if not padding.any(): padding = None`, is traced in the same way.
 
-A trace runs the model once and can take one way alone. Here the ways are given from outside, one
-answer for each choice, and each choice is written down where it is made; `graph.choices` then
-puts the ways together.
+A trace runs the model once and can take one branch alone. Here the branches are given from outside,
+one answer for each condition, and each condition is recorded where it is evaluated; `branches` then
+merges the branches.
 
-Numbers of Python's and NumPy's generators become draws of torch, which the trace records; for what
-else these generators draw see `graph.host_draws`. What a generator draws that the model itself has
-seeded in the same run is the same in every run, and may stand in a trace.
+Numbers of Python's and NumPy's generators become random tensors, which the trace records; for what
+else these generators draw see `host_random`. What a generator draws that the model itself has
+seeded in the same run is the same in every run, and may stand in a trace as a constant.
 """
 
 from __future__ import annotations
