@@ -13,7 +13,7 @@ from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program, SegmentProgram
 
 
-class Microbatches:
+class MicrobatchFactory:
     """Makes the microbatches of this rank.
 
     Args:

@@ -8,14 +8,18 @@ smaller budget, and what it keeps is chosen again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 import torch.distributed as dist
 
 from merak.core.errors import PlanError
 from merak.core.health.status import phase, waiting_for_first
+from merak.core.tensor_meta import Signature
 from merak.engine.local_programs import ProgramCache
+from merak.engine.state import EngineState
+from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
 from merak.plan.activations.decide import Profile, dear_operators, gigabytes, pp_that_fits
 from merak.plan.activations.forecast import Forecast
@@ -144,7 +148,7 @@ class OomReplanner:
         pp = pp_that_fits(forecast, int(_SHARE_LEFT * needed), self._times)
         fix = f"use pp={pp} or" if pp else "use"
         return (
-            f"step {step} ran out of memory on pipeline position {rank} ({_first(reason)}), where "
+            f"step {step} ran out of memory on pp rank {rank} ({_first(reason)}), where "
             f"every segment recomputes and {gigabytes(needed)} were foreseen at {peak.at}; {fix} a "
             "larger tp or a smaller microbatch."
         )
@@ -155,7 +159,7 @@ class OomReplanner:
             own = frozenset(before.segments_of(rank))
             some = len(own & frozenset(layout.partly))
             logger.warning(
-                "step %d ran out of memory on pipeline position %d (%s); it runs again with the "
+                "step %d ran out of memory on pp rank %d (%s); it runs again with the "
                 "activations of %d of its %d segments kept, and no longer of %d%s.",
                 step,
                 rank,
@@ -171,3 +175,43 @@ def _first(reason: str) -> str:
     """The beginning of an error's words."""
     line = " ".join(reason.split())
     return line if len(line) <= _MOST_WORDS else line[:_MOST_WORDS] + "…"
+
+
+def written_buffers(state: EngineState, signatures: Sequence[Signature]) -> TensorDict:
+    """Copies of the buffers that a step writes; none where a step cannot be aborted.
+
+    Args:
+        state: of this rank's engine.
+        signatures: of the step's microbatches.
+    """
+    if not state.oom_guard.is_armed:
+        return {}
+    names = {
+        name
+        for signature in set(signatures)
+        for stage in state.program_for(signature, True).stages.values()
+        for segment in stage.segments
+        for name in segment.written
+    }
+    return {name: buffer.clone() for name, buffer in state.buffers.items() if name in names}
+
+
+@torch.no_grad()
+def restore(state: EngineState, written: TensorDict) -> None:
+    """Undo a step that was aborted: its writes into buffers, and its gradients."""
+    for name, before in written.items():
+        state.buffers[name].copy_(before)
+    state.optimizer_params.clear_gradients()
+
+
+def replan(state: EngineState, step: int, reasons: Mapping[int, str]) -> EngineState:
+    """An engine's state with a plan that saves fewer activations; all ranks call it together.
+
+    Args:
+        state: of this rank's engine.
+        step: the step that ran out of memory.
+        reasons: by pp rank that did, the message of the error.
+    """
+    assert state.save_fewer is not None
+    plans, base = state.save_fewer(step, reasons)
+    return replace(state, plan_for=plans, base=base)

@@ -67,7 +67,7 @@ def _apply(state: EngineState, one: ParameterWrites, given: Sequence[Batch]) -> 
     """Write one parameter, and what the optimizer steps for it."""
     name = one.parameter
     item = state.optimizer_params.items.get(name)
-    if state.fsdp is not None and name in state.fsdp.drained:
+    if state.fsdp is not None and name in state.fsdp.meta_parameters:
         share = state.fsdp.share(name)
         low = share.to(state.parameters[name].dtype)
         _follow(share, low, _run(one, low.clone(), given))

@@ -1,23 +1,20 @@
-"""One training step of one rank: performs its steps of a schedule, whatever the schedule is."""
+"""One training step of one rank: forwards, backwards, reductions and updates of a schedule."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from merak.engine.comm.stage_io import StageIO
 from merak.engine.drain import DrainStep, num_begun
-from merak.engine.microbatches import Microbatches
+from merak.engine.schedule_run import ScheduleRun
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
-from merak.engine.zero.unshard_order import unshards_of
 from merak.graph.program.program import SegmentProgram
 from merak.plan.step_plans import Plan
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
@@ -34,32 +31,18 @@ Update = Callable[[], None]
 """Steps the optimizer for the parameters that have a gradient."""
 
 
-class TrainingStep:
+class TrainingStep(ScheduleRun):
     """Forward and backward of all microbatches, as a plan orders them.
 
     Args:
-        state: what the engine is made of.
-        exchange: the values between stages.
-        prepare: derives from a microbatch what its stages read.
+        state: of this rank's engine.
         plan: the schedule for these microbatches.
         microbatches: of this replica.
     """
 
-    def __init__(
-        self,
-        state: EngineState,
-        exchange: StageIO,
-        prepare: Microbatches,
-        plan: Plan,
-        microbatches: Sequence[Microbatch],
-    ) -> None:
+    def __init__(self, state: EngineState, plan: Plan, microbatches: Sequence[Microbatch]) -> None:
+        super().__init__(state, plan, [microbatch.program for microbatch in microbatches])
         self.losses = torch.zeros(len(microbatches), device=state.mesh.device)
-        self._state = state
-        self._exchange = exchange
-        self._prepare = prepare
-        self._plan = plan
-        self._schedule = plan.schedule
-        self._rank = state.mesh.pp_rank
         self._microbatches = microbatches
         self._update: Update | None = None
         self._drain_step: DrainStep | None = None
@@ -83,11 +66,10 @@ class TrainingStep:
         self._update = update
         self._state.progress.planned(self._schedule)
         self._start()
-        for task in self._plan.steps[self._rank]:
-            _HANDLERS[type(task)](self, task)
+        self.perform()
         self._state.reducer.wait()
         self._state.tied.finish()
-        self._exchange.finish()
+        self._state.stage_io.finish()
 
     def run_empty(self) -> None:
         """Take part in the reductions of a step in which this replica has no microbatch."""
@@ -108,13 +90,7 @@ class TrainingStep:
             if isinstance(stage.weights, StashedWeights):
                 stage.weights.start_step(self._schedule.weight_versions[number])
         if self._state.fsdp is not None:
-            self._state.fsdp.start(self._unshards())
-
-    def _unshards(self) -> Iterator[tuple[tuple[str, ...], bool]]:
-        """When which parameters are gathered, in the whole step."""
-        for action in self._schedule.actions[self._rank]:
-            program = self._microbatches[action.microbatch].program.stages[action.stage]
-            yield from unshards_of(action.kind, program, self._schedule.recompute[action.stage])
+            self._state.fsdp.start(self.unshards())
 
     def _reductions(self) -> list[int]:
         steps = self._plan.steps[self._rank]
@@ -127,12 +103,6 @@ class TrainingStep:
             self._attempt(task.action)
         if task.action.kind in FINAL_KINDS:
             self._complete(task.action)
-
-    def _send(self, task: Send) -> None:
-        self._exchange.send(task)
-
-    def _receive(self, task: Receive) -> None:
-        self._exchange.post(task, self._microbatches[task.microbatch].program)
 
     def _reduce(self, task: ReduceGradients) -> None:
         self._state.reducer.complete(task.stage)
@@ -197,11 +167,11 @@ class TrainingStep:
         state = self._state
         for microbatch in self._microbatches:
             if microbatch.program.chooses:
-                self._prepare.derive(microbatch)
+                state.microbatches.derive(microbatch)
         self._drain_step = DrainStep(
             state.mesh,
             state.stages,
-            self._exchange,
+            state.stage_io,
             self._schedule,
             self._microbatches,
             state.fsdp,
@@ -222,19 +192,16 @@ class TrainingStep:
         self._told.add(segment.segment.index)
 
     def _forward(self, action: Action) -> None:
-        stage, number = action.stage, action.microbatch
-        microbatch = self._microbatches[number]
-        if not microbatch.derived:
-            self._prepare.derive(microbatch)
-        received = self._taken(Payload.ACTIVATION, stage - 1, number)
-        keep = not self._schedule.recompute[stage]
-        made = self._state.stages[stage].forward(number, microbatch, received, keep)
-        program = microbatch.program.stages[stage]
-        if (loss := _loss_made_by(stage, microbatch)) is not None:
-            self.losses[number] = made[loss] * microbatch.scale
-        if stage + 1 < self._schedule.num_stages:
-            sent = {name: made[name] for name in program.sent}
-            self._exchange.give(Payload.ACTIVATION, stage, number, sent)
+        microbatch = self._microbatches[action.microbatch]
+        made = self.forward(action, microbatch)
+        if (loss := _loss_made_by(action.stage, microbatch)) is not None:
+            self.losses[action.microbatch] = made[loss] * microbatch.scale
+
+    def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
+        """Run a stage for a backward to come."""
+        saves = not self._schedule.recompute[action.stage]
+        stage = self._state.stages[action.stage]
+        return stage.forward(action.microbatch, microbatch, received, saves)
 
     def _recompute(self, action: Action) -> None:
         microbatch = self._microbatches[action.microbatch]
@@ -258,7 +225,7 @@ class TrainingStep:
     def _run_backward(self, action: Action, segment_done: Callable[[SegmentProgram], None]) -> None:
         stage, number = action.stage, action.microbatch
         microbatch = self._microbatches[number]
-        gradients = self._taken(Payload.GRADIENT, stage + 1, number)
+        gradients = self.taken(Payload.GRADIENT, stage + 1, number)
         if (loss := _loss_made_by(stage, microbatch)) is not None:
             dtype = microbatch.program.values[loss].dtype
             scale = microbatch.scale * microbatch.loss_scale * self._share(number)
@@ -272,7 +239,7 @@ class TrainingStep:
             partial(self._state.tied.begin, pipe, number),
         )
         if stage > 0:
-            self._exchange.give(Payload.GRADIENT, stage, number, made)
+            self._state.stage_io.give(Payload.GRADIENT, stage, number, made)
 
     def _complete(self, action: Action) -> None:
         """A stage has a microbatch's gradients; after the last one its derived values go."""
@@ -286,14 +253,6 @@ class TrainingStep:
             self._microbatches[action.microbatch].derived = {}
 
     # ---- what the actions need ----
-
-    def _taken(self, payload: Payload, producer: int, number: int) -> TensorDict:
-        if not 0 <= producer < self._schedule.num_stages:
-            return {}
-        source = Receive(payload, producer, number, self._schedule.rank_of(producer, number))
-        values = self._exchange.take(source, self._microbatches[number].program)
-        self._state.progress.started()
-        return values
 
     def _collect(self, segment: SegmentProgram, action: Action) -> None:
         pipe = self._schedule.microbatch_pipes[action.microbatch]
@@ -324,10 +283,10 @@ def _loss_made_by(stage: int, microbatch: Microbatch) -> str | None:
     return loss if loss in made else None
 
 
-_HANDLERS: dict[type[Any], Callable[[TrainingStep, Any], None]] = {
+TrainingStep.handlers = {
     Compute: TrainingStep._compute,
-    Send: TrainingStep._send,
-    Receive: TrainingStep._receive,
+    Send: TrainingStep.send,
+    Receive: TrainingStep.receive,
     ReduceGradients: TrainingStep._reduce,
     OptimizerStep: TrainingStep._step_optimizer,
 }

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -129,19 +127,6 @@ def explain_oom(what: str, fix: str) -> Iterator[None]:
         raise TrainingError(f"{what} ran out of memory ({error}); {fix}.") from error
 
 
-def explain_optimizer_oom(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer's step say what to do when it runs out of memory."""
-    step: Callable[..., Any] = type(optimizer).step
-
-    @wraps(step)
-    def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with explain_oom("the optimizer's step", OPTIMIZER_FIX):
-            return step(self, *args, **kwargs)
-
-    # A method, as learning rate schedulers, which wrap it as well, expect it to be.
-    optimizer.step = MethodType(explained_step, optimizer)  # type: ignore[method-assign]
-
-
 OPTIMIZER_FIX = (
     "some of its parameters may have been stepped already, so that it cannot be run again; use "
     "zero=1 or more, whose replicas share its states, a larger pp or tp, or an optimizer with "
@@ -150,7 +135,7 @@ OPTIMIZER_FIX = (
 """What to do about an optimizer that runs out of memory."""
 
 
-def agree(oom_guard: OomGuard, mesh: Mesh) -> None:
+def raise_if_aborted(oom_guard: OomGuard, mesh: Mesh) -> None:
     """Let all ranks know whether one of them has given the step up; called alike on every rank.
 
     Raises:

@@ -68,9 +68,9 @@ class Progress:
         self.records.follow(schedule)
 
     @contextmanager
-    def evaluation(self, number: int) -> Iterator[None]:
-        """Inside is the evaluation of one microbatch."""
-        with self._phase(f"the evaluation of microbatch {number}"):
+    def evaluation(self) -> Iterator[None]:
+        """Inside some microbatches are evaluated."""
+        with self._phase("an evaluation"):
             yield
 
     @contextmanager

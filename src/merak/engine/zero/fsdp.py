@@ -160,7 +160,7 @@ class FsdpParameters:
         self.order = order
         self._modules: dict[str, FsdpGroup] = {}
         self._places: dict[str, int] = {}
-        self.drained: dict[str, nn.Parameter] = {}
+        self.meta_parameters: dict[str, nn.Parameter] = {}
         self.optimizer_tensors: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, ShardLeaf] = {}
         for names in _groups(segments, parameters):
@@ -173,7 +173,7 @@ class FsdpParameters:
         for place, (name, parameter) in enumerate(own.items()):
             self._modules[name], self._places[name] = module, place
             empty = torch.empty_like(parameter, device="meta", requires_grad=False)
-            self.drained[name] = nn.Parameter(empty, requires_grad=module.trains)
+            self.meta_parameters[name] = nn.Parameter(empty, requires_grad=module.trains)
             if module.trains:
                 self.optimizer_tensors[name] = nn.Parameter(self._share(name).to_local().detach())
                 self.leaves[name] = ShardLeaf(self._share(name))
@@ -191,7 +191,7 @@ class FsdpParameters:
 
     def rows(self, name: str) -> RowShard:
         """The rows of a parameter that this replica holds, which are torch's chunks."""
-        count = self.drained[name].shape[0]
+        count = self.meta_parameters[name].shape[0]
         each = -(-count // self._degree)
         return RowShard(min(self._index * each, count), min((self._index + 1) * each, count))
 
@@ -257,15 +257,17 @@ class FsdpParameters:
         """
         full = {
             name: nn.Parameter(
-                self._share(name).full_tensor().detach().to(drained.dtype), drained.requires_grad
+                self._share(name).full_tensor().detach().to(meta.dtype), meta.requires_grad
             )
-            for name, drained in self.drained.items()
+            for name, meta in self.meta_parameters.items()
         }
-        replace_parameters(model, {id(self.drained[name]): p for name, p in full.items()})
+        replace_parameters(model, {id(self.meta_parameters[name]): p for name, p in full.items()})
         try:
             yield
         finally:
-            replace_parameters(model, {id(p): self.drained[name] for name, p in full.items()})
+            replace_parameters(
+                model, {id(p): self.meta_parameters[name] for name, p in full.items()}
+            )
         for name, parameter in full.items():
             share = self._share(name).to_local().detach()
             if share.dtype == parameter.dtype and share.numel():

@@ -106,7 +106,7 @@ class UnshardOrder:
 
         Args:
             modules: the turn's, as `start` was told.
-            drained: take part for the others alone.
+            meta_parameters: take part for the others alone.
         """
         if not modules:
             return
