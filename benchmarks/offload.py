@@ -103,7 +103,7 @@ def job_of(options: Any) -> Job:
     draws = torch.Generator().manual_seed(1)
     batch = {"x": torch.randn(options.microbatches * options.rows, 64, 64, generator=draws)}
     folder = Path(options.folder)
-    layout = {"segments_per_stage": (BLOCKS_PER_STAGE,) * NUM_STAGES}
+    layout = {"partition": (BLOCKS_PER_STAGE,) * NUM_STAGES}
     job = Job(Chain, batch, layout, options.forward_ms / 1e3, folder)
     path = folder / "times.json"
     segments = foresee(job, options.microbatches).layout.graph.segments
@@ -133,9 +133,9 @@ def run_choices(num_ranks: int, options: Any) -> list[dict[str, Any]]:
         away = {"recompute": "off", "offload_activations": "full", "host_bytes_per_s": rate}
         rows.append(measure("offload", job, options, share, **away))
         rows.append(measure("offload, in turn", job, options, share, is_beside=False, **away))
-        auto = {"recompute": "auto", "offload_activations": "auto", "memory_budget_bytes": budget}
+        auto = {"recompute": "auto", "offload_activations": "auto", "memory_budget": budget}
         rows.append(measure("auto", job, options, share, host_bytes_per_s=rate, **auto))
-    auto = {"recompute": "auto", "memory_budget_bytes": budget}
+    auto = {"recompute": "auto", "memory_budget": budget}
     rows.append(measure("auto, recompute alone", job, options, 0.0, **auto))
     return rows
 

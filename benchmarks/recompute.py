@@ -104,7 +104,7 @@ def case_of(num_stages: int, microbatch: int) -> Case:
     num_microbatches = GLOBAL_BATCH // (dp * microbatch)
     plans = StepPlans("shifted_critical_path", num_stages, num_microbatches)
     options = EngineOptions(
-        num_microbatches=num_microbatches, optimizer=MixedAdam, exact_tied_gradients=False
+        num_microbatches=num_microbatches, optimizer=MixedAdam, tied_gradients="step"
     )
     forecast = Forecast(
         model,

@@ -130,7 +130,7 @@ def job_of(kind: str, options: Any) -> Job:
             {"x": torch.randn(count * 4, 64, 64, generator=draws)},
             {
                 "segment_times": Path(options.folder, "times.json"),
-                "segments_per_stage": (BLOCKS_PER_STAGE,) * NUM_STAGES,
+                "partition": (BLOCKS_PER_STAGE,) * NUM_STAGES,
             },
             options.forward_ms / 1e3,
             Path(options.folder),
@@ -154,9 +154,7 @@ def run_job(num_ranks: int, options: Any) -> list[dict[str, Any]]:
     count = options.microbatches
     job = job_of(options.kind, options)
     if job.forward_s is not None:
-        plain = dataclasses.replace(
-            job, options={"segments_per_stage": job.options["segments_per_stage"]}
-        )
+        plain = dataclasses.replace(job, options={"partition": job.options["partition"]})
         segments = foresee(plain, count).layout.graph.segments
         times = [SegmentTimes(s.name, job.forward_s, 2 * job.forward_s) for s in segments]
         if dist.get_rank() == 0:
@@ -176,7 +174,7 @@ def run_job(num_ranks: int, options: Any) -> list[dict[str, Any]]:
         kept = formula(whole, budget)
         listed = sorted(set(range(len(whole.layout.graph.segments))) - kept)
         rows.append(measure(f"formula in {share}", job, options, recompute=listed))
-        choice = {"recompute": "auto", "memory_budget_bytes": budget}
+        choice = {"recompute": "auto", "memory_budget": budget}
         rows.append(measure(f"auto in {share}", job, options, **choice) | {"budget": budget})
     return rows
 

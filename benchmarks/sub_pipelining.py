@@ -37,7 +37,7 @@ from torch import nn
 
 import merak
 from merak.engine.engine import Engine
-from merak.graph.program.program import HalvedRun, HalvedSegment, SegmentProgram
+from merak.graph.program.program import SegmentProgram, SubPipelinedRun, SubPipelinedSegment
 from merak.graph.tensor_parallel import features
 from merak.ops import collectives
 from merak.parallel import ParallelModel
@@ -118,7 +118,7 @@ def slow_down(engine: Engine, compute_s: float) -> None:
     (stage,) = stages.values()
     runs = [
         replace(run, segments=tuple(_slow_halves(s, compute_s) for s in run.segments))
-        if isinstance(run, HalvedRun)
+        if isinstance(run, SubPipelinedRun)
         else _slow_whole(run, compute_s)
         for run in stage.runs
     ]
@@ -135,17 +135,17 @@ def _slow_whole(run: SegmentProgram, compute_s: float) -> SegmentProgram:
     return replace(run, function=lasting(run.function, compute_s))
 
 
-def _slow_halves(segment: HalvedSegment, compute_s: float) -> HalvedSegment:
+def _slow_halves(segment: SubPipelinedSegment, compute_s: float) -> SubPipelinedSegment:
     if not _is_block(segment.whole.segment):
         return segment
     halves = []
-    for half in segment.halves:
+    for half in segment.programs:
         pieces = [
             replace(p, function=lasting(p.function, compute_s / 2)) if _is_block(p.segment) else p
             for p in half.pieces
         ]
         halves.append(replace(half, pieces=tuple(pieces)))
-    return replace(segment, halves=(halves[0], halves[1]))
+    return replace(segment, programs=(halves[0], halves[1]))
 
 
 def build(num_layers: int, tokens: int, in_halves: bool) -> ParallelModel:
@@ -155,7 +155,7 @@ def build(num_layers: int, tokens: int, in_halves: bool) -> ParallelModel:
         Blocks(num_layers),
         {"x": torch.zeros(SAMPLES, tokens, WIDTH)},
         sub_pipelining="on" if in_halves else "off",
-        features={
+        feature_dict={
             "up.*": features.Column(),
             "down.*": features.Row(),
             "first": features.Replicate(),

@@ -106,7 +106,7 @@ def merak_step(
         model.train(),
         batch,
         num_microbatches=options.microbatches,
-        segments_per_stage=(first, 2 + 2 * len(model.model.layers) - first),
+        partition=(first, 2 + 2 * len(model.model.layers) - first),
     )
 
     def step() -> None:

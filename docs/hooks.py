@@ -1,7 +1,7 @@
-"""Makes the reference while the pages are built: a page for each folder and file of src/merak.
+"""MkDocs hooks that make the reference: a page for each folder and file of src/merak.
 
-Nothing is listed by hand, so a new module is in the reference as soon as it exists. The command
-line's page is what `merak --help` says, command by command.
+No page is listed by hand, so a new module is in the reference as soon as it exists. The command
+line's page has the help of every command.
 """
 
 import functools
@@ -28,14 +28,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that the navigation names."""
+    """Add the generated pages that the navigation names."""
     for _, path, content in pages():
         files.append(File.generated(config, path, content=content))
     return files
 
 
 def pages() -> Iterator[tuple[str, str, str]]:
-    """The title, path and Markdown of each page of the reference."""
+    """Title, path and Markdown of each page of the reference."""
     if (SOURCE / "__init__.py").exists():
         yield PACKAGE, f"reference/{PACKAGE}.md", public_names_page()
     for entry in sorted(SOURCE.iterdir()):
@@ -48,7 +48,7 @@ def pages() -> Iterator[tuple[str, str, str]]:
 
 
 def modules_of(entry: Path) -> Iterator[str]:
-    """The public modules in one file or folder of the package, the folder's own first."""
+    """Dotted names of the public modules in one file or folder, the folder itself first."""
     files = [entry] if entry.suffix == ".py" else entry.rglob("*.py")
     names = (file.relative_to(SOURCE.parent).with_suffix("").parts for file in files)
     for parts in sorted(name[:-1] if name[-1] == "__init__" else name for name in names):
@@ -57,12 +57,12 @@ def modules_of(entry: Path) -> Iterator[str]:
 
 
 def directive(module: str) -> str:
-    """The lines that mkdocstrings turns into the documentation of one module."""
+    """The mkdocstrings directive for one module."""
     return f"::: {module}\n    options:\n      show_submodules: false\n"
 
 
 def public_names_page() -> str:
-    """The names that `import merak` gives, wherever they are defined."""
+    """The page of the public names of `merak`, in whichever module they are defined."""
     return (
         f"# {PACKAGE}\n\n::: {PACKAGE}\n    options:\n      show_submodules: false\n"
         "      show_root_heading: false\n      show_root_toc_entry: false\n"

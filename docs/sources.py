@@ -1,6 +1,6 @@
-"""Shows the `Source:` line of a docstring as a paragraph, with its arXiv numbers as links.
+"""Griffe extension that shows `Source:` lines as paragraphs, with arXiv numbers as links.
 
-Left alone, the reader of Google-style docstrings takes such a line for the title of a box.
+Without it, the parser of Google-style docstrings takes such a line for the title of an admonition.
 """
 
 import re
@@ -19,6 +19,6 @@ class Sources(griffe.Extension):
 
 
 def paragraph(match: re.Match[str]) -> str:
-    """One line of Markdown for a source that may go over several."""
+    """One line of Markdown for a `Source:` entry of one or more lines."""
     text = " ".join(match[1].split())
     return "*Source:* " + ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)

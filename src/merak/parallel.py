@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.core.errors import DataError, ScheduleError, TrainingError
+from merak.core.errors import ArgumentsError, DataError, ScheduleError, TrainingError
 from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
-from merak.core.rank0 import warn_on_rank0
+from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import signature, split_plain, without_plain
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
@@ -169,8 +169,8 @@ def parallelize(
         max_grad_norm: clip the global gradient norm to this.
         autocast: mixed precision: the model runs under torch.autocast with this type, over
             parameters of float32; float16 comes with a loss scale.
-        **options: further fields of `merak.plan.layout.EngineOptions`, such as `schedule`,
-            `recompute` and `memory_budget_bytes`.
+        **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
+            `schedule`, `recompute` and `memory_budget`; and `seed`.
 
     Returns:
         The parallel model, with `step` and `evaluate`.
@@ -184,6 +184,7 @@ def parallelize(
     columns, plain = split_plain(example_batch)
     sample = signature(split_batch(columns, num_microbatches)[0]).columns
     source = GraphSource(model, loss_fn, fixed=plain, device=mesh.device, autocast=autocast)
+    options = _todays_options(options)
     chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)
     engine = build_engine(source, sample, mesh, chosen)
     if engine.updates_inside and max_grad_norm is not None:
@@ -203,6 +204,36 @@ def parallelize(
     parallel = ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm, scaler)
     parallel.plain = plain
     return parallel
+
+
+_RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "features": ("feature_dict", lambda value: value),
+    "segments_per_stage": ("partition", lambda value: value),
+    "memory_budget_bytes": ("memory_budget", lambda value: value),
+    "exact_tied_gradients": ("tied_gradients", lambda exact: "microbatch" if exact else "step"),
+    "float32_gradients": ("gradient_sums", lambda float32: "float32" if float32 else "own"),
+}
+"""Former names of options: the name of today, and its value for a former one's."""
+
+
+def _todays_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their present names; a former name is warned of.
+
+    Args:
+        options: by name, as given to `merak.parallelize`.
+
+    Raises:
+        ArgumentsError: an option is given by its former and its present name.
+    """
+    found: dict[str, Any] = dict(options)
+    for former, (name, convert) in _RENAMED.items():
+        if former not in found:
+            continue
+        if name in found:
+            raise ArgumentsError(f"{former} is today called {name}; leave {former} out.")
+        found[name] = convert(found.pop(former))
+        warn_once(logger, "The option %s is today called %s.", former, name)
+    return found
 
 
 def split_batch(

@@ -12,7 +12,7 @@ from torch import nn
 from merak import MerakArguments, MerakTrainer, empty_weights, parallelize
 from merak.core.errors import ScheduleError
 from merak.core.mesh import init
-from merak.graph.program.program import HalvedRun
+from merak.graph.program.program import SubPipelinedRun
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, Texts, Uneven, gpt2, loss_of_logits
 
@@ -61,7 +61,7 @@ def run_merak(
         sub_pipelining=sub_pipelining,
     )
     runs = [run for s in parallel.engine._state.base.stages.values() for run in s.runs]
-    assert any(isinstance(run, HalvedRun) for run in runs) == (sub_pipelining == "on")
+    assert any(isinstance(run, SubPipelinedRun) for run in runs) == (sub_pipelining == "on")
     losses, after = [], []
     for step, count in enumerate(counts):
         parallel.num_microbatches = count

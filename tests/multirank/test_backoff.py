@@ -124,7 +124,7 @@ def one_step(
     program = engine._state.base
     flags = engine._state.plan_for.base.schedule.recompute
     kept = sum(
-        not flags[number] or segment.kept
+        not flags[number] or segment.saved
         for number, stage in program.stages.items()
         for segment in stage.segments
     )
@@ -147,7 +147,7 @@ def compare(
         if key not in undisturbed:
             undisturbed[key] = one_step(options, cache, None, normed)
         expected, most = undisturbed[key]
-        options = replace(options, recompute="auto", memory_budget_bytes=ENOUGH)
+        options = replace(options, recompute="auto", memory_budget=ENOUGH)
         found, kept = one_step(options, cache, fault, normed)
         assert len(found) == len(expected)
         for one, other in zip(found, expected):
@@ -186,7 +186,7 @@ def test_wherever_memory_runs_out_the_step_is_run_again(pool, tmp_path):
     faults = [Fault(CALL, (0, 1)), Fault(PROPAGATE, (1,), 0), Fault(CALL, (1,), 5, 2)]
     # Buffers of transfers and sums, of which each rank has several.
     faults += [Fault("oom_guard.allocate", (rank,), n) for rank in (0, 1) for n in (0, 3, 8)]
-    once = (("exact_tied_gradients", False),)
+    once = (("tied_gradients", "step"),)
     faults += [Fault(PROPAGATE, (1,), 6, options=once)]
     check(pool, (1, 1, 2), faults, tmp_path)
 
@@ -225,7 +225,7 @@ def test_sums_over_tp_are_completed(pool, tmp_path):
     faults = [Fault(SUM, (1,), n, options=off) for n in (1, 10, 25)]
     faults += [Fault(CALL, (0,), 9, options=off)]
     halves = "merak.engine.segments.run_sub_pipelined."
-    faults += [Fault(f"{halves}start_sum", (1,), n, options=on) for n in (1, 20)]
+    faults += [Fault(f"{halves}start_all_reduce", (1,), n, options=on) for n in (1, 20)]
     faults += [Fault(f"{halves}propagate", (0,), 5, options=on)]
     faults += [Fault(SUM, (0,), 12, schedule="zero_bubble_h1", options=off)]
     check(pool, (1, 2, 1), faults, tmp_path)

@@ -134,9 +134,9 @@ def _step_with_ragged_batch() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "stages": lambda: _parallelize(NoLoss(), {"x": torch.ones(2, 2)}, loss_fn=_sum_of_logits),
-    "heads": lambda: _parallelize(_gpt2(n_head=3), _tokens(), features=GPT2),
+    "heads": lambda: _parallelize(_gpt2(n_head=3), _tokens(), feature_dict=GPT2),
     "kv-heads": lambda: _parallelize(
-        _llama(num_attention_heads=6, num_key_value_heads=3), _tokens(), features=LLAMA
+        _llama(num_attention_heads=6, num_key_value_heads=3), _tokens(), feature_dict=LLAMA
     ),
     "nothing to split": lambda: _parallelize(_gpt2(n_embd=21, n_head=3, n_inner=33), _tokens()),
     "batch": lambda: _parallelize(_gpt2(), _tokens(4), num_microbatches=3),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
 from tests.unit.graph.trace.branches.test_batch_choices import LongTexts, Padded
@@ -40,6 +40,6 @@ def test_as_in_one_process(
 
     options = CheckOptions("1f1b", num_microbatches=3, steps=2, evaluate=layout.dp == 1)
     checked = Job(Case(kind.__name__, kind, batch_of), layout, options)
-    report = check_against(reference(checked), checked, Workshop(tmp_path, launch))
+    report = check_against(reference(checked), checked, Workspace(tmp_path, launch))
     assert report.reason is None
     assert report.segments > 4 and not report.kept_whole

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from merak.check import CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.case import Case
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
@@ -19,8 +19,8 @@ BY_NAME = {kind.__name__: kind for kind in (Picked, Indexed)}
 @pytest.mark.parametrize("name", BY_NAME)
 def test_as_one_process(pool: RankPool, name: str, tmp_path: Path) -> None:
     job = Job(Case(name, BY_NAME[name], speech), Layout(tp=2, pp=2), OPTIONS)
-    workshop = Workshop(tmp_path, lambda f, args, ranks: pool.run(f, ranks, *args))
-    report = check_against(reference(job), job, workshop)
+    workspace = Workspace(tmp_path, lambda f, args, ranks: pool.run(f, ranks, *args))
+    report = check_against(reference(job), job, workspace)
     assert report.reason is None
     assert report.tolerance == 1e-5
     assert report.segments > 1

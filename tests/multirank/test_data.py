@@ -55,7 +55,7 @@ def run_twice(trainer: Trainer, asked: Asked) -> list[list[int]]:
     return runs
 
 
-def train_alone(num_microbatches: int) -> list[list[int]]:
+def train_in_one_process(num_microbatches: int) -> list[list[int]]:
     asked = Asked(17)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, gradient_accumulation_steps=num_microbatches, **ARGUMENTS)
@@ -78,7 +78,7 @@ def train_here(layout: Layout, num_microbatches: int) -> list[list[int]]:
 def test_every_run_takes_the_samples_of_one_process(pool: RankPool, layout: Layout) -> None:
     """Also after the engine has drawn random numbers, other ones on every rank."""
     dp, tp, pp = layout
-    (expected,) = pool.run(train_alone, 1, 4)
+    (expected,) = pool.run(train_in_one_process, 1, 4)
     ranks = pool.run(train_here, dp * tp * pp, layout, 4)
     for run in range(2):
         single = batches_of_two(expected[run])

@@ -117,7 +117,7 @@ def test_as_one_process(pool: RankPool, layout: Layout, options: dict[str, Any])
 def test_a_step_that_runs_again_draws_the_same(
     pool: RankPool, layout: Layout, fault: Fault
 ) -> None:
-    options = {"schedule": "1f1b", "recompute": "auto", "memory_budget_bytes": ENOUGH}
+    options = {"schedule": "1f1b", "recompute": "auto", "memory_budget": ENOUGH}
     compare(pool, Skipping, layout, options, fault)
 
 
@@ -171,7 +171,7 @@ def build(kind: type[Stack], layout: Layout, options: dict[str, Any]) -> None:
         (
             OneForAll,
             (1, 1, 2),
-            {"segments_per_stage": (3, 3)},
+            {"partition": (3, 3)},
             r"shared by layers at pipeline positions 0, 1, all of which a step may leave out",
         ),
     ],

@@ -181,8 +181,8 @@ def run_parallel(
         optimizer=adamw,
         num_microbatches=MICROBATCHES // dp,
         schedule=schedule,
-        segments_per_stage=sizes,
-        features=FEATURES if kind == "adapted" else None,
+        partition=sizes,
+        feature_dict=FEATURES if kind == "adapted" else None,
     )
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
     for step in range(STEPS):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import gradient_models as g
@@ -78,7 +78,7 @@ def check(pool: RankPool, case: Case, job: tuple[Layout, str], folder: Path) -> 
     evaluate = layout.dp == 1 and case.build in (Penalty, Potential)
     options = CheckOptions(schedule, num_microbatches=2, steps=2, evaluate=evaluate)
     checked = Job(case, layout, options)
-    report = check_against(reference(checked), checked, Workshop(folder, launch))
+    report = check_against(reference(checked), checked, Workspace(folder, launch))
     assert report.reason is None
     assert report.tolerance == 1e-5
     assert not report.kept_whole

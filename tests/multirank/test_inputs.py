@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import merak
-from merak.check import CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from merak.core.errors import DataError
 from tests.multirank import inputs
@@ -70,7 +70,7 @@ def test_gradients_of_a_way_of_calling(pool: RankPool, name: str, tmp_path: Path
     case = WAYS[name].case(name)
     expected = reference(Job(case, Layout(), options))
     for layout in (Layout(pp=2), Layout(tp=2)):
-        report = check_against(expected, Job(case, layout, options), Workshop(tmp_path, launch))
+        report = check_against(expected, Job(case, layout, options), Workspace(tmp_path, launch))
         assert (report.ok, report.reason) == (True, None)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import merak
-from merak.check import CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from merak.core.errors import ScheduleError
 from merak.core.mesh import current_mesh
@@ -35,7 +35,7 @@ def check(pool: RankPool, block: type[nn.Module], job: tuple[Layout, str], folde
     # Of evaluations, the second one has fewer samples.
     options = CheckOptions(schedule, num_microbatches=3, steps=2, evaluate=layout.dp == 1)
     checked = Job(case_of(block), layout, options)
-    report = check_against(reference(checked), checked, Workshop(folder, launch))
+    report = check_against(reference(checked), checked, Workspace(folder, launch))
     assert report.reason is None
     assert report.tolerance == 1e-5
     assert [(one.module, one.class_name) for one in report.kept_whole] == [
@@ -135,7 +135,7 @@ def refused(degrees: Degrees, again: bool, options: dict[str, Any]) -> str:
     ("degrees", "again", "options", "said"),
     [
         ((2, 1, 1), False, {"zero": 3}, "modules that use their parameters for some values alone"),
-        ((1, 1, 2), True, {"segments_per_stage": (2, 3)}, "is shared by layers at pipeline positi"),
+        ((1, 1, 2), True, {"partition": (2, 3)}, "is shared by layers at pipeline positi"),
     ],
 )
 def test_what_cannot_leave_parameters_out_is_refused(

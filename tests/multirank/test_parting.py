@@ -15,7 +15,7 @@ from torch import nn
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, check_model
 from merak.check.check import trace_job
-from merak.check.first_divergence import Part, alike, find_parting
+from merak.check.first_divergence import StepPhase, first_divergence, with_equal_microbatches
 from merak.check.runs import observe_on_ranks
 from merak.zoo.check_by_name import Request, small_version
 from tests.multirank.ranks import RankPool
@@ -91,14 +91,14 @@ def checked(pool: RankPool, fault: str, layout: Layout) -> CheckReport:
 )
 def test_the_line_of_a_fault(pool: RankPool, fault: str, segment: str, layout: Layout) -> None:
     said = str(checked(pool, fault, layout).reason)
-    part = Part[fault.upper()].value
-    assert f"they part in {part}, in segment {segment} at {__file__}:{line_of(fault)}" in said
+    part = StepPhase[fault.upper()].value
+    assert f"they diverge in {part}, in segment {segment} at {__file__}:{line_of(fault)}" in said
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_operators_of_a_model_that_is_right(pool: RankPool, tmp_path: Path, name: str) -> None:
     layout = Layout(tp=2)
-    job: Job = alike(small_version(Request(name), layout, CheckOptions()).job)
+    job: Job = with_equal_microbatches(small_version(Request(name), layout, CheckOptions()).job)
     graph = trace_job(job, tmp_path)
     ranks = pool.run(observe_on_ranks, 2, job, tmp_path)
-    assert find_parting(job, graph, ranks).part is Part.SUMS
+    assert first_divergence(job, graph, ranks).phase is StepPhase.REDUCTION

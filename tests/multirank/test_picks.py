@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import expert_loops
@@ -72,7 +72,7 @@ def test_as_in_one_process(pool: RankPool, layout: Layout, schedule: str, tmp_pa
 
     options = CheckOptions(schedule, num_microbatches=2, steps=2, evaluate=layout.dp == 1)
     job = Job(Case("Picking", Picking, batch_of), layout, options)
-    report = check_against(reference(job), job, Workshop(tmp_path, launch))
+    report = check_against(reference(job), job, Workspace(tmp_path, launch))
     assert report.reason is None
     assert report.tolerance == 1e-5
     assert not report.kept_whole
@@ -91,7 +91,7 @@ def test_a_loop_over_experts_at_the_top(pool: RankPool, tmp_path: Path) -> None:
     build = partial(expert_loops.Experts, expert_loops.added, layers=3)
     options = CheckOptions(num_microbatches=2, steps=2)
     job = Job(Case("Experts", build, expert_batch), Layout(tp=2, pp=2), options)
-    report = check_against(reference(job), job, Workshop(tmp_path, launch))
+    report = check_against(reference(job), job, Workspace(tmp_path, launch))
     assert report.reason is None
     assert report.tolerance == 1e-5
     assert not report.kept_whole

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from merak.check import CheckOptions, CheckReport, Job, Layout, Workshop, check_against
+from merak.check import CheckOptions, CheckReport, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
@@ -28,7 +28,7 @@ def check(
         schedule, num_microbatches=3, microbatch=4, steps=2, evaluate=layout.tp > 1
     )
     checked = Job(case_of(model), layout, options)
-    report = check_against(reference(checked), checked, Workshop(folder, launch))
+    report = check_against(reference(checked), checked, Workspace(folder, launch))
     assert report.reason is None
     assert report.segments > 1
     return report

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import written_buffers as w
@@ -33,7 +33,7 @@ def test_losses_gradients_buffers_and_evaluations(
 
     options = CheckOptions(num_microbatches=2, microbatch=SAMPLES, steps=3, evaluate=True)
     job = Job(Case(kind.__name__, kind, w.draw), Layout(dp=2), options)
-    report = check_against(reference(job), job, Workshop(tmp_path, launch))
+    report = check_against(reference(job), job, Workspace(tmp_path, launch))
     assert (report.ok, report.reason) == (True, None)
 
 

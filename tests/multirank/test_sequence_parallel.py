@@ -11,7 +11,7 @@ import torch
 import merak
 from merak.core.mesh import init
 from merak.ops import collectives
-from merak.ops.sharded_saved import keeping_shares
+from merak.ops.sharded_saved import saving_shards
 from tests.multirank.compare import assert_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Setup, gpt2, make_merak, train_merak
@@ -50,11 +50,11 @@ def products_of_shares(keep: bool) -> list[torch.Tensor]:
     leaves = [tensor.requires_grad_() for tensor in (x, *others)]
 
     def loss(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        whole = collectives.gather_copied(x, 1, (6,), "tp")
+        whole = collectives.gather_with_partial_grad(x, 1, (6,), "tp")
         views = (whole, whole, whole.view(12, 4))
         return sum(((v @ w).tanh().sum() for v, w in zip(views, weights)), torch.zeros(()))
 
-    (keeping_shares(loss) if keep else loss)(*leaves).backward()
+    (saving_shards(loss) if keep else loss)(*leaves).backward()
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import merak
-from merak.check import Case, CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from merak.core.errors import ScheduleError
 from tests.multirank.ranks import RankPool
@@ -82,7 +82,7 @@ def test_as_in_one_process(pool: RankPool, layout: Layout, schedule: str, tmp_pa
 
     options = CheckOptions(schedule, num_microbatches=2, steps=3, evaluate=layout.dp == 1)
     job = Job(Case("Limited", Limited, batch_of), layout, options)
-    report = check_against(reference(job), job, Workshop(tmp_path, launch))
+    report = check_against(reference(job), job, Workspace(tmp_path, launch))
     assert report.reason is None
     assert report.tolerance == 1e-5
 

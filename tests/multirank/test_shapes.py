@@ -68,7 +68,7 @@ def model_of(family: str) -> nn.Module:
     return MODELS[family]()
 
 
-def train_alone(family: str, num_replicas: int) -> list[Step]:
+def train_in_one_process(family: str, num_replicas: int) -> list[Step]:
     """Every step's losses and gradients in one process."""
     model = model_of(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -141,7 +141,7 @@ def whole_gradients(ranks: Sequence[Mapping[str, Any]], step: int) -> dict[str, 
 def test_gradients_over_changing_shapes(
     pool: RankPool, family: str, layout: Layout, schedule: str, tmp_path: Path
 ) -> None:
-    (expected,) = pool.run(train_alone, 1, family, layout[0])
+    (expected,) = pool.run(train_in_one_process, 1, family, layout[0])
     num_ranks = layout[0] * layout[1] * layout[2]
     ranks = pool.run(train_on_ranks, num_ranks, layout, family, schedule, tmp_path)
     assert_steps(ranks, expected, layout[0])
@@ -150,7 +150,7 @@ def test_gradients_over_changing_shapes(
 @pytest.mark.slow
 def test_every_schedule_takes_changing_shapes(pool: RankPool, tmp_path: Path) -> None:
     layout: Layout = (1, 1, 2)
-    (expected,) = pool.run(train_alone, 1, "gpt2", 1)
+    (expected,) = pool.run(train_in_one_process, 1, "gpt2", 1)
     by_rank = pool.run(train_by_every_schedule, 2, layout, "gpt2", tmp_path)
     for ranks in zip(*by_rank, strict=True):
         assert_steps(ranks, expected, 1)

@@ -12,7 +12,7 @@ from torch import nn
 from merak.core.mesh import init
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.graph.program.program import HalvedRun
+from merak.graph.program.program import SubPipelinedRun
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan import sub_pipelining as overlap
 from merak.plan.cost.measured_times import SegmentTimes
@@ -121,7 +121,10 @@ def gradients(
             grads = {name: p.grad.clone() for name, p in engine.parameters.items()}
             runs = [r for s in engine._state.base.stages.values() for r in s.runs]
             halved = [
-                s.whole.segment.name for r in runs if isinstance(r, HalvedRun) for s in r.segments
+                s.whole.segment.name
+                for r in runs
+                if isinstance(r, SubPipelinedRun)
+                for s in r.segments
             ]
             found[schedule, in_halves] = (losses, grads, halved)
     return found
@@ -223,7 +226,7 @@ def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
     times = [SegmentTimes(s.name, 0.1, 0.2) for s in graph.segments]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks_per_node))
-        patch.setattr(overlap, "start_sum", machine.start)
+        patch.setattr(overlap, "start_all_reduce", machine.start)
         patch.setattr(overlap, "time", machine)
         patch.setattr(torch, "mm", machine.product)
         return overlap.choose_halves(wish, layout, mesh, lambda: times)

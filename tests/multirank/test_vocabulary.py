@@ -14,7 +14,7 @@ from merak.check import Case, CheckOptions, Layout, check_model
 from merak.core import mesh
 from merak.core.shards import ParameterShard, take
 from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
-from merak.ops.vocab_parallel import cross_entropy_of_share, embedding_of_share
+from merak.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
@@ -66,7 +66,7 @@ def loss_is_right(
     own.requires_grad_()
     reduction = ["none", "mean", "sum"].index(how.get("reduction", "mean"))
     smoothing, layout = how.get("label_smoothing", 0.0), (1, classes, "tp")
-    found = cross_entropy_of_share(own, target, weight, reduction, ignored, smoothing, layout)
+    found = vocab_parallel_cross_entropy(own, target, weight, reduction, ignored, smoothing, layout)
     found.backward(upstream.to(found.dtype))
     assert own.grad is not None
     assert not own.grad.narrow(1, own.shape[1] - padding, padding).any()
@@ -87,9 +87,9 @@ def outside() -> tuple[str, str]:
     mesh.init(tp=2, device="cpu")
     beyond = torch.tensor([1, 5])
     with pytest.raises(IndexError, match="out of range"):
-        embedding_of_share(torch.rand(3, 2), beyond, -1, False, False, 5, "tp")
+        vocab_parallel_embedding(torch.rand(3, 2), beyond, -1, False, False, 5, "tp")
     with pytest.raises(RuntimeError, match="out of bounds"):
-        cross_entropy_of_share(torch.rand(2, 3), beyond, None, 1, -100, 0.0, (1, 5, "tp"))
+        vocab_parallel_cross_entropy(torch.rand(2, 3), beyond, None, 1, -100, 0.0, (1, 5, "tp"))
     return "", ""
 
 

@@ -33,7 +33,7 @@ def make(layout: Layout, dtype: torch.dtype, **options: Any) -> Any:
     model = Classifier().to(dtype)
     example = share(0, dtype)
     return merak.parallelize(
-        model, example, optimizer=adamw, num_microbatches=4 // dp, features=FEATURES,
+        model, example, optimizer=adamw, num_microbatches=4 // dp, feature_dict=FEATURES,
         max_grad_norm=0.2, **options,
     )  # fmt: skip
 

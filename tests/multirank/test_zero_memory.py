@@ -94,7 +94,7 @@ def count(
     batch = {"x": torch.ones(4, WIDTH, dtype=torch.bfloat16)}
     parallel = merak.parallelize(
         make().to(torch.bfloat16), batch, num_microbatches=2, master_weights=True, zero=zero,
-        float32_gradients=float32_gradients, bucket_bytes=WIDTH * WIDTH,
+        gradient_sums="float32" if float32_gradients else "own", bucket_bytes=WIDTH * WIDTH,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     )  # fmt: skip
     parallel.step(batch)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from merak.check import CheckOptions, Job, Layout, Workshop, check_against
+from merak.check import CheckOptions, Job, Layout, Workspace, check_against
 from merak.zoo.check_by_name import Request, small_version
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
@@ -83,7 +83,7 @@ def test_gradients_of_an_architecture(pool: RankPool, name: str, tmp_path: Path)
     trained = small_version(Request(name), Layout(tp=2, pp=2), options)
     for layout in LAYOUTS:
         job = Job(trained.job.case, layout, options)
-        report = check_against(trained.outcome, job, Workshop(tmp_path, launch))
+        report = check_against(trained.outcome, job, Workspace(tmp_path, launch))
         assert (report.ok, report.reason) == (True, None)
         assert report.segments >= 3
 

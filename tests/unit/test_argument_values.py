@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from merak.arguments import MerakArguments
 from merak.arguments.draft import DraftArguments
@@ -104,7 +103,7 @@ def test_settled_arguments_are_taken_again() -> None:
 
 
 def test_ranges_are_of_fields() -> None:
-    assert set(RANGES) <= {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert set(RANGES) <= {field.name for field in dataclasses.fields(MerakArguments)}
 
 
 def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

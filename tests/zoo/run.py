@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from merak.check import CheckOptions, CheckReport, Job, Layout, Workshop, check_against
+from merak.check import CheckOptions, CheckReport, Job, Layout, Workspace, check_against
 from merak.check.reference import with_reference
 from merak.zoo.check_by_name import Request, small_version
 from merak.zoo.smallest import Trained
@@ -127,9 +127,9 @@ def _check(name: str, layouts: list[str], pool: RankPool, write: Writer) -> None
         write(Result(name, EAGER, reason=f"{type(error).__name__}: {error}"))
         return
     with tempfile.TemporaryDirectory(prefix="merak-zoo-") as folder:
-        workshop = Workshop(Path(folder), _launch(pool))
+        workspace = Workspace(Path(folder), _launch(pool))
         for layout in layouts:
-            write(_result(name, layout, trained, workshop))
+            write(_result(name, layout, trained, workspace))
     write(Result(name, EAGER))
 
 
@@ -141,7 +141,7 @@ def _trained(name: str) -> Trained:
     return Trained(*with_reference(job))
 
 
-def _result(name: str, layout: str, trained: Trained, workshop: Workshop) -> Result:
+def _result(name: str, layout: str, trained: Trained, workspace: Workspace) -> Result:
     options = replace(OPTIONS, evaluate=layout == EVALUATE)
     job = Job(trained.job.case, LAYOUTS[layout], options)
     try:
@@ -149,7 +149,7 @@ def _result(name: str, layout: str, trained: Trained, workshop: Workshop) -> Res
             expected = trained.outcome
             if options.evaluate:
                 job, expected = with_reference(job)
-            report: CheckReport = check_against(expected, job, workshop)
+            report: CheckReport = check_against(expected, job, workspace)
     except Exception as error:  # of one architecture; the others go on
         return Result(name, layout, reason=f"{type(error).__name__}: {error}")
     return Result(name, layout, report=asdict(report))

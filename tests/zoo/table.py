@@ -16,18 +16,20 @@ Results = Mapping[tuple[str, str], Result]
 HEAD = """# The zoo
 
 Every architecture in transformers' lists of models by task, in a small version that `merak check`
-makes of its default config, and models written by hand in plain PyTorch (`tests/zoo/plain`):
-{steps} steps of {microbatches} microbatches of {samples} samples in
-one process, in plain PyTorch, and on ranks over gloo on the CPU. A number is the largest difference
-of a gradient in the first step, by the largest magnitude of its tensor; one above 1e-5 is rounding
-that float64 shows to vanish, unless it says that it differs. Behind a layout with tp, the share of
-the parameters that are split is given in brackets. In the column "evaluate" it is the largest
-difference of an output in evaluation, with tp=2 and pp=2, of a whole batch and of one with fewer
-samples, where the model takes fewer, before, between and after the steps.
+makes of its default config, and models written by hand in plain PyTorch (`tests/zoo/plain`). Each
+trains for {steps} steps of {microbatches} microbatches of {samples} samples, once in one process in
+plain PyTorch and once on ranks over gloo on the CPU.
 
-`make zoo` runs it and writes this page; it takes hours and goes on where it stopped. Tasks of which
-nothing has been run yet are left out. It is not part of the tests, which check forty architectures
-that differ.
+A number is the largest difference of a gradient in the first step, relative to the largest
+magnitude of its tensor. A number above 1e-5 is rounding, since it vanishes in float64, unless the
+cell says "differs". In columns with tp, the fraction of the parameters that tensor parallelism
+shards is given in brackets. The column "evaluate" has the largest difference of an output in
+evaluation with tp=2 and pp=2, before, between and after the steps, of a whole batch and, where the
+model takes fewer samples, of a batch with fewer samples.
+
+`make zoo` runs the zoo and writes this page. It takes hours, and continues where it stopped. Tasks
+that have not been run are left out. The zoo is not part of the tests, which check forty different
+architectures.
 
 {counts}
 
@@ -82,7 +84,7 @@ def _row(cells: Sequence[str]) -> Iterable[str]:
 
 
 def _counts(results: Results, tasks: Mapping[str, str]) -> Iterable[str]:
-    yield from _line("", "architectures", "not trained by one process", "traced", *LAYOUTS)
+    yield from _line("", "architectures", "not trainable in one process", "traced", *LAYOUTS)
     yield from _line(*["---"] * (4 + len(LAYOUTS)))
     for task in dict.fromkeys(tasks.values()):
         names = [name for name, of in tasks.items() if of == task]

@@ -16,7 +16,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
-from merak.core.did_you_mean import near
+from merak.core.did_you_mean import did_you_mean
 
 PATHS = frozenset(
     ("output_dir", "resume_from_checkpoint", "segment_times", "feature_dict", "trace_cache")
@@ -110,7 +110,7 @@ def _choice_problem(
     if not choices or plain is None or isinstance(plain, bool) or plain in choices:
         return
     named = " or ".join(repr(choice) for choice in choices)
-    similar = near(str(plain), [str(choice) for choice in choices])
+    similar = did_you_mean(str(plain), [str(choice) for choice in choices])
     how = similar if similar != "." and len(choices) > 4 else f"; use {named}."
     yield f"{field.name}={_shown(plain)} is not a choice{how}"
 

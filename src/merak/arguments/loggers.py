@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from transformers.integrations import integration_utils
 
 from merak.arguments.fields import TrainingFields
-from merak.core.did_you_mean import near
+from merak.core.did_you_mean import did_you_mean
 
 NEEDS = {"azure_ml": "azureml", "flyte": "flytekit"}
 """What a logger needs, where that is called otherwise."""
@@ -24,7 +24,8 @@ def logger_problems(arguments: TrainingFields) -> Iterator[str]:
         if name in ("all", "none"):
             continue  # all that are installed; or, among others, refused by transformers
         if name not in known:
-            yield f"report_to={name!r} is no logger of transformers{near(name, [*known, 'none'])}"
+            known_names = did_you_mean(name, [*known, "none"])
+            yield f"report_to={name!r} is no logger of transformers{known_names}"
         elif not _is_installed(name):
             package = PACKAGES.get(name, name)
             yield (

@@ -1,42 +1,25 @@
-"""The range that every number among the arguments lies in, as one table."""
+"""Ranges of all numbers among the arguments, as one table."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from merak.plan import options
+from merak.plan.options import LARGEST, Range, range_problem
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Numbers that an argument may have; NaN is in no range.
-
-    Args:
-        least: the smallest.
-        most: the largest.
-        said: what to use instead of a number outside.
-    """
-
-    least: float
-    most: float
-    said: str
-
-    def holds(self, value: float) -> bool:
-        """Whether a number lies in it."""
-        return self.least <= float(value) <= self.most
-
-
-_LARGEST = sys.float_info.max
-_COUNT = Range(1, _LARGEST, "use a whole number of 1 or more")
-_COUNT_OR_NONE = Range(0, _LARGEST, "use a whole number of 0 or more")
-_AMOUNT = Range(0, _LARGEST, "use a finite number of 0 or more")
+_COUNT = Range(1, LARGEST, "use a whole number of 1 or more")
+_COUNT_OR_NONE = Range(0, LARGEST, "use a whole number of 0 or more")
+_AMOUNT = Range(0, LARGEST, "use a finite number of 0 or more")
 _BETA = Range(0, math.nextafter(1, 0), "use a number of 0 or more and below 1")
 _NUMBER = Range(-math.inf, math.inf, "use a number")
 _SEED = Range(0, 2**32 - 1, "use a whole number from 0 to 4294967295")
 
 RANGES: Mapping[str, Range] = {
+    **options.RANGES,
+    "max_skipped_steps": Range(0, LARGEST, "use 0 or more", "is no number of steps"),
+    "ddp_bucket_cap_mb": options.RANGES["bucket_bytes"],
     "per_device_train_batch_size": _COUNT,
     "per_device_eval_batch_size": _COUNT,
     "gradient_accumulation_steps": _COUNT,
@@ -57,15 +40,13 @@ RANGES: Mapping[str, Range] = {
     "seed": _SEED,
     "data_seed": _SEED,
 }
-"""Of fields that are numbers; None, where a field may be None, is outside of all of this."""
+"""Range of every field that is a number; None, where a field may be None, is always accepted."""
 
 
 def range_problems(arguments: Any) -> Iterator[str]:
     """One sentence for every number that is out of its range."""
     for name, allowed in RANGES.items():
-        value = getattr(arguments, name, None)
-        if value is not None and not allowed.holds(value):
-            yield f"{name}={value!r} is out of range; {allowed.said}."
+        yield from range_problem(f"{name}=", getattr(arguments, name, None), allowed)
 
 
 def loader_problems(arguments: Any) -> Iterator[str]:

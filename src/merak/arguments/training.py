@@ -27,12 +27,10 @@ from merak.core.health.status import phase, waiting, waiting_for_all
 from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
 from merak.graph.tensor_parallel.feature_file import parse_features
+from merak.plan.options import BUCKET_BYTES
 
 CACHE_VARIABLE = "MERAK_CACHE"
 """The environment variable that names the folder of traced models."""
-
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients that are reduced together: what DistributedDataParallel takes."""
 
 
 def default_trace_cache() -> str:
@@ -51,29 +49,8 @@ class MerakArguments(TrainingFields):
     Every field of `transformers.TrainingArguments` keeps its meaning or is refused with a
     sentence; docs/arguments.md says which. Call `merak.init` before building it.
 
-    Args:
-        schedule: the order of forward and backward work in the pipeline.
-        partition: segments of every stage, in order; balanced by time where it is not given.
-        segment_times: JSON file with the measured seconds of every segment, for balancing.
-        feature_dict: how parameters are split by tensor parallelism, or a JSON file that says so.
-        trace_cache: folder where traced models are kept; empty for none.
-        nan_policy: "stop" or "skip", for a step whose loss or gradient is not finite.
-        max_skipped_steps: so many steps in a row may be skipped.
-        bucket_bytes: bytes of gradients reduced together over the replicas.
-        master_weights: keep float32 masters of bfloat16 and float16 parameters.
-        gradient_sums: "float32" or "own": what gradients of such parameters are summed in.
-        zero: 1 shards the optimizer over the replicas, 2 also the gradients, 3 the parameters.
-        tied_gradients: "microbatch" or "step": when gradients of tied parameters are summed.
-        hang_limit_s: seconds that a rank may wait before every rank says where it stands and the
-            job ends.
-        max_shapes: so many shapes of microbatches are kept ready beside the first one.
-        sub_pipelining: "auto", "on" or "off": whether microbatches run in two halves.
-        sequence_parallel: whether tensor parallel ranks hold shares of the sequence between the
-            products that they split.
-        recompute: what is computed again for the backward instead of kept.
-        offload_activations: which of the kept activations wait in host memory.
-        host_bytes_per_s: rate of copies there and back, for 'auto'.
-        memory_budget: bytes that a rank may hold.
+    Merak's own fields are those of `merak.plan.options.ParallelOptions`, and `trace_cache`,
+    `nan_policy` and `max_skipped_steps`.
 
     Raises:
         MeshError: `merak.init` has not been called.
@@ -120,7 +97,7 @@ class MerakArguments(TrainingFields):
             parse_features(self.feature_dict)  # raises where one is wrong
         if self.bucket_bytes is None:
             cap_mb = self.ddp_bucket_cap_mb
-            self.bucket_bytes = DEFAULT_BUCKET_BYTES if cap_mb is None else cap_mb * 2**20
+            self.bucket_bytes = BUCKET_BYTES if cap_mb is None else cap_mb * 2**20
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments as plain values; a feature dict as a JSON file has it."""

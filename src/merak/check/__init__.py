@@ -1,7 +1,7 @@
-"""Whether a model trains on many ranks as it does in one process."""
+"""Checks of models: training on many ranks against training in one process."""
 
 from merak.check.case import Case
-from merak.check.check import CheckReport, Workshop, check_against, check_model
+from merak.check.check import CheckReport, Workspace, check_against, check_model
 from merak.check.reference import EagerError
 from merak.check.runs import CheckOptions, Job, Layout
 
@@ -12,7 +12,7 @@ __all__ = [
     "EagerError",
     "Job",
     "Layout",
-    "Workshop",
+    "Workspace",
     "check_against",
     "check_model",
 ]

@@ -1,4 +1,4 @@
-"""What a check trains: a model made alike in every process, and its batches."""
+"""Case of a check: a model that is the same in every process, and its batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FACTORS = "_rescale"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model to check. It travels to other processes by pickle.
+    """Model to check, and its batches; sent to other processes by pickle.
 
     Args:
         name: what to call it, such as its class.
@@ -41,20 +41,20 @@ class Case:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self, seed: int) -> nn.Module:
-        """The model in train mode, without randomness, the same for the same seed.
+        """Build the model in train mode, without randomness, the same for the same seed.
 
-        Draws cannot be the same in one process and in a pipeline, where microbatches meet segments
-        in another order; so whatever drops out or adds noise is switched off.
+        Random numbers differ between one process and a pipeline, where microbatches meet segments
+        in another order; so dropout and noise are switched off.
         """
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         model = self.build().train()
-        switch_off_draws(model)
+        disable_randomness(model)
         return model
 
 
-def switch_off_draws(model: nn.Module) -> None:
+def disable_randomness(model: nn.Module) -> None:
     """Set every probability of dropout, layer drop and noise of a model, and of its config, to 0.
 
     Factors that are drawn become 1.

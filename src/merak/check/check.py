@@ -1,4 +1,4 @@
-"""Check that a model trains on dp × tp × pp ranks as it does in one process."""
+"""Check of a model: it must train on dp × tp × pp ranks as it does in one process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 
 from merak.check.case import Case
 from merak.check.compare import TOLERANCE, Disagreement, exact_tolerance
-from merak.check.first_divergence import alike, find_parting
+from merak.check.first_divergence import first_divergence, with_equal_microbatches
 from merak.check.float64 import computing_in
-from merak.check.judge import Verdict, judge
+from merak.check.judge import Comparison, judge
 from merak.check.reference import with_reference
 from merak.check.runs import (
     CheckOptions,
@@ -25,7 +25,7 @@ from merak.check.runs import (
     Layout,
     Outcome,
     observe_on_ranks,
-    train_alone,
+    train_in_one_process,
     train_on_ranks,
 )
 from merak.core.errors import MerakError, PlanError, TraceError
@@ -42,21 +42,21 @@ logger = logging.getLogger(__name__)
 
 
 class Launch(Protocol):
-    """Runs a function on new ranks."""
+    """Launcher that runs a function on new ranks."""
 
     def __call__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int
     ) -> Any:
-        """Run `function(*arguments)` on so many ranks, with torchrun's variables set."""
+        """Run `function(*arguments)` on `num_ranks` ranks, with torchrun's variables set."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check found.
+    """Report of a check.
 
     Args:
-        model: what was checked.
+        model: its name.
         ok: whether it trains as in one process.
         loss_max_rel_diff: the largest relative difference of a step's loss; None if none was made.
         gradient_max_rel_diff: likewise of the first step's gradients, each by the largest
@@ -64,7 +64,8 @@ class CheckReport:
         parameter_max_rel_diff: likewise of the parameters after the steps.
         tolerance: the most that is taken for rounding: 1e-5, or what was found where that is more
             and the same check in float64 shows that it is rounding.
-        tp_sharded_fraction: share of the model's parameters (numbers, not tensors) that are split.
+        tp_sharded_fraction: fraction of the model's parameters (numbers, not tensors) that are
+            split.
         segments: how many segments the model is cut into; 0 if it could not be traced.
         seconds: how long the check took.
         reason: why it is not ok; None if it is.
@@ -115,13 +116,13 @@ def check_model(
     job = Job(case, layout, options or CheckOptions())
     job, expected = with_reference(job)
     with tempfile.TemporaryDirectory(prefix="merak-check-") as folder:
-        report = check_against(expected, job, Workshop(Path(folder), launch))
+        report = check_against(expected, job, Workspace(Path(folder), launch))
     return replace(report, seconds=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
-    """Where a check works.
+class Workspace:
+    """Folder and launcher of a check.
 
     Args:
         folder: for traces, which later checks of the same model find there, and ranks' outcomes.
@@ -132,22 +133,22 @@ class Workshop:
     launch: Launch
 
 
-def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckReport:
-    """The second half of `check_model`, for a reference that is known already."""
+def check_against(expected: Outcome, job: Job, workspace: Workspace) -> CheckReport:
+    """Compare a job on ranks with a reference that is known already, as `check_model` does."""
     started = time.perf_counter()
     report = CheckReport(job.case.name, False, None, None, None, TOLERANCE, 0.0, 0, 0.0)
     try:
-        graph = trace_job(job, workshop.folder)
+        graph = trace_job(job, workspace.folder)
         report = replace(report, segments=len(graph.segments), kept_whole=report_opaque(graph))
         _refuse_misfit(job, graph)
-        ranks = _train(job, workshop)
+        ranks = _train(job, workspace)
         report = replace(report, tp_sharded_fraction=_sharded_fraction(graph, ranks))
         verdict = judge(job, graph, ranks, expected)
-        wrong = None if verdict.reason is None else _wrong(job, workshop, verdict)
+        wrong = None if verdict.reason is None else _wrong(job, workspace, verdict)
     except (TraceError, Disagreement, _RankFailed) as error:
         return replace(report, reason=str(error), seconds=time.perf_counter() - started)
     is_rounding = verdict.reason is not None and wrong is None
-    where = "" if wrong is None else _where(wrong, workshop)
+    where = "" if wrong is None else _where(wrong, workspace)
     return replace(
         report,
         ok=verdict.reason is None or is_rounding,
@@ -161,36 +162,38 @@ def check_against(expected: Outcome, job: Job, workshop: Workshop) -> CheckRepor
     )
 
 
-def _wrong(job: Job, workshop: Workshop, found: Verdict) -> Job | None:
-    """The job whose difference is no rounding; None if there is none in float64.
+def _wrong(job: Job, workspace: Workspace, found: Comparison) -> Job | None:
+    """Return the job whose difference is no rounding; None if there is none in float64.
 
     A model may enlarge rounding without bounds, as a batch norm over very few numbers does.
     """
     exact = replace(job, dtype=torch.float64)
     try:
-        graph = trace_job(exact, workshop.folder)
+        graph = trace_job(exact, workspace.folder)
         tolerance = exact_tolerance(found.most)
-        verdict = judge(exact, graph, _train(exact, workshop), train_alone(exact), tolerance)
+        verdict = judge(
+            exact, graph, _train(exact, workspace), train_in_one_process(exact), tolerance
+        )
     except Exception as error:  # a model that knows no float64: then there is no excuse
         logger.info("%s cannot be checked in float64: %s", job.case.name, error)
         return job
     return None if verdict.reason is None else exact
 
 
-def _where(job: Job, workshop: Workshop) -> str:
-    """Where a run on ranks parts from one process, as a further sentence; "" if unknown."""
-    again = alike(job)
+def _where(job: Job, workspace: Workspace) -> str:
+    """Describe the first divergence from one process in a sentence; "" if unknown."""
+    again = with_equal_microbatches(job)
     try:
-        graph = trace_job(again, workshop.folder)
-        ranks = _on_ranks(observe_on_ranks, again, workshop)
-        return f" Run again with equal microbatches, {find_parting(again, graph, ranks)}."
+        graph = trace_job(again, workspace.folder)
+        ranks = _on_ranks(observe_on_ranks, again, workspace)
+        return f" Run again with equal microbatches, {first_divergence(again, graph, ranks)}."
     except Exception as error:  # what was found stands without it
-        logger.info("Where %s parts was not found: %s", job.case.name, error)
+        logger.info("The first divergence of %s was not found: %s", job.case.name, error)
         return ""
 
 
 def trace_job(job: Job, folder: Path) -> ModelGraph:
-    """The job's graph; ranks find it in a folder, and those of its evaluations.
+    """Trace the job's graphs, those of its evaluations too, into a folder that ranks share.
 
     Raises:
         TraceError: it cannot be traced.
@@ -205,7 +208,7 @@ def trace_job(job: Job, folder: Path) -> ModelGraph:
 
 
 def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
-    """Say before ranks start that the degrees or the schedule do not fit.
+    """Refuse degrees or a schedule that do not fit, before ranks start.
 
     Raises:
         ScheduleError, PlanError, ShardError: they do not.
@@ -222,29 +225,29 @@ def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
 
 
 class _RankFailed(Exception):
-    """A rank did not come to the end of its steps; the message says why."""
+    """Failure of a rank before the end of its steps; the message says why."""
 
 
 Work = Callable[[Job, Path], Any]
-"""What a rank does for a job, with the folder in which traces are."""
+"""Function that every rank runs for a job, with the folder of its traces."""
 
 
-def _train(job: Job, workshop: Workshop) -> list[Outcome]:
-    found: list[Outcome] = _on_ranks(train_on_ranks, job, workshop)
+def _train(job: Job, workspace: Workspace) -> list[Outcome]:
+    found: list[Outcome] = _on_ranks(train_on_ranks, job, workspace)
     return found
 
 
-def _on_ranks(work: Work, job: Job, workshop: Workshop) -> list[Any]:
-    """What each rank's work gave, by rank.
+def _on_ranks(work: Work, job: Job, workspace: Workspace) -> list[Any]:
+    """Run a function on ranks and return the results, by rank.
 
     Raises:
-        _RankFailed: a rank did not come to its end.
+        _RankFailed: a rank failed.
     """
-    files = [workshop.folder / f"outcome-{rank}.values" for rank in range(job.layout.num_ranks)]
+    files = [workspace.folder / f"outcome-{rank}.values" for rank in range(job.layout.num_ranks)]
     for file in files:
         file.unlink(missing_ok=True)
     try:
-        workshop.launch(run_rank, (work, job, workshop.folder), job.layout.num_ranks)
+        workspace.launch(run_rank, (work, job, workspace.folder), job.layout.num_ranks)
     except MerakError:
         raise
     except Exception as error:
@@ -258,7 +261,7 @@ def _on_ranks(work: Work, job: Job, workshop: Workshop) -> list[Any]:
 
 
 def run_rank(work: Work, job: Job, folder: Path) -> None:
-    """One rank's part: it leaves its outcome, or the sentence of a model that does not fit."""
+    """Run a function on this rank and write its result, or the message of a `TraceError`."""
     outcome: Any
     try:
         outcome = work(job, folder)

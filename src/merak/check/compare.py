@@ -1,4 +1,4 @@
-"""Compare what many ranks saw of a training run with what one process saw."""
+"""Relative differences between the tensors of a run on ranks and of one in a single process."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Distances = dict[str, float]
 
 
 class Disagreement(Exception):
-    """Ranks that must hold the same do not; the message says what."""
+    """Difference between ranks that must hold equal tensors; the message says which."""
 
 
 def whole(ranks: Sequence[Outcome], kind: str) -> Tensors:
-    """The whole model's tensors, out of those of all ranks.
+    """Join the tensors of all ranks to those of the whole model.
 
     Args:
         ranks: what every rank saw.
@@ -77,7 +77,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def distances(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Distances:
-    """How far tensors are from what they should be; one that is missing counts as zero."""
+    """Relative distance of each tensor from the expected one; a missing one counts as zero."""
     largest = max((_size(t) for t in expected.values()), default=0.0)
     off: Distances = {}
     for name in dict.fromkeys((*expected, *found)):
@@ -100,10 +100,10 @@ def _distance(mine: torch.Tensor | None, right: torch.Tensor | None, scale: floa
 
 
 def output_distances(found: Tensors, expected: Tensors) -> Distances:
-    """How far a model's outputs are from what they should be; one that is missing counts as zero.
+    """Relative distance of each output from the expected one; a missing one counts as zero.
 
-    Places that hold the same number, infinite ones and those that stand for a mask included, are
-    no distance apart.
+    Elements that hold the same number, infinite ones and those that stand for a mask included, have
+    no distance.
     """
     names = tuple(dict.fromkeys((*expected, *found)))
     sizes = {name: _shown_size(expected[name]) for name in expected}
@@ -127,7 +127,7 @@ def _apart(mine: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _shown_size(tensor: torch.Tensor) -> float:
-    """The largest magnitude of those numbers that do not stand for a mask."""
+    """Return the largest magnitude of the numbers that do not stand for a mask."""
     sizes = _as_real(tensor).abs()
     return _size(sizes[sizes < MASK])
 
@@ -142,7 +142,7 @@ def _size(tensor: torch.Tensor) -> float:
 
 
 def exact_tolerance(rounding: float) -> float:
-    """The most that float64 may differ where float32 differs by what is to be rounding alone.
+    """Tolerance in float64 where the difference in float32 is to be rounding alone.
 
     Args:
         rounding: the largest difference in float32, relative to magnitudes; it may not be finite.
@@ -151,7 +151,7 @@ def exact_tolerance(rounding: float) -> float:
 
 
 def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference between two rows of losses."""
+    """Return the largest relative difference between two lists of losses."""
     return max(
         (abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True)),
         default=0.0,

@@ -1,8 +1,8 @@
-"""Find the operator at which a training run on ranks parts from the run of one process.
+"""First operator at which a training run on ranks diverges from the run of one process.
 
 A microbatch is run three times: by the user's model, by its traced graph in this process, and by
-the ranks. What the operators of the last two yield, and the gradients of that, are laid side by
-side; the user's model shows whether the trace itself is right.
+the ranks. The outputs of the operators of the last two, and the gradients of these, are compared
+one by one; the user's model shows whether the trace itself is right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from merak.check.case import Case
 from merak.check.compare import EXACT, distances
 from merak.check.float64 import computing_in
-from merak.check.runs import Job, Place, loss_of
+from merak.check.runs import Coordinates, Job, loss_of
 from merak.check.source_place import latest
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.program.codegen import runnable
@@ -30,45 +30,45 @@ ROUNDING = 1e-4
 """The most that float32 may differ in the middle of a model, by the largest magnitude."""
 
 
-class Part(Enum):
-    """The part of a step in which two runs first differ."""
+class StepPhase(Enum):
+    """Phase of a step in which two runs first differ."""
 
     TRACE = "the trace"
     FORWARD = "the forward on ranks"
     BACKWARD = "the backward on ranks"
-    SUMS = "the sums over microbatches and ranks, or the optimizer's step"
+    REDUCTION = "the reduction over microbatches and ranks, or the optimizer's step"
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """Where two runs first differ.
+class Divergence:
+    """First operator in which two runs differ.
 
     Args:
-        part: of a step.
+        phase: of the step.
         segment: index of the segment; -1 before the first, and where no operator is wrong.
         segment_name: its module path.
         source: file and line of the operator in the user's model; "" if unknown.
     """
 
-    part: Part
+    phase: StepPhase
     segment: int = -1
     segment_name: str = ""
     source: str = ""
 
     def __str__(self) -> str:
-        """As the end of a sentence."""
-        if self.part is Part.SUMS:
-            return f"every operator is right, so they part in {self.part.value}"
+        """Return the end of a sentence that begins with the runs."""
+        if self.phase is StepPhase.REDUCTION:
+            return f"every operator is right, so they diverge in {self.phase.value}"
         line = f" at {self.source}" if self.source else ""
         return (
-            f"they part in {self.part.value}, in segment {self.segment} ({self.segment_name})"
+            f"they diverge in {self.phase.value}, in segment {self.segment} ({self.segment_name})"
             + line
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """Makes every microbatch the same, so that it does not matter which one is looked at.
+class EqualMicrobatches:
+    """Batch of a case made of one microbatch repeated, so that any one of them may be compared.
 
     Args:
         batch: of the case.
@@ -79,25 +79,27 @@ class Alike:
     microbatch: int
 
     def __call__(self, step: int, num_samples: int) -> Tensors:
-        """The first microbatch, so often as there are microbatches among so many samples."""
+        """Return the first microbatch, repeated until there are `num_samples` samples."""
         times = max(1, num_samples // self.microbatch)
         one = self.batch(step, self.microbatch)
         return {n: t.repeat(times, *[1] * (t.ndim - 1)) if t.ndim else t for n, t in one.items()}
 
 
-def alike(job: Job) -> Job:
-    """The job with equal microbatches."""
-    case: Case = replace(job.case, batch=Alike(job.case.batch, job.options.microbatch))
+def with_equal_microbatches(job: Job) -> Job:
+    """Return the job with equal microbatches."""
+    case: Case = replace(job.case, batch=EqualMicrobatches(job.case.batch, job.options.microbatch))
     return replace(job, case=case)
 
 
-def find_parting(job: Job, graph: ModelGraph, ranks: Sequence[tuple[Place, Observed]]) -> Parting:
-    """Where runs of a job part.
+def first_divergence(
+    job: Job, graph: ModelGraph, ranks: Sequence[tuple[Coordinates, Observed]]
+) -> Divergence:
+    """Find the first operator at which the runs of a job diverge.
 
     Args:
         job: with equal microbatches.
         graph: its segments.
-        ranks: each rank's dp, tp and pp coordinates, and what its operators yielded in a step.
+        ranks: each rank's dp, tp and pp coordinates, and the outputs of its operators in a step.
     """
     exact = EXACT if job.dtype == torch.float64 else ROUNDING
     nodes = _nodes(graph)
@@ -106,28 +108,30 @@ def find_parting(job: Job, graph: ModelGraph, ranks: Sequence[tuple[Place, Obser
     known = {n: _is_among(_only(t), there, exact) for n, t in expected.values.items()}
     place = _first(nodes, known, str(graph.loss))
     if place is not None:
-        return _parting(Part.TRACE, place)
+        return _divergence(StepPhase.TRACE, place)
     wrong = [
         n for n, off in distances(_gradients(traced), _gradients(eager)).items() if off > exact
     ]
     if wrong:
         lost = latest(graph, wrong)
-        return Parting(Part.TRACE, lost.segment, lost.segment_name, lost.source)
+        return Divergence(StepPhase.TRACE, lost.segment, lost.segment_name, lost.source)
     groups = _by_pipeline(ranks)
     forward = _agreement([[o.values for o in own] for own in groups], expected.values, exact)
     place = _first(nodes, forward, str(graph.loss))
     if place is not None:
-        return _parting(Part.FORWARD, place)
+        return _divergence(StepPhase.FORWARD, place)
     unit = _units([o for own in groups for o in own], str(graph.loss))
     wanted = _scaled(expected.gradients, unit)
     backward = _agreement([[o.gradients for o in own] for own in groups], wanted, exact)
     place = _last(nodes, backward)
-    return Parting(Part.SUMS) if place is None else _parting(Part.BACKWARD, place)
+    return (
+        Divergence(StepPhase.REDUCTION) if place is None else _divergence(StepPhase.BACKWARD, place)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """An operator of the graph, and what it reads, by name."""
+    """Operator of the graph, and the names of its inputs."""
 
     segment: Segment
     node: fx.Node
@@ -149,12 +153,12 @@ def _label(node: fx.Node) -> str:
     return str(node.meta["name"]) if node.op == "placeholder" else node.name
 
 
-def _parting(part: Part, place: _Node) -> Parting:
-    return Parting(part, place.segment.index, place.segment.name, place.node.meta["source"])
+def _divergence(part: StepPhase, place: _Node) -> Divergence:
+    return Divergence(part, place.segment.index, place.segment.name, place.node.meta["source"])
 
 
 def observe_graph(job: Job, graph: ModelGraph, model: nn.Module) -> Observed:
-    """What the operators of a graph yield for a microbatch, all of them in this process."""
+    """Record the outputs of all operators of a graph for a microbatch, in this process."""
     observer = Observer()
     known: dict[str, torch.Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -167,8 +171,8 @@ def observe_graph(job: Job, graph: ModelGraph, model: nn.Module) -> Observed:
         watched, _ = observer(segment)
         given = [known[n] for n in (*segment.parameters, *segment.buffers)]
         given += [columns[n] for n in segment.columns]
-        given += [values[n] for n in (*segment.inputs, *segment.derived)]
-        with computing_in(job.dtype):  # inside of modules that are kept whole
+        given += [values[n] for n in (*segment.inputs, *segment.batch_only)]
+        with computing_in(job.dtype):  # inside of opaque modules
             results = runnable(watched.graph)(*given)
         values.update(zip(segment.outputs, results, strict=True))
     with computing_in(job.dtype):
@@ -177,7 +181,7 @@ def observe_graph(job: Job, graph: ModelGraph, model: nn.Module) -> Observed:
 
 
 class _Recorded(TorchDispatchMode):
-    """Keeps every tensor of floating point numbers that is made inside."""
+    """Mode that records every floating point tensor that operators make inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -200,7 +204,7 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
 
 
 def _eager_values(job: Job, model: nn.Module) -> Mapping[int, list[torch.Tensor]]:
-    """Whatever the user's model computes on its way to the loss, by number of elements."""
+    """Record every tensor that the user's model computes for its loss, by number of elements."""
     columns = job.batch(0, job.options.microbatch)
     with computing_in(job.dtype), _Recorded() as recorded:
         loss = loss_of(job.case, model, columns)
@@ -214,16 +218,18 @@ def _gradients(model: nn.Module) -> Tensors:
 
 
 def _is_among(value: torch.Tensor, there: Mapping[int, list[torch.Tensor]], exact: float) -> bool:
-    return any(_is_near(value.reshape(other.shape), other, exact) for other in there[value.numel()])
+    return any(
+        _is_close(value.reshape(other.shape), other, exact) for other in there[value.numel()]
+    )
 
 
-def _is_near(mine: torch.Tensor, right: torch.Tensor, exact: float) -> bool:
+def _is_close(mine: torch.Tensor, right: torch.Tensor, exact: float) -> bool:
     mine, right = _numbers(mine), _numbers(right)
     is_same = (mine == right) | (mine.isnan() & right.isnan())
-    apart = torch.where(is_same, 0.0, mine - right).abs()
-    shown = right.abs()[right.isfinite()]
-    scale = float(shown.max()) if shown.numel() else 0.0
-    return not apart.numel() or bool(apart.max() <= exact * scale)
+    difference = torch.where(is_same, 0.0, mine - right).abs()
+    finite = right.abs()[right.isfinite()]
+    scale = float(finite.max()) if finite.numel() else 0.0
+    return not difference.numel() or bool(difference.max() <= exact * scale)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,8 +237,8 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double()
 
 
-def _by_pipeline(ranks: Sequence[tuple[Place, Observed]]) -> list[list[Observed]]:
-    """Ranks that differ in their tp coordinate alone, in its order."""
+def _by_pipeline(ranks: Sequence[tuple[Coordinates, Observed]]) -> list[list[Observed]]:
+    """Group the ranks that differ only in their tp coordinate, in its order."""
     groups: dict[tuple[int, int], list[Observed]] = defaultdict(list)
     for (dp, _, pp), observed in sorted(ranks, key=lambda rank: rank[0]):
         groups[dp, pp].append(observed)
@@ -244,7 +250,7 @@ def _agreement(
     expected: Mapping[str, Tensors],
     exact: float,
 ) -> dict[str, bool]:
-    """By name of an operator, whether every group of tensor parallel ranks has what it should."""
+    """Compare operators by name: true where every group of tp ranks has the expected tensor."""
     found: dict[str, bool] = {}
     for name, right in expected.items():
         for own in groups:
@@ -256,22 +262,22 @@ def _agreement(
 
 
 def _is_held(ranks: Sequence[Tensors], right: torch.Tensor, exact: float) -> bool | None:
-    """Whether ranks hold a tensor, in any of the forms that one had; None if that is unknown."""
+    """Compare the tensors of tp ranks with one, in any recorded form; None if that is unknown."""
     forms = [[rank[name] for rank in ranks] for name in ranks[0] if all(name in r for r in ranks)]
     known = [_is_held_as(form, right, exact) for form in forms]
     return any(known) if any(is_held is not None for is_held in known) else None
 
 
 def _is_held_as(mine: Sequence[torch.Tensor], right: torch.Tensor, exact: float) -> bool | None:
-    """Whether each rank has a tensor, or all together as summands or in shares."""
+    """Compare ranks' tensors with one as replicas, as partial sums or as shards of it."""
     if all(t.shape == right.shape for t in mine):
-        return all(_is_near(t, right, exact) for t in mine) or _is_near(
+        return all(_is_close(t, right, exact) for t in mine) or _is_close(
             torch.stack(list(mine)).sum(0), right, exact
         )
     if sum(t.numel() for t in mine) != right.numel():
         return None  # something of it is held by several, or padded
-    shares = torch.cat([t.flatten() for t in mine])  # in whatever order
-    return _is_near(_sorted(shares), _sorted(right), exact)
+    shards = torch.cat([t.flatten() for t in mine])  # in whatever order
+    return _is_close(_sorted(shards), _sorted(right), exact)
 
 
 def _sorted(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,7 +290,7 @@ def _only(tensors: Tensors) -> torch.Tensor:
 
 
 def _units(ranks: Sequence[Observed], loss: str) -> float:
-    """The factor of a microbatch's loss in the loss of a step."""
+    """Factor of a microbatch's loss in the loss of a step."""
     own = (tensor for r in ranks for tensor in r.gradients.get(loss, {}).values())
     return float(next(own, torch.ones(())))
 
@@ -294,21 +300,21 @@ def _scaled(gradients: Mapping[str, Tensors], factor: float) -> dict[str, Tensor
 
 
 def _first(nodes: dict[str, _Node], is_right: Mapping[str, bool], loss: str) -> _Node | None:
-    """The first wrong operator whose mistake goes on to the loss.
+    """First wrong operator whose error propagates to the loss.
 
-    Some operators have no counterpart, or another form; but what comes of them is right again.
+    Some operators have no counterpart, or another form; but their results are right again.
     """
-    spoilt = {loss} if not is_right.get(loss, False) else set()
+    affected = {loss} if not is_right.get(loss, False) else set()
     for name, place in reversed(nodes.items()):
-        if name in spoilt:
-            spoilt.update(n for n in place.reads if n in nodes and not is_right.get(n, False))
-    return next((nodes[n] for n in nodes if n in spoilt and n in is_right), None)
+        if name in affected:
+            affected.update(n for n in place.reads if n in nodes and not is_right.get(n, False))
+    return next((nodes[n] for n in nodes if n in affected and n in is_right), None)
 
 
 def _last(nodes: dict[str, _Node], is_right: Mapping[str, bool]) -> _Node | None:
-    """The operator with a wrong backward: it reads the last value whose gradient is wrong.
+    """Operator with a wrong backward: it reads the last value whose gradient is wrong.
 
-    A wrong gradient that is not passed on is one that ranks hold in another form.
+    A wrong gradient that does not propagate is one that ranks hold in another form.
     """
     for name, place in reversed(nodes.items()):
         further = [is_right[n] for n in place.reads if n in is_right]

@@ -1,4 +1,4 @@
-"""Compute in float64 where a model asks for float32, for a check that leaves no rounding."""
+"""Computation in float64 of a model that requests float32, for a check without rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Doubled(TorchFunctionMode):
-    """Makes every request for float32 one for float64."""
+    """Mode that turns every request for float32 into one for float64."""
 
     def __torch_function__(
         self,
@@ -35,7 +35,7 @@ def _doubled(value: Any) -> Any:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, float64 is what models get that ask for float32, if it is the type.
+    """Replace float32 by float64 in what models request inside, if that is the type.
 
     Many compute norms, softmax or routing in float32, whatever the type of their weights.
 

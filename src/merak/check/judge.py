@@ -1,4 +1,4 @@
-"""Judge a run on ranks by the run of one process, and find where they part."""
+"""Comparison of a run on ranks with the run of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merak.check.compare import (
     whole,
 )
 from merak.check.runs import Job, Outcome
-from merak.check.source_place import Place, latest
+from merak.check.source_place import SourcePlace, latest
 from merak.graph.ir.ir import ModelGraph
 
 KINDS = ("gradients", "parameters", "buffers")
@@ -23,8 +23,8 @@ KINDS = ("gradients", "parameters", "buffers")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """How far a run on ranks is from the run of one process.
+class Comparison:
+    """Differences between a run on ranks and the run of one process.
 
     Args:
         loss: the largest relative difference of a step's loss.
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def most(self) -> float:
-        """The largest of all differences."""
+        """Largest of all differences."""
         return max(self.loss, self.gradient, self.parameter, self.buffer, self.evaluation or 0.0)
 
 
@@ -54,18 +54,18 @@ def judge(
     ranks: Sequence[Outcome],
     expected: Outcome,
     tolerance: float = TOLERANCE,
-) -> Verdict:
-    """Compare losses, gradients, parameters, buffers and what evaluations gave.
+) -> Comparison:
+    """Compare losses, gradients, parameters, buffers and outputs of evaluations.
 
     Args:
         job: what was trained.
         graph: its segments.
-        ranks: what every rank saw.
-        expected: what one process saw.
+        ranks: the outcome on every rank.
+        expected: the outcome in one process.
         tolerance: the most that is taken for rounding in tensors; losses are float32 numbers.
 
     Raises:
-        Disagreement: ranks that must hold the same hold different things.
+        Disagreement: ranks that must hold equal tensors hold different ones.
     """
     if any(rank.losses != ranks[0].losses for rank in ranks):
         raise Disagreement("the ranks report different losses.")
@@ -77,11 +77,11 @@ def judge(
     gradient, parameter, buffer = (max(off.get(kind, {}).values(), default=0.0) for kind in KINDS)
     reason = _reason(graph, loss if not loss <= TOLERANCE else None, off, wrong)
     if not job.options.evaluate:
-        return Verdict(loss, gradient, parameter, buffer, None, reason)
+        return Comparison(loss, gradient, parameter, buffer, None, reason)
     outputs = output_distances(whole(ranks, "evaluations"), expected.evaluations)
     evaluation = max(outputs.values(), default=0.0)
     reason = reason or _evaluation_reason(outputs, tolerance)
-    return Verdict(loss, gradient, parameter, buffer, evaluation, reason)
+    return Comparison(loss, gradient, parameter, buffer, evaluation, reason)
 
 
 def _evaluation_reason(off: Distances, tolerance: float) -> str | None:
@@ -110,7 +110,7 @@ def _reason(
 
 
 def _sentence(
-    kind: str, place: Place, distance: float, wrong: int, compared: int, loss: float | None
+    kind: str, place: SourcePlace, distance: float, wrong: int, compared: int, loss: float | None
 ) -> str:
     what = {"gradients": "the gradient", "parameters": "the value", "buffers": "the buffer"}[kind]
     when = "" if kind == "gradients" else "after the steps "

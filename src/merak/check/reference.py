@@ -1,4 +1,4 @@
-"""What one process makes of a case: the yardstick, or the reason why there is none."""
+"""Reference run of a case in one process, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import replace
 import torch
 
 from merak.check.case import Case
-from merak.check.runs import CheckOptions, Job, Outcome, loss_of, train_alone
+from merak.check.runs import CheckOptions, Job, Outcome, loss_of, train_in_one_process
 from merak.core.errors import MerakError
 from merak.core.missing_packages import missing_package
 
 
 class EagerError(MerakError):
-    """A model that plain PyTorch cannot train in one process either."""
+    """Failure of plain PyTorch to train the model in one process."""
 
 
 class FinalError(EagerError):
-    """A reason that holds for every size of the model."""
+    """Failure of plain PyTorch that holds for every size of the model."""
 
 
 def reference(job: Job) -> Outcome:
@@ -33,7 +33,7 @@ def reference(job: Job) -> Outcome:
     """
     case = job.case
     try:
-        outcome = train_alone(job)
+        outcome = train_in_one_process(job)
         draws = _draws(case, job.options)
     except MerakError:
         raise
@@ -60,7 +60,7 @@ def reference(job: Job) -> Outcome:
 
 
 def with_reference(job: Job) -> tuple[Job, Outcome]:
-    """A job that one process can do, and what it makes of it there.
+    """Return a job that one process can train, and its outcome there.
 
     Some models take batches of certain numbers of samples alone, such as a multiple of their
     codebooks: for these, the last batch of an evaluation is a whole one.
@@ -86,7 +86,7 @@ def with_reference(job: Job) -> tuple[Job, Outcome]:
 
 
 def why_not(case: Case, error: Exception) -> str:
-    """Why a model cannot be built or trained by plain PyTorch, in a sentence."""
+    """Describe why plain PyTorch cannot build or train a model, in a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2]).rstrip(".") or type(error).__name__
     if isinstance(error, ImportError):
@@ -105,12 +105,12 @@ def why_not(case: Case, error: Exception) -> str:
 
 
 def is_without_loss(error: BaseException | None) -> bool:
-    """Whether a model failed for giving no loss."""
+    """Tell whether an error means that the model returned no loss."""
     return isinstance(error, KeyError) and error.args == ("loss",)
 
 
 def _draws(case: Case, options: CheckOptions) -> bool:
-    """Whether the loss depends on the state of the random number generator."""
+    """Tell whether the loss depends on the state of the random number generator."""
     batch = case.batch(0, options.microbatch)
     losses = []
     for seed in (1, 2):

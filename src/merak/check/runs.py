@@ -1,4 +1,4 @@
-"""The same few training steps twice: in one process as it is, and on ranks through Merak."""
+"""Training steps of a check: in one process with plain PyTorch, and on ranks through Merak."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from merak.plan.layout import EngineOptions
 
 Tensors = dict[str, torch.Tensor]
 
-Place = tuple[int, int, int]
-"""A rank's dp, tp and pp coordinates."""
+Coordinates = tuple[int, int, int]
+"""Coordinates of a rank: dp, tp, pp."""
 
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 BALANCED_FOR = "a100-80gb"
-"""The device whose speeds decide which segments are a stage: alike on every machine."""
+"""The device whose speeds decide which segments are a stage: the same on every machine."""
 
 MAX_GRAD_NORM = 1.0
 """The norm that gradients are clipped to: deep models without it make chaos of any rounding."""
@@ -42,7 +42,7 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees of a check.
+    """Degrees of a checked job.
 
     Args:
         dp: data parallel degree.
@@ -56,13 +56,13 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks."""
         return self.dp * self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """How long and how a check trains.
+    """Length and settings of the training of a check.
 
     Args:
         schedule: name of the pipeline schedule.
@@ -88,20 +88,20 @@ class CheckOptions:
 
     @property
     def num_samples(self) -> int:
-        """Samples of a step's batch of one replica."""
+        """Number of samples in a step's batch of one replica."""
         return self.num_microbatches * self.microbatch
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A check.
+    """Training job of a check.
 
     Args:
-        case: what to train.
-        layout: on which ranks.
-        options: how.
+        case: the model and its batches.
+        layout: the degrees.
+        options: the settings of its training.
         dtype: floating point type of weights and inputs.
-        ragged: whether the last batch that is evaluated has fewer samples than the others.
+        ragged: whether the last evaluation batch has fewer samples than the others.
     """
 
     case: Case
@@ -112,11 +112,11 @@ class Job:
 
     @property
     def num_samples(self) -> int:
-        """Samples of a step's batch, over all replicas."""
+        """Number of samples in a step's batch, over all replicas."""
         return self.options.num_samples * self.layout.dp
 
     def model(self) -> nn.Module:
-        """The model as training begins."""
+        """Build the model as training begins."""
         model = self.case.model(self.options.seed)
         if self.dtype == torch.float64 and isinstance(model, PreTrainedModel):
             model.set_experts_implementation("batched_mm")  # grouped products know no float64
@@ -124,28 +124,28 @@ class Job:
         return model
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A weight in the type that is asked for; `Module.to` would make complex ones real."""
+        """Convert a weight to the requested type; `Module.to` would make complex ones real."""
         if tensor.is_complex():
             return tensor.to(self.dtype.to_complex())
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def batch(self, step: int, num_samples: int) -> Tensors:
-        """The batch of all replicas for a step."""
+        """Return the batch of all replicas for a step."""
         found = self.case.batch(step, num_samples)
         return {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in found.items()}
 
     def evaluation_batches(self) -> list[Tensors]:
-        """What is evaluated: a whole batch, and a last one, with fewer samples if it is ragged."""
+        """Return the batches of an evaluation; the last one is smaller if the job is ragged."""
         most = self.options.microbatch
         sizes = (most, max(1, most - 1) if self.ragged else most)
         return [self.batch(self.options.steps + i, size) for i, size in enumerate(sizes)]
 
     def sample(self) -> dict[str, TensorMeta]:
-        """The columns of a microbatch."""
+        """Return the columns of a microbatch."""
         return dict(signature(self.batch(0, self.options.microbatch)).columns)
 
     def source(self, device: torch.device, cache: Path) -> GraphSource:
-        """The model, to be traced for a device; the trace is kept in a folder ranks share."""
+        """Return the model to be traced for a device, with a cache folder that ranks share."""
         model = self.model()
         case = self.case
         own = (case.loss_fn, case.loss_columns)
@@ -154,7 +154,7 @@ class Job:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one process saw of a training run.
+    """Losses, gradients, parameters and outputs of a training run on one process.
 
     Args:
         losses: of every step.
@@ -173,31 +173,31 @@ class Outcome:
     buffers: Tensors = field(default_factory=dict)
     evaluations: Tensors = field(default_factory=dict)
     shards: Mapping[str, ParameterShard] = field(default_factory=dict)
-    place: Place = (0, 0, 0)
+    place: Coordinates = (0, 0, 0)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of both sides.
+    """Make the optimizer of both runs.
 
-    Linear in the gradients: one that divides by their size, as Adam does, makes of a gradient that
-    is zero but for rounding a whole step in a random direction.
+    It is linear in the gradients: one that divides by their magnitude, as Adam does, turns a
+    gradient that is zero but for rounding into a whole step in a random direction.
     """
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def train_alone(job: Job) -> Outcome:
+def train_in_one_process(job: Job) -> Outcome:
     """Train in this process, in plain PyTorch.
 
     Args:
-        job: what to train; replicas' batches are further microbatches. Replicas run at the same
-            time: each starts from the buffers that all had before the step.
+        job: what to train; batches of replicas are further microbatches. Replicas run at the same
+            time: each starts from the buffers from before the step.
     """
     options = job.options
     model = job.model()
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(p for p in parameters.values() if p.requires_grad)
     outcome = Outcome()
-    _evaluate_alone(job, model, 0, outcome)
+    _evaluate_in_one_process(job, model, 0, outcome)
     for step in range(options.steps):
         optimizer.zero_grad(set_to_none=True)
         batch = job.batch(step, job.num_samples)
@@ -217,7 +217,7 @@ def train_alone(job: Job) -> Outcome:
             outcome.gradients = _gradients(parameters)
         optimizer.step()
         outcome.losses.append(total)
-        _evaluate_alone(job, model, step + 1, outcome)
+        _evaluate_in_one_process(job, model, step + 1, outcome)
     outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}
     outcome.buffers = _buffers(model)
     return outcome
@@ -234,7 +234,7 @@ def _set_buffers(model: nn.Module, values: Tensors) -> None:
 
 
 def _join_replicas(model: nn.Module, replicas: Sequence[Tensors]) -> None:
-    """Give a model the buffers that all replicas go on with; see `engine.comm.replica_buffers`."""
+    """Set a model's buffers as `merak.engine.comm.replica_buffers` joins those of replicas."""
     if len(replicas) == 1:
         return
     means = {
@@ -250,7 +250,7 @@ def _join_replicas(model: nn.Module, replicas: Sequence[Tensors]) -> None:
 
 
 def loss_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of a microbatch, as the user's own loop would take it.
+    """Compute the loss of a microbatch, as the user's own loop would.
 
     Raises:
         KeyError: the model returns no loss.
@@ -264,7 +264,7 @@ def _outputs_of(case: Case, model: nn.Module, microbatch: Mapping[str, torch.Ten
 
 
 @torch.no_grad()
-def _evaluate_alone(job: Job, model: nn.Module, num_steps: int, outcome: Outcome) -> None:
+def _evaluate_in_one_process(job: Job, model: nn.Module, num_steps: int, outcome: Outcome) -> None:
     if not job.options.evaluate:
         return
     model.eval()
@@ -289,13 +289,13 @@ def _evaluate_on_ranks(job: Job, engine: Engine, num_steps: int, outcome: Outcom
 
 
 def _named(outputs: Mapping[str, torch.Tensor], num_steps: int, number: int) -> Tensors:
-    """Outputs by the names that reports have for them."""
+    """Rename outputs as reports name them, and copy them to the CPU."""
     when = f"of evaluation batch {number} after {num_steps} steps"
     return {f"{n} {when}": t.detach().to("cpu", copy=True) for n, t in outputs.items()}
 
 
 def train_on_ranks(job: Job, cache: Path) -> Outcome:
-    """Train through Merak; called alike on every rank.
+    """Train through Merak; a collective of all ranks.
 
     Args:
         job: what to train.
@@ -311,7 +311,7 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     _evaluate_on_ranks(job, parallel.engine, 0, outcome)
     for step in range(options.steps):
         with computing_in(job.dtype):  # inside of modules that are kept whole
-            outcome.losses.append(float(parallel.step(_own_share(job, mesh, step))))
+            outcome.losses.append(float(parallel.step(_replica_batch(job, mesh, step))))
         if step == 0:
             outcome.gradients = _gradients(parallel.engine.parameters)
         _evaluate_on_ranks(job, parallel.engine, step + 1, outcome)
@@ -323,19 +323,19 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     return outcome
 
 
-def observe_on_ranks(job: Job, cache: Path) -> tuple[Place, Observed]:
-    """What this rank's operators yield, and the gradients of that, in one step through Merak."""
+def observe_on_ranks(job: Job, cache: Path) -> tuple[Coordinates, Observed]:
+    """Record outputs and gradients of this rank's operators in one step through Merak."""
     layout, options = job.layout, job.options
     mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
     observer = Observer()
     parallel = _parallelize(job, mesh, cache, observer)
     with computing_in(job.dtype):
-        parallel.step(_own_share(job, mesh, 0))
+        parallel.step(_replica_batch(job, mesh, 0))
     return (mesh.dp_rank, mesh.tp_rank, mesh.pp_rank), observer.observed
 
 
-def _own_share(job: Job, mesh: Mesh, step: int) -> Tensors:
-    """The batch of this rank's replica."""
+def _replica_batch(job: Job, mesh: Mesh, step: int) -> Tensors:
+    """Return the batch of this rank's replica."""
     num_samples = job.options.num_samples
     first = mesh.dp_rank * num_samples
     batch = job.batch(step, job.num_samples)
@@ -345,7 +345,7 @@ def _own_share(job: Job, mesh: Mesh, step: int) -> Tensors:
 def _parallelize(
     job: Job, mesh: Mesh, cache: Path, observer: Observer | None = None
 ) -> ParallelModel:
-    """As `merak.parallelize`, with a trace that all ranks share."""
+    """Parallelize the model as `merak.parallelize` does, with a trace that all ranks share."""
     source = job.source(mesh.device, cache)
     sample = tuple(job.sample().items())
     chosen = EngineOptions(
@@ -370,7 +370,7 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
 
 
 def _buffers(model: nn.Module) -> Tensors:
-    """Floating point buffers that checkpoints have; others are tables, made when they are read."""
+    """Return the floating point buffers of checkpoints; others are constant tables."""
     saved = model.state_dict(keep_vars=True)
     found = {n: b for n, b in model.named_buffers() if n in saved}
     return {n: b.detach().cpu() for n, b in found.items() if b.is_floating_point()}

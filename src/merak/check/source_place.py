@@ -1,4 +1,4 @@
-"""Where in the model a tensor is used: its segment, and the line of the model's source."""
+"""Source lines of parameters and buffers: the segment and the line of the model that read them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from merak.graph.ir.ir import ModelGraph, Segment
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter or buffer is read.
+class SourcePlace:
+    """Segment and source line that read a parameter or buffer.
 
     Args:
         name: the parameter's or buffer's name.
@@ -25,17 +25,17 @@ class Place:
     source: str
 
 
-def latest(graph: ModelGraph, names: Iterable[str]) -> Place:
-    """Of some tensors the one that is read last: backwards, where gradients first went wrong."""
+def latest(graph: ModelGraph, names: Iterable[str]) -> SourcePlace:
+    """Return the tensor that is read last; in the backward, the first whose gradient went wrong."""
     places = [_place(graph, name) for name in names]
     return max(places, key=lambda place: place.segment)
 
 
-def _place(graph: ModelGraph, name: str) -> Place:
+def _place(graph: ModelGraph, name: str) -> SourcePlace:
     for segment in reversed(graph.segments):
         if name in segment.parameters or name in segment.buffers:
-            return Place(name, segment.index, segment.name, _source(segment, name))
-    return Place(name, -1, "read by none", "")
+            return SourcePlace(name, segment.index, segment.name, _source(segment, name))
+    return SourcePlace(name, -1, "read by none", "")
 
 
 def _source(segment: Segment, name: str) -> str:

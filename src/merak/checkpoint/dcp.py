@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from merak.core.health.status import during, waiting_for_all
 from merak.core.shards import ParameterShard, RowShard
-from merak.graph.weights.holders import whole_shape
+from merak.graph.weights.holders import full_shape
 from merak.graph.weights.rank_agreement import is_distributed
 
 
@@ -81,7 +81,7 @@ def part_of(tensor: torch.Tensor, shard: ParameterShard | None, index: int) -> P
         offsets = (*origin[: shard.dim], begin, *origin[shard.dim + 1 :])
         boxes.append((offsets, data.narrow(shard.dim, start, end - begin)))
         start += end - begin
-    return Part(whole_shape(data, shard), tuple(boxes))
+    return Part(full_shape(data, shard), tuple(boxes))
 
 
 def part_of_rows(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from merak.checkpoint.dcp import Part, State, part_of, part_of_rows
 from merak.core.errors import WeightsError
-from merak.graph.weights.holders import RankView, whole_shape
+from merak.graph.weights.holders import RankView, full_shape
 
 PREFIX = "optimizer/"
 """Keys are `optimizer/parameter name/optimizer's key`."""
@@ -164,7 +164,7 @@ def _target(
 ) -> tuple[torch.Tensor, Part]:
     parameter, shard = view.tensors[name], view.shards.get(name)
     size, dtype = tuple(entry.size), entry.properties.dtype
-    if MARK not in key and size == whole_shape(parameter, shard):
+    if MARK not in key and size == full_shape(parameter, shard):
         shape = view.optimizer_tensor(name).tensor.shape
         # Zeros for the padding of a split vocabulary, of which nothing is stored.
         made = torch.zeros(shape, dtype=dtype, device=parameter.device)
@@ -186,7 +186,7 @@ def _is_foreign(key: str, size: tuple[int, ...], name: str, view: RankView) -> b
     shard = view.shards.get(name)
     if MARK in key:
         return shard is None or not key.endswith(_part_mark(name, view))
-    whole = whole_shape(view.tensors[name], shard)
+    whole = full_shape(view.tensors[name], shard)
     return shard is not None and size != whole and math.prod(size) > 1
 
 

@@ -34,13 +34,13 @@ from merak.core.health.status import during, waiting
 from merak.core.mesh import Mesh
 from merak.core.private_files import give_usual_modes
 from merak.core.shards import ParameterShard, join
-from merak.graph.weights.deferred_init import Recorder
+from merak.graph.weights.deferred_init import InitRecorder
 from merak.graph.weights.holders import (
-    Holding,
-    find_holdings,
+    TensorHolders,
+    find_holders,
     first_names,
     named_tensors,
-    part_shape,
+    shard_shape,
 )
 from merak.graph.weights.rank_agreement import gather_objects, transfer_device
 
@@ -95,7 +95,7 @@ def save_pretrained(
     target = Path(folder)
     partial_folder = target.with_name(f".{target.name}.partial")
     _refuse_adapters(model)
-    holdings = find_holdings(model, owned, shards, mesh)
+    holdings = find_holders(model, owned, shards, mesh)
     if has_adapters(model):
         _save_adapters(model, holdings, mesh, target, partial_folder)
         return
@@ -123,7 +123,7 @@ def save_pretrained(
 
 def _save_adapters(
     model: nn.Module,
-    holdings: Mapping[str, Holding],
+    holdings: Mapping[str, TensorHolders],
     mesh: Mesh,
     target: Path,
     partial_folder: Path,
@@ -184,7 +184,7 @@ def _attempt(step: Callable[[], None], target: Path) -> str | None:
     return None
 
 
-def _state_without_numbers(model: nn.Module, holdings: Mapping[str, Holding]) -> State:
+def _state_without_numbers(model: nn.Module, holdings: Mapping[str, TensorHolders]) -> State:
     """The state dict that is to be written, whole tensors on the meta device."""
     _check_keys(model)
     firsts = first_names(named_tensors(model))
@@ -218,7 +218,7 @@ def _plan_keys(model: nn.Module, state: State) -> dict[str, _Key]:
     transformers turns back what it converted when it loaded the model; which tensor comes from
     which is read off a tape of that.
     """
-    recorder = Recorder()
+    recorder = InitRecorder()
     names = {recorder.place(tensor): name for name, tensor in state.items()}
     by_storage = {place.storage: name for place, name in names.items()}
     with recorder:
@@ -262,7 +262,7 @@ def _convert_back(model: nn.Module, state: State) -> State:
 class _Gatherer:
     """Brings whole tensors to rank 0, asked for in the same order on every rank."""
 
-    def __init__(self, model: nn.Module, holdings: Mapping[str, Holding], mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, holdings: Mapping[str, TensorHolders], mesh: Mesh) -> None:
         self._named = named_tensors(model)
         self._firsts = first_names(self._named)
         self._holdings = holdings
@@ -277,7 +277,7 @@ class _Gatherer:
             return torch.empty(0)
         return parts[0] if holding.shard is None else join(parts, holding.shard)
 
-    def _part(self, name: str, holding: Holding, rank: int) -> torch.Tensor:
+    def _part(self, name: str, holding: TensorHolders, rank: int) -> torch.Tensor:
         """One rank's part, on rank 0's CPU; anything on other ranks."""
         own = self._named[name].detach()
         if rank == self._mesh.rank == 0:
@@ -287,7 +287,7 @@ class _Gatherer:
             with waiting(f"{name} to be taken by", (0,)):
                 dist.send(own.to(travel).contiguous(), dst=0)
         elif self._mesh.rank == 0:
-            shape = part_shape(holding.shape, holding.shard)
+            shape = shard_shape(holding.shape, holding.shard)
             part = torch.empty(shape, dtype=holding.dtype, device=travel)
             with waiting(f"{name} from", (rank,)):
                 dist.recv(part, src=rank)

@@ -27,7 +27,7 @@ from merak.core.errors import SavingError, WeightsError
 from merak.core.health.status import during
 from merak.core.mesh import Mesh
 from merak.core.shards import OptimizerTensor, ParameterShard
-from merak.graph.weights.holders import RankView, find_holdings, view_of_rank
+from merak.graph.weights.holders import RankView, find_holders, rank_view
 from merak.graph.weights.rank_agreement import gather_objects
 
 GROUPS = "optimizer_groups"
@@ -57,7 +57,7 @@ def save_state(
         shards: layouts of those of which it holds a part.
         mesh: the grid of ranks.
         optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
-        themselves.
+            themselves.
 
     Raises:
         WeightsError: the folder cannot be written or holds other files, or the optimizer has
@@ -65,7 +65,7 @@ def save_state(
     """
     target = Path(folder)
     unfinished = target.with_name(f".{target.name}.partial")
-    view = view_of_rank(model, owned, shards, mesh, optimizer_tensors)
+    view = rank_view(model, owned, shards, mesh, optimizer_tensors)
     state = _model_parts(view, _buffers_to_save(model, owned, shards, mesh))
 
     def start() -> None:
@@ -109,14 +109,14 @@ def load_state(
         shards: layouts of those of which it holds a part.
         mesh: the grid of ranks.
         optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
-        themselves.
+            themselves.
 
     Raises:
         WeightsError: the folder holds no complete checkpoint, or that of another model, or no
             optimizer where one is to be loaded.
     """
     target = Path(folder)
-    view = view_of_rank(model, owned, shards, mesh, optimizer_tensors)
+    view = rank_view(model, owned, shards, mesh, optimizer_tensors)
     state: State = {}
     tensors: dict[str, torch.Tensor] = {}
 
@@ -184,8 +184,8 @@ def _buffers_to_save(
     model: nn.Module, owned: Collection[str], shards: Mapping[str, ParameterShard], mesh: Mesh
 ) -> list[str]:
     """Buffers whose numbers are this rank's to save: its segments', and on rank 0 the unread."""
-    holdings = find_holdings(model, owned, shards, mesh)
-    buffers = view_of_rank(model, owned, shards, mesh).buffers
+    holdings = find_holders(model, owned, shards, mesh)
+    buffers = rank_view(model, owned, shards, mesh).buffers
     return [name for name in buffers if holdings[name].ranks[0] == mesh.rank]
 
 

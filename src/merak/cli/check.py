@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import typer
 
-from merak.cli import options
+from merak.cli.options import JobRequest, backend, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.launch.forkserver import ranks_prepared
 
@@ -14,39 +15,28 @@ if TYPE_CHECKING:
     from merak.check import CheckReport
 
 
-def check(  # one argument for each option
-    model: options.Model,
-    config: options.Config = None,
-    dp: Annotated[int, typer.Option("--dp", metavar="D", help="Data parallel degree.")] = 1,
-    tp: Annotated[int, typer.Option("--tp", metavar="T", help="Tensor parallel degree.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", metavar="P", help="Pipeline parallel degree.")] = 1,
-    schedule: Annotated[
-        str, typer.Option("--schedule", metavar="NAME", help="Pipeline schedule.")
-    ] = "1f1b",
-    microbatches: Annotated[
-        int, typer.Option("--microbatches", metavar="M", help="Microbatches of a step.")
-    ] = 4,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Optimizer steps.")] = 3,
-    batch: options.Batch = 4,
-    seq: Annotated[
-        int | None, typer.Option("--seq", metavar="S", help="Tokens of a sequence; 32 at most.")
-    ] = None,
-    sequence_parallel: options.SequenceParallel = False,
-    evaluate: Annotated[
-        bool,
-        typer.Option("--evaluate", help="Compare evaluations before, between and after, too."),
-    ] = False,
-    trust_remote_code: options.TrustRemoteCode = False,
-    backend: options.Backend = None,
-    device: options.Device = None,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest(JobRequest):
+    """Request to compare training on ranks with training in one process."""
+
+    batch: int = option(4, "--batch", "B", "Samples of a microbatch.")
+    sequence: int | None = option(None, "--seq", "S", "Tokens of a sequence; 32 at most.")
+    microbatches: int = option(4, "--microbatches", "M", "Microbatches of a step.")
+    steps: int = option(3, "--steps", "N", "Optimizer steps.")
+    evaluate: bool = option(
+        False, "--evaluate", "", "Compare evaluations before, between and after, too."
+    )
+    backend: str | None = backend()
+
+
+@takes(CheckRequest)
+def check(request: CheckRequest) -> None:
     """Train a small version of a model in one process and on ranks, and compare.
 
     Losses, every parameter's gradient and the parameters after the steps have to be the same, to
     rounding. Fields given with --config stay; layers, widths, vocabulary and experts become fewer.
     """
-    with ranks_prepared(dp * tp * pp), stdout_to_stderr():
+    with ranks_prepared(request.dp * request.tp * request.pp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
         from merak.core.health import failure
         from merak.core.rank0 import is_rank0
@@ -55,23 +45,28 @@ def check(  # one argument for each option
         from merak.zoo.model_source import parse_overrides
 
         if under_torchrun():
-            failure.install()  # of all ranks, the first to fail speaks
+            failure.install()  # of all ranks, the first to fail is the one that reports
         report = check_named(
-            Request(model, parse_overrides(config), seq, trust_remote_code),
-            Layout(dp, tp, pp),
+            Request(
+                request.model,
+                parse_overrides(request.config),
+                request.sequence,
+                request.trust_remote_code,
+            ),
+            Layout(request.dp, request.tp, request.pp),
             CheckOptions(
-                schedule,
-                microbatches,
-                batch,
-                steps,
-                device=device,
-                backend=backend,
-                sequence_parallel=sequence_parallel,
-                evaluate=evaluate,
+                request.schedule,
+                request.microbatches,
+                request.batch,
+                request.steps,
+                device=request.device,
+                backend=request.backend,
+                sequence_parallel=request.sequence_parallel,
+                evaluate=request.evaluate,
             ),
         )
     if is_rank0():
-        show(report, _page, as_json)
+        show(report, _page, request.as_json)
     if not report.ok:
         raise typer.Exit(1)
 

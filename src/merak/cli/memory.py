@@ -2,161 +2,59 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from merak.cli import options
 from merak.cli.memory_report import MemoryReport, page, report_on
+from merak.cli.options import JobRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
+from merak.launch.devices import planned_device
 from merak.launch.errors import CommandError
+from merak.plan.options import RANGES, range_problem
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from merak.core.mesh import Mesh
+    from merak.plan.cost.device import DeviceProfile
     from merak.plan.cost.optimizer_memory import OptimizerFactory
+    from merak.plan.layout import EngineOptions
+    from merak.zoo.model_source import ModelSource
 
 _NO_LIMIT = sys.maxsize
 """A budget that everything fits: the command shows what would not fit here as well."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the memory is asked of.
+@dataclass(frozen=True, kw_only=True)
+class MemoryRequest(JobRequest):
+    """Request for the memory of a job."""
 
-    Args:
-        model: as `--model`.
-        config: as `--config`.
-        batch: samples of a microbatch.
-        sequence: tokens; None for the model's longest, up to 512.
-        degrees: dp, tp and pp.
-        schedule: name of the pipeline schedule.
-        microbatches: of a step.
-        recompute: as `MerakArguments.recompute`.
-        offload: as `MerakArguments.offload_activations`.
-        host_bytes_per_s: as of `MerakArguments`.
-        budget: bytes that a rank may hold; None for no limit.
-        optimizer: class in `torch.optim`.
-        device: "cpu" or "cuda"; None for what this machine has.
-        zero: what replicas share, as `MerakArguments.zero`.
-        master_weights: whether parameters of low precision have float32 masters.
-        dtype: of the parameters.
-        autocast: what the model runs under `torch.autocast` with; None for not.
-        sequence_parallel: whether tensor parallel ranks hold shares of the sequence.
-        trust_remote_code: whether code in the model's folder may run.
-    """
-
-    model: str
-    config: str | None = None
-    batch: int = 1
-    sequence: int | None = None
-    degrees: tuple[int, int, int] = (1, 1, 1)
-    schedule: str = "1f1b"
-    microbatches: int = 1
-    recompute: str | None = None
-    offload: str | None = None
-    host_bytes_per_s: float | None = None
-    budget: int | None = None
-    optimizer: str = "AdamW"
-    device: str | None = None
-    zero: int = 0
-    master_weights: bool = False
-    dtype: str = "float32"
-    autocast: str | None = None
-    sequence_parallel: bool = False
-    trust_remote_code: bool = False
+    recompute: str | None = shared("recompute")
+    offload_activations: str | None = shared("offload_activations", "--offload")
+    host_bytes_per_s: float | None = shared("host_bytes_per_s")
+    memory_budget: int | None = shared("memory_budget", "--budget")
+    optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
+    zero: int = shared("zero")
+    master_weights: bool = shared("master_weights")
+    dtype: str = option("float32", "--dtype", "TYPE", "Of the parameters, such as bfloat16.")
+    autocast: str | None = option(
+        None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
+    )
 
 
-def memory(  # one argument for each option
-    model: options.Model,
-    config: options.Config = None,
-    dp: Annotated[int, typer.Option("--dp", metavar="D", help="Data parallel degree.")] = 1,
-    tp: Annotated[int, typer.Option("--tp", metavar="T", help="Tensor parallel degree.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", metavar="P", help="Pipeline parallel degree.")] = 1,
-    schedule: Annotated[
-        str, typer.Option("--schedule", metavar="NAME", help="Pipeline schedule.")
-    ] = "1f1b",
-    microbatches: Annotated[
-        int, typer.Option("--microbatches", metavar="M", help="Microbatches of a step.")
-    ] = 1,
-    batch: options.Batch = 1,
-    seq: options.Sequence = None,
-    recompute: Annotated[
-        str | None,
-        typer.Option(
-            "--recompute",
-            metavar="WHAT",
-            help="off, full, selective, auto, a share of the segments (0 to 1), or such as 3,4,7.",
-        ),
-    ] = None,
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            "--offload",
-            metavar="WHAT",
-            help="Kept activations in host memory: off, full, auto, a share, or such as 3,4,7.",
-        ),
-    ] = None,
-    host_bytes_per_s: Annotated[
-        float | None,
-        typer.Option(
-            "--host-bytes-per-s",
-            metavar="RATE",
-            help="Of copies to host memory, each way at once; measured here by default.",
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None, typer.Option("--budget", metavar="BYTES", help="What a rank may hold.")
-    ] = None,
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", metavar="CLASS", help="Of torch.optim.")
-    ] = "AdamW",
-    zero: Annotated[
-        int,
-        typer.Option(
-            "--zero",
-            metavar="0|1|2|3",
-            help="What replicas share: 1 the optimizer, 2 also the gradients, 3 the parameters.",
-        ),
-    ] = 0,
-    master_weights: Annotated[
-        bool,
-        typer.Option("--master-weights", help="float32 masters of parameters of low precision."),
-    ] = False,
-    dtype: Annotated[
-        str,
-        typer.Option("--dtype", metavar="TYPE", help="Of the parameters, such as bfloat16."),
-    ] = "float32",
-    autocast: Annotated[
-        str | None,
-        typer.Option(
-            "--autocast", metavar="TYPE", help="bfloat16 or float16: what bf16 and fp16 train with."
-        ),
-    ] = None,
-    sequence_parallel: options.SequenceParallel = False,
-    trust_remote_code: options.TrustRemoteCode = False,
-    device: options.Device = None,
-    as_json: options.Json = False,
-) -> None:
+@takes(MemoryRequest)
+def memory(request: MemoryRequest) -> None:
     """Show what every stage of a job will take, without running or creating anything."""
-    request = Request(
-        model, config, batch, seq, (dp, tp, pp), schedule, microbatches, recompute, offload,
-        host_bytes_per_s, budget, optimizer, device, zero, master_weights, dtype, autocast,
-        sequence_parallel, trust_remote_code,
-    )  # fmt: skip
     with stdout_to_stderr():
         report = memory_report(request)
-    show(report, page, as_json)
+    show(report, page, request.as_json)
 
 
-def memory_report(request: Request) -> MemoryReport:
-    """The memory of a job, from the shapes of its model alone.
+def memory_report(request: MemoryRequest) -> MemoryReport:
+    """Forecast the memory of a job from the shapes of its model alone.
 
     Args:
         request: the model and how it is laid out.
@@ -169,79 +67,89 @@ def memory_report(request: Request) -> MemoryReport:
     from merak.arguments import default_trace_cache
     from merak.engine.build import forecast_of
     from merak.graph.segment.build import GraphSource
-    from merak.graph.weights.empty_weights import empty_weights
-    from merak.launch.devices import planned_device
-    from merak.plan.layout import EngineOptions
     from merak.zoo.batches.batch import example_arguments, example_columns
-    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
 
     device, sheet = planned_device(request.device)
     mesh = _mesh(request, device)
     dtype, autocast = _types(request)
-    if request.microbatches < 1:
-        raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")
-    changes = parse_overrides(request.config)
-    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
-    check_inner_fields(source.config, changes)
+    engine_options = _engine_options(request, sheet)
+    source = _model_source(request)
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )
-    with empty_weights():
-        built: nn.Module = source.build()
-        module = built.to(dtype)
-    folder = default_trace_cache()
-    if (
-        sheet is not None
-        and request.budget is None
-        and "auto" in (request.recompute, request.offload)
-    ):
+    folder = Path(default_trace_cache()) if default_trace_cache() else None
+    graph_source = GraphSource(
+        _meta_model(source, dtype),
+        fixed=example_arguments(source.model_class),
+        device=mesh.device,
+        cache_dir=folder,
+        autocast=autocast,
+    )
+    signature = tuple((name, column.meta) for name, column in columns.items())
+    forecast = forecast_of(graph_source, signature, mesh, engine_options)
+    return report_on(source.name, forecast, folder)
+
+
+def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> EngineOptions:
+    """The engine's options; a job that fits no device is shown all the same."""
+    from merak.plan.layout import EngineOptions
+
+    if request.microbatches < 1:
+        raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")
+    budget = request.memory_budget
+    if "auto" not in (request.recompute, request.offload_activations):
+        budget = _NO_LIMIT if budget is None else budget
+    elif sheet is not None and budget is None:
         raise CommandError(
             f"'auto' needs to know the memory of --device {request.device}, which is not here; "
             "give it with --budget BYTES."
         )
-    limit = None if "auto" in (request.recompute, request.offload) else _NO_LIMIT
-    forecast = forecast_of(
-        GraphSource(
-            module,
-            fixed=example_arguments(source.model_class),
-            device=mesh.device,
-            cache_dir=Path(folder) if folder else None,
-            autocast=autocast,
-        ),
-        tuple((name, column.meta) for name, column in columns.items()),
-        mesh,
-        EngineOptions(
-            schedule=request.schedule,
-            num_microbatches=request.microbatches,
-            recompute=request.recompute,
-            offload_activations=request.offload,
-            host_bytes_per_s=request.host_bytes_per_s,
-            memory_budget_bytes=limit if request.budget is None else request.budget,
-            optimizer=_optimizer(request.optimizer),
-            zero=request.zero,
-            master_weights=request.master_weights,
-            sequence_parallel=request.sequence_parallel,
-            device_profile=sheet,
-        ),
+    return EngineOptions(
+        schedule=request.schedule,
+        num_microbatches=request.microbatches,
+        recompute=request.recompute,
+        offload_activations=request.offload_activations,
+        host_bytes_per_s=request.host_bytes_per_s,
+        memory_budget=budget,
+        optimizer=_optimizer(request.optimizer),
+        zero=request.zero,
+        master_weights=request.master_weights,
+        sequence_parallel=request.sequence_parallel,
+        device_profile=sheet,
     )
-    return report_on(source.name, forecast, Path(folder) if folder else None)
 
 
-def _mesh(request: Request, device: torch.device) -> Mesh:
+def _model_source(request: MemoryRequest) -> ModelSource:
+    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
+
+    changes = parse_overrides(request.config)
+    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
+    check_inner_fields(source.config, changes)
+    return source
+
+
+def _meta_model(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    """The model without weights, in the type of its parameters."""
+    from merak.graph.weights.empty_weights import empty_weights
+
+    with empty_weights():
+        built: nn.Module = source.build()
+    return built.to(dtype)
+
+
+def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
     from merak.core.mesh import Mesh
 
-    for axis, degree in zip(("dp", "tp", "pp"), request.degrees, strict=True):
-        if degree < 1:
-            raise CommandError(f"--{axis} {degree} is not a degree; use 1 or more.")
-    if request.budget is not None and request.budget < 1:
-        raise CommandError(f"--budget {request.budget} is not a size; use bytes above 0.")
-    speed = request.host_bytes_per_s
-    if speed is not None and not 0 < speed < math.inf:
-        raise CommandError(f"--host-bytes-per-s {speed} is no rate; use a number above 0.")
-    return Mesh(*request.degrees, 0, device, None)
+    for axis in ("dp", "tp", "pp"):
+        if getattr(request, axis) < 1:
+            raise CommandError(f"--{axis} {getattr(request, axis)} is not a degree; use 1 or more.")
+    for name, flag in (("memory_budget", "--budget"), ("host_bytes_per_s", "--host-bytes-per-s")):
+        for problem in range_problem(f"{flag} ", getattr(request, name), RANGES[name]):
+            raise CommandError(problem)
+    return Mesh(request.dp, request.tp, request.pp, 0, device, None)
 
 
-def _types(request: Request) -> tuple[torch.dtype, torch.dtype | None]:
+def _types(request: MemoryRequest) -> tuple[torch.dtype, torch.dtype | None]:
     """Of the parameters, and of autocast."""
     import torch
 

@@ -1,51 +1,147 @@
-"""Options that several commands share, so that they read the same everywhere."""
+"""Requests of commands: frozen dataclasses whose fields become the options of the command line.
+
+A field says its flag, its placeholder and its help (`option`), or takes the default and the help of
+an option of `merak.plan.options` (`shared`). `takes` makes a typer command of a function of one
+request.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-Model = Annotated[
-    str,
-    typer.Option(
+from merak.plan import options
+
+Request = TypeVar("Request")
+
+_TYPER = "typer"
+
+
+def option(default: Any, flag: str, placeholder: str, help: str, **settings: Any) -> Any:
+    """Field of a request that is an option of a command.
+
+    Args:
+        default: its value where the option is not given; MISSING for an option that must be.
+        flag: such as "--seq".
+        placeholder: what `--help` shows for the value; empty for a flag.
+        help: a sentence.
+        **settings: of `typer.Option`.
+    """
+    made = typer.Option(flag, help=help, metavar=placeholder or None, **settings)
+    return field(default=default, metadata={_TYPER: made})
+
+
+def shared(name: str, flag: str = "") -> Any:
+    """Field of a request that is an option of `merak.plan.options.ParallelOptions`.
+
+    Args:
+        name: of the option.
+        flag: its flag; by default the name with dashes.
+    """
+    own = options.taken(name)
+    return option(
+        own.default,
+        flag or "--" + name.replace("_", "-"),
+        options.placeholder(name),
+        own.metadata["help"],
+    )
+
+
+def argument(default: Any, placeholder: str, help: str) -> Any:
+    """Field of a request that is a positional argument of a command.
+
+    Args:
+        default: its value where it is not given; MISSING for one that must be.
+        placeholder: what `--help` calls it.
+        help: a sentence.
+    """
+    made = typer.Argument(metavar=placeholder, help=help)
+    return field(default=default, metadata={_TYPER: made})
+
+
+def takes(kind: type[Request]) -> Callable[[Callable[[Request], None]], Callable[..., None]]:
+    """Decorator of a command: its options are the fields of the request that it takes.
+
+    Args:
+        kind: a dataclass of fields that `option`, `shared` and `argument` have made.
+    """
+    hints = typing.get_type_hints(kind)
+
+    def decorated(command: Callable[[Request], None]) -> Callable[..., None]:
+        def called(**given: Any) -> None:
+            command(kind(**given))
+
+        own = fields(kind)  # type: ignore[arg-type]
+        called.__doc__, called.__name__ = command.__doc__, command.__name__
+        called.__annotations__ = {}
+        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [_parameter(one, hints[one.name]) for one in own]
+        )
+        return called
+
+    return decorated
+
+
+def _parameter(own: Field[Any], hint: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        own.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if own.default is MISSING else own.default,
+        annotation=Annotated[hint, own.metadata[_TYPER]],
+    )
+
+
+def json_output() -> Any:
+    """Field of a request that asks for JSON."""
+    return option(False, "--json", "", "Print one JSON object on standard output, nothing else.")
+
+
+def backend() -> Any:
+    """Field of a request for the backend of the process groups."""
+    return option(None, "--backend", "gloo|nccl", "The backend that carries tensors between ranks.")
+
+
+def device() -> Any:
+    """Field of a request for the device that ranks compute on."""
+    return option(None, "--device", "cpu|cuda", "Where ranks compute; what the machine has.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """Request about a model by name, and the shape of a microbatch of it."""
+
+    model: str = option(
+        MISSING,
         "--model",
-        metavar="M",
-        help="transformers class name, or a folder or file with a config.json.",
-    ),
-]
-Config = Annotated[
-    str | None,
-    typer.Option("--config", metavar="JSON", help="Fields of the config to change, as an object."),
-]
-Batch = Annotated[int, typer.Option("--batch", metavar="B", help="Samples of a microbatch.")]
-Sequence = Annotated[
-    int | None,
-    typer.Option(
-        "--seq", metavar="S", help="Tokens of a sequence; the model's longest, up to 512."
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")
-]
-Backend = Annotated[
-    str | None,
-    typer.Option("--backend", metavar="gloo|nccl", help="What carries tensors between ranks."),
-]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", metavar="cpu|cuda", help="Where ranks compute; what the machine has."),
-]
-NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Trace anew, and keep nothing for the next time.")
-]
-SequenceParallel = Annotated[
-    bool,
-    typer.Option(
-        "--sequence-parallel",
-        help="Tensor parallel ranks hold shares of the sequence between split products.",
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that is in the model's folder.")
-]
+        "M",
+        "transformers class name, or a folder or file with a config.json.",
+    )
+    config: str | None = option(
+        None, "--config", "JSON", "Fields of the config to change, as an object."
+    )
+    batch: int = option(1, "--batch", "B", "Samples of a microbatch.")
+    sequence: int | None = option(
+        None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
+    )
+    sequence_parallel: bool = shared("sequence_parallel")
+    trust_remote_code: bool = option(
+        False, "--trust-remote-code", "", "Run code that is in the model's folder."
+    )
+    as_json: bool = json_output()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest(ModelRequest):
+    """Request about a job that trains a model on dp × tp × pp ranks."""
+
+    dp: int = option(1, "--dp", "D", "Data parallel degree.")
+    tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
+    pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
+    schedule: str = shared("schedule")
+    microbatches: int = option(1, "--microbatches", "M", "Microbatches of a step.")
+    device: str | None = device()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from merak.cli import options
+from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
 from merak.core.errors import ScheduleError
 from merak.plan.cost.overlap import Layers, layer_costs
@@ -76,116 +74,84 @@ class ListReport:
     schedules: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """The tensor parallel all-reduces of a stage.
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRequest:
+    """Request for a schedule of equal stages."""
 
-    Args:
-        all_reduce: time of all of them, in each direction.
-        layers: how many there are, equal ones.
-        in_halves: whether microbatches run in halves.
-    """
+    name: str | None = argument(None, "NAME", "A schedule's name, or a file with one.")
+    list_names: bool = option(False, "--list", "", "List the names and end.")
+    stages: int | None = option(
+        None,
+        "--stages",
+        "P",
+        "Pipeline degree: number of pp ranks. Interleaved and V-shaped schedules put several "
+        "smaller stages on each.",
+    )
+    microbatches: int | None = option(None, "--microbatches", "M", "Per iteration.")
+    forward: float = option(1.0, "--forward", "", "Time of a stage's forward.")
+    backward: float = option(2.0, "--backward", "", "Of its backward; I and W take half each.")
+    recompute: float = option(1.0, "--recompute", "", "Of recomputing it, where that is done.")
+    transfer: float = option(0.0, "--transfer", "", "Of sending one result to another rank.")
+    all_reduce: float = option(
+        0.0,
+        "--all-reduce",
+        "T",
+        "Of the tensor parallel all-reduces of a stage, beside its forward's, its backward's and "
+        "its recomputation's own time.",
+    )
+    layers: int = option(1, "--layers", "K", "Layers of a stage, with an all-reduce each.")
+    in_halves: bool = option(
+        False, "--in-halves", "", "Overlap all-reduces: microbatches run as two sub-microbatches."
+    )
+    memory_limit: float | None = option(
+        None, "--memory-limit", "K", "Most microbatches in flight on a rank."
+    )
+    options: list[str] | None = option(
+        None, "--option", "KEY=VALUE", "Of the schedule itself; repeatable."
+    )
+    output: Path | None = option(
+        None, "--output", "", "Also write it: .txt or .json to run, .svg, .html or .png to look at."
+    )
+    as_json: bool = json_output()
 
-    all_reduce: float = 0.0
-    layers: int = 1
-    in_halves: bool = False
+    @property
+    def times(self) -> dict[str, float]:
+        """The arguments of `uniform` but the number of stages."""
+        return {
+            "forward_s": self.forward,
+            "backward_s": self.backward,
+            "recompute_s": self.recompute,
+            "transfer_s": self.transfer,
+        }
 
 
-def schedule(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A schedule's name, or a file with one.")
-    ] = None,
-    list_names: Annotated[bool, typer.Option("--list", help="List the names and end.")] = False,
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            "--stages",
-            metavar="P",
-            help="Pipeline degree: ranks in a row. Interleaved and V-shaped schedules put several "
-            "smaller stages on each.",
-        ),
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option("--microbatches", metavar="M", help="Per iteration.")
-    ] = None,
-    forward: Annotated[float, typer.Option(help="Time of a stage's forward.")] = 1.0,
-    backward: Annotated[float, typer.Option(help="Of its backward; I and W take half each.")] = 2.0,
-    recompute: Annotated[float, typer.Option(help="Of recomputing it, where that is done.")] = 1.0,
-    transfer: Annotated[float, typer.Option(help="Of sending one result to another rank.")] = 0.0,
-    all_reduce: Annotated[
-        float,
-        typer.Option(
-            "--all-reduce",
-            metavar="T",
-            help="Of the tensor parallel all-reduces of a stage, beside its forward's, its "
-            "backward's and its recomputation's own time.",
-        ),
-    ] = 0.0,
-    layers: Annotated[
-        int, typer.Option(metavar="K", help="Layers of a stage, with an all-reduce each.")
-    ] = 1,
-    in_halves: Annotated[
-        bool, typer.Option("--in-halves", help="Hide all-reduces: microbatches run in halves.")
-    ] = False,
-    memory_limit: Annotated[
-        float | None,
-        typer.Option("--memory-limit", metavar="K", help="Most microbatches in flight on a rank."),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="KEY=VALUE", help="Of the schedule itself; repeatable."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Also write it: .txt or .json to run, .svg, .html or .png to look at."),
-    ] = None,
-    as_json: options.Json = False,
-) -> None:
+@takes(ScheduleRequest)
+def schedule(request: ScheduleRequest) -> None:
     """Build a pipeline schedule, check it, simulate it and draw it."""
-    if list_names:
-        show(ListReport(list(registry.names())), _list_page, as_json)
+    if request.list_names:
+        show(ListReport(list(registry.names())), _list_page, request.as_json)
         return
-    times = {
-        "forward_s": forward,
-        "backward_s": backward,
-        "recompute_s": recompute,
-        "transfer_s": transfer,
-    }
-    sums = Sums(all_reduce, layers, in_halves)
-    simulation = simulated(name, stages, microbatches, times, memory_limit, option or (), sums)
+    simulation = simulated(request)
     for note in simulation.schedule.notes:
         print(f"merak: {note}", file=sys.stderr)
-    if output is not None:
-        _write(simulation, output)
-    show(report(simulation), lambda _: _page(simulation), as_json)
+    if request.output is not None:
+        _write(simulation, request.output)
+    show(report(simulation), lambda _: _page(simulation), request.as_json)
 
 
-def simulated(
-    name: str | None,
-    stages: int | None,
-    microbatches: int | None,
-    times: dict[str, float],
-    memory_limit: float | None = None,
-    chosen: Sequence[str] = (),
-    sums: Sums | None = None,
-) -> Simulation:
+def simulated(request: ScheduleRequest) -> Simulation:
     """Build or read a schedule, check it, and simulate it with equal stages.
 
     Args:
-        name: of a schedule, or of a file.
-        stages: pipeline degree; may be left out for a file.
-        microbatches: per iteration; may be left out for a file.
-        times: the arguments of `uniform` but the number of stages.
-        memory_limit: most microbatches in flight on a rank.
-        chosen: options of the schedule, as KEY=VALUE.
-        sums: what tensor parallelism adds to the times.
+        request: the schedule; a file may leave the numbers of stages and microbatches open.
 
     Raises:
-        ScheduleError: what was asked for makes no sense, or does not fit the limit.
+        ScheduleError: the request makes no sense, or the schedule does not fit the limit.
     """
+    name, stages, microbatches = request.name, request.stages, request.microbatches
     if name is None:
         raise ScheduleError(f"Give a schedule's NAME: one of {', '.join(registry.names())}.")
-    values = dict(map(_parse_option, chosen))
+    values = dict(map(_parse_option, request.options or ()))
     if registry.is_file(name):
         read = load(Path(name))
         stages = read.num_ranks if stages is None else stages
@@ -193,9 +159,19 @@ def simulated(
     if stages is None or microbatches is None:
         raise ScheduleError(f"{name} needs --stages P and --microbatches M.")
     if name == "auto":
-        values |= {"costs": _costs(stages, times, sums or Sums()) if stages > 0 else None}
-        if memory_limit is not None:
-            values["memory_limit_bytes"] = memory_limit
+        values |= {"costs": _costs(stages, request) if stages > 0 else None}
+        if request.memory_limit is not None:
+            values["memory_limit_bytes"] = request.memory_limit
+    _announce_duration(stages, microbatches)
+    built = registry.resolve(name, stages, microbatches, **values)
+    check(built)
+    if request.memory_limit is not None:
+        check_in_flight(built, request.memory_limit)
+    return simulate(built, _costs(built.num_stages, request))
+
+
+def _announce_duration(stages: int, microbatches: int) -> None:
+    """Refuse sizes that would run for minutes, and say how long those take that run for seconds."""
     registry.check_size(stages, microbatches, _MOST_RANKS, _MOST_FORWARDS)
     about = stages * microbatches * _SECONDS_PER_FORWARD + stages**2 * _SECONDS_PER_PAIR
     if about > _LONG_S:
@@ -204,11 +180,6 @@ def simulated(
             "out, check and simulate; schedules with several stages on a rank a few times that.",
             file=sys.stderr,
         )
-    built = registry.resolve(name, stages, microbatches, **values)
-    check(built)
-    if memory_limit is not None:
-        check_in_flight(built, memory_limit)
-    return simulate(built, _costs(built.num_stages, times, sums or Sums()))
 
 
 def report(simulation: Simulation) -> ScheduleReport:
@@ -229,20 +200,20 @@ def report(simulation: Simulation) -> ScheduleReport:
     )
 
 
-def _costs(num_stages: int, times: Mapping[str, float], sums: Sums) -> Costs:
-    """Equal stages of equal layers."""
-    costs = uniform(num_stages, **times)
-    if sums.layers < 1 or not sums.all_reduce >= 0:
+def _costs(num_stages: int, request: ScheduleRequest) -> Costs:
+    """Equal stages of equal layers, and the tensor parallel all-reduces of each."""
+    costs = uniform(num_stages, **request.times)
+    if request.layers < 1 or not request.all_reduce >= 0:
         raise ScheduleError(
-            f"--layers {sums.layers} --all-reduce {sums.all_reduce:g} is no stage; give 1 layer or "
-            "more, and a time of 0 or more."
+            f"--layers {request.layers} --all-reduce {request.all_reduce:g} is no stage; give 1 "
+            "layer or more, and a time of 0 or more."
         )
-    names = ("forward_s", "backward_s", "recompute_s")
-    forward_s, backward_s, recompute_s = (times[name] / sums.layers for name in names)
-    layers = Layers(sums.layers, forward_s, sums.all_reduce / sums.layers, backward_s, recompute_s)
+    count, all_reduce_s = request.layers, request.all_reduce / request.layers
+    forward_s, backward_s = request.forward / count, request.backward / count
+    layers = Layers(count, forward_s, all_reduce_s, backward_s, request.recompute / count)
     return layer_costs(
         (layers,) * num_stages,
-        sums.in_halves,
+        request.in_halves,
         links=costs.links,
         checkpoint_bytes=costs.checkpoint_bytes,
     )

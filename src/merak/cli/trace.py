@@ -10,23 +10,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from merak.cli import options
+from merak.cli.options import ModelRequest, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import count, size
 
 if TYPE_CHECKING:
     from merak.graph.ir.ir import Segment
+    from merak.graph.segment.build import BuiltGraph
     from merak.graph.tensor_parallel.report import SegmentReport
     from merak.graph.trace.opaque.report import OpaqueModule
-
-Degree = Annotated[
-    int,
-    typer.Option("--tp", metavar="T", min=1, help="Tensor parallel degree to derive splits for."),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,53 +84,29 @@ class TraceReport:
     kept_whole: list[OpaqueModule] = field(default_factory=list)
 
 
-def trace(
-    model: options.Model,
-    config: options.Config = None,
-    batch: options.Batch = 1,
-    seq: options.Sequence = None,
-    tp: Degree = 2,
-    sequence_parallel: options.SequenceParallel = False,
-    trust_remote_code: options.TrustRemoteCode = False,
-    no_cache: options.NoCache = False,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TraceRequest(ModelRequest):
+    """Request for the segments of a model."""
+
+    tp: int = option(2, "--tp", "T", "Tensor parallel degree to derive splits for.", min=1)
+    no_cache: bool = option(
+        False, "--no-cache", "", "Trace anew, and keep nothing for the next time."
+    )
+
+
+@takes(TraceRequest)
+def trace(request: TraceRequest) -> None:
     """Trace a model without its weights and show the segments it is cut into."""
     with stdout_to_stderr():
-        request = Request(model, config, batch, seq, tp, sequence_parallel, trust_remote_code)
-        report = trace_report(request, use_cache=not no_cache)
-    show(report, _page, as_json)
+        report = trace_report(request)
+    show(report, _page, request.as_json)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is traced.
-
-    Args:
-        model: class name, folder or file, as `--model`.
-        config: JSON object of config fields, as `--config`.
-        batch: samples of a microbatch.
-        sequence: tokens of a sequence; None for the model's longest, up to 512.
-        tp: tensor parallel degree to derive splits for.
-        sequence_parallel: whether its ranks hold shares of the sequence between split products.
-        trust_remote_code: whether code in the model's folder may run.
-    """
-
-    model: str
-    config: str | None = None
-    batch: int = 1
-    sequence: int | None = None
-    tp: int = 2
-    sequence_parallel: bool = False
-    trust_remote_code: bool = False
-
-
-def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
+def trace_report(request: TraceRequest) -> TraceReport:
     """Trace and cut a transformers model, as for training.
 
     Args:
         request: the model and its batch.
-        use_cache: look for the graph among those of earlier runs, and keep it.
 
     Raises:
         CommandError: there is no such model, or the sizes do not fit it.
@@ -145,9 +115,6 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
     from merak.graph.segment.build import GraphSource, build_timed
-    from merak.graph.tensor_parallel.apply import derived
-    from merak.graph.tensor_parallel.report import report_splits
-    from merak.graph.trace.opaque.report import report_opaque
     from merak.graph.weights.empty_weights import empty_weights
     from merak.zoo.batches.batch import example_arguments, example_columns
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
@@ -163,35 +130,44 @@ def trace_report(request: Request, *, use_cache: bool = True) -> TraceReport:
         module = source.build()
     built = time.perf_counter()
     metas = {name: column.meta for name, column in columns.items()}
-    folder = default_trace_cache() if use_cache else ""
+    folder = "" if request.no_cache else default_trace_cache()
     graph_source = GraphSource(
         module,
         fixed=example_arguments(source.model_class),
         cache_dir=Path(folder) if folder else None,
     )
     timed = build_timed(graph_source, metas, training=True)
-    shapes = {name: math.prod(meta.shape) for name, meta in timed.graph.parameters.items()}
-    segments = timed.graph.segments
-    parallel = derived(timed.graph, request.tp, sequence=request.sequence_parallel)
-    split = report_splits(timed.graph, parallel)
+    return _report(source.name, request, timed, built - started)
+
+
+def _report(name: str, request: TraceRequest, timed: BuiltGraph, build_s: float) -> TraceReport:
+    from merak.graph.tensor_parallel.apply import auto_tensor_parallel
+    from merak.graph.tensor_parallel.report import report_sharding
+    from merak.graph.trace.opaque.report import report_opaque
+
+    graph = timed.graph
+    shapes = {name: math.prod(meta.shape) for name, meta in graph.parameters.items()}
+    parallel = auto_tensor_parallel(graph, request.tp, sequence=request.sequence_parallel)
+    splits = report_sharding(graph, parallel)
+    num_parameters = sum(shapes.values())
     return TraceReport(
-        model=source.name,
-        parameters=sum(shapes.values()),
-        segments=len(segments),
-        boundary_tensors=[len(crossing) for crossing in timed.graph.boundaries()],
+        model=name,
+        parameters=num_parameters,
+        segments=len(graph.segments),
+        boundary_tensors=[len(crossing) for crossing in graph.boundaries()],
         seconds={
-            "build": built - started,
+            "build": build_s,
             "trace": timed.trace_s,
             "shard": timed.shard_s,
-            "total": built - started + timed.trace_s + timed.shard_s,
+            "total": build_s + timed.trace_s + timed.shard_s,
         },
         cached=timed.cached,
         peak_rss_bytes=peak_rss_bytes(),
         tp=request.tp,
-        tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (sum(shapes.values()) or 1),
+        tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (num_parameters or 1),
         sequence_parallel=request.sequence_parallel,
-        parts=[_part(*pair, shapes) for pair in zip(segments, split, strict=True)],
-        kept_whole=report_opaque(timed.graph),
+        parts=[_part(*pair, shapes) for pair in zip(graph.segments, splits, strict=True)],
+        kept_whole=report_opaque(graph),
     )
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from merak.cli import options
+from merak.cli.options import argument, backend, device, json_output, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.recipe.report import TrainReport
 
 
-def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to train, on what.")],
-    backend: options.Backend = None,
-    device: options.Device = None,
-    as_json: options.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """Request to train as a recipe says."""
+
+    recipe: Path = argument(MISSING, "RECIPE.yaml", "What to train, on what.")
+    backend: str | None = backend()
+    device: str | None = device()
+    as_json: bool = json_output()
+
+
+@takes(TrainRequest)
+def train(request: TrainRequest) -> None:
     """Train a model as a recipe says, on as many ranks as its degrees need.
 
     Starts the ranks on this machine, or joins those that torchrun started.
@@ -29,9 +33,9 @@ def train(
     from merak.launch.ranks import Work, run_ranks, under_torchrun
 
     if under_torchrun():
-        failure.install()  # of all ranks, the first to fail speaks
+        failure.install()  # of all ranks, the first to fail is the one that reports
     with stdout_to_stderr():
-        job = Job(read_recipe(recipe), backend, device)
+        job = Job(read_recipe(request.recipe), request.backend, request.device)
         if not under_torchrun():
             check_job(job)  # once, and before ranks are started
         num_ranks = job.recipe.parallel.num_ranks
@@ -42,7 +46,7 @@ def train(
             announce("starting %d ranks …", num_ranks)
             report = run_ranks(Work(run_job, (job,)), num_ranks)
     if report is not None:
-        show(report, _page, as_json)
+        show(report, _page, request.as_json)
 
 
 def _page(report: TrainReport) -> str:

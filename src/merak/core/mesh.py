@@ -35,7 +35,7 @@ class Mesh:
     Args:
         dp: data parallel degree.
         tp: tensor parallel degree.
-        pp: pipeline parallel degree, the number of pipeline positions.
+        pp: pipeline parallel degree, the number of pp ranks.
         rank: this rank, 0 … dp · tp · pp − 1, laid out as (pp, dp, tp) with tp fastest.
         device: the device this rank computes on.
         device_mesh: torch's mesh over the same ranks; None in a single process, and for a grid
@@ -56,7 +56,7 @@ class Mesh:
 
     @property
     def pp_rank(self) -> int:
-        """This rank's pipeline position."""
+        """This rank's coordinate along the pipeline axis."""
         return self.rank // (self.dp * self.tp)
 
     @property
@@ -70,7 +70,7 @@ class Mesh:
         return self.rank % self.tp
 
     def rank_at(self, pp_rank: int) -> int:
-        """The global rank at another pipeline position of this rank's own dp and tp coordinates."""
+        """The global rank of another pp rank with this rank's dp and tp coordinates."""
         return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
     def peers(self, axis: str) -> tuple[int, ...]:
@@ -125,11 +125,32 @@ def init(
     failure.install()
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
+    _check_degrees(dp, tp, pp)
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
+        raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
+    chosen = _pick_device(device)
+    _check_backend(backend, chosen)
+    mesh = _connect(dp, tp, pp, chosen, backend, timeout_s)
+    _current.append(mesh)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
+    if crosses_nodes(mesh, per_node):
+        warn_on_rank0(
+            logger,
+            "tp=%d spans nodes of %d ranks: every layer all-reduces over tp several times a "
+            "microbatch, and between nodes that takes many times as long as inside one; use a tp "
+            "that divides %d, and pp or dp for the rest.",
+            tp,
+            per_node,
+            per_node,
+        )
+    return mesh
+
+
+def _check_degrees(dp: int, tp: int, pp: int) -> None:
+    """Refuse degrees that are none, or whose product is not the number of ranks."""
     for axis, degree in (("dp", dp), ("tp", tp), ("pp", pp)):
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise MeshError(f"{axis}={degree!r} is not a degree; use a whole number of 1 or more.")
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
-        raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
     num_ranks = dp * tp * pp
     if "RANK" not in os.environ and num_ranks > 1:
         raise MeshError(
@@ -142,22 +163,6 @@ def init(
             f"dp={dp} × tp={tp} × pp={pp} = {num_ranks} ranks, but torchrun started {world_size}; "
             f"make the product of the degrees equal the number of ranks."
         )
-    chosen = _pick_device(device)
-    _check_backend(backend, chosen)
-    mesh = _connect(dp, tp, pp, chosen, backend, timeout_s)
-    _current.append(mesh)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    if crosses_nodes(mesh, per_node):
-        warn_on_rank0(
-            logger,
-            "tp=%d spans nodes of %d ranks: every layer sums over tp several times a microbatch, "
-            "and between nodes that takes many times as long as inside one; use a tp that divides "
-            "%d, and pp or dp for the rest.",
-            tp,
-            per_node,
-            per_node,
-        )
-    return mesh
 
 
 def crosses_nodes(mesh: Mesh, ranks_per_node: int) -> bool:
@@ -185,24 +190,24 @@ def _parsed(device: str | torch.device) -> torch.device:
 
 
 def _pick_device(device: str | torch.device | None) -> torch.device:
-    asked = _parsed(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if asked.type != "cuda":
-        return torch.device(asked.type)
+    wanted = _parsed(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if wanted.type != "cuda":
+        return torch.device(wanted.type)
     if not torch.cuda.is_available():
         raise MeshError("device='cuda' was asked for, but torch sees no GPU; use device='cpu'.")
     num_gpus = torch.cuda.device_count()
-    if asked.index is not None and "RANK" not in os.environ:
-        if asked.index >= num_gpus:
+    if wanted.index is not None and "RANK" not in os.environ:
+        if wanted.index >= num_gpus:
             raise MeshError(
-                f"device={str(asked)!r} is not here: torch sees {num_gpus} GPUs, counted from 0; "
+                f"device={str(wanted)!r} is not here: torch sees {num_gpus} GPUs, counted from 0; "
                 "use device='cuda', or the number of one of them."
             )
-        torch.cuda.set_device(asked)
-        return asked
+        torch.cuda.set_device(wanted)
+        return wanted
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if asked.index not in (None, local_rank):
+    if wanted.index not in (None, local_rank):
         raise MeshError(
-            f"device={str(asked)!r} was asked for on local rank {local_rank}, but every rank "
+            f"device={str(wanted)!r} was asked for on local rank {local_rank}, but every rank "
             "computes on the GPU of its own number; use device='cuda', and CUDA_VISIBLE_DEVICES to "
             "choose among GPUs."
         )

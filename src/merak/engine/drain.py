@@ -252,17 +252,17 @@ class FakeStages:
 
     def _microbatch(self, real: Microbatch) -> Microbatch:
         columns: TensorDict = {}
-        derived: TensorDict = {}
+        batch_only: TensorDict = {}
         for stage in real.program.stages.values():
             for program in stage.segments:
                 for node in program.segment.graph.find_nodes(op="placeholder"):
                     kind, name = node.meta["kind"], node.meta["name"]
-                    if kind in (ValueKind.COLUMN, ValueKind.DERIVED):
-                        into = columns if kind is ValueKind.COLUMN else derived
+                    if kind in (ValueKind.COLUMN, ValueKind.BATCH_ONLY):
+                        into = columns if kind is ValueKind.COLUMN else batch_only
                         into[name] = self._fake(node.meta["tensor"])
                         if is_condition(node):  # of which collectives there are
-                            into[name] = real.derived[name]
-        return Microbatch(real.program, columns, derived, real.random_key)
+                            into[name] = real.batch_only[name]
+        return Microbatch(real.program, columns, batch_only, real.random_key)
 
 
 class _Collectives(TorchDispatchMode):

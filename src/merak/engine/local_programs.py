@@ -20,25 +20,25 @@ from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
 from merak.engine.comm.eval_parameters import find_remote_parameters
 from merak.engine.comm.sparse_gradients import densify, find_densified
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
-from merak.graph.program.index_ranges import find_ranges
+from merak.graph.program.index_ranges import find_index_ranges
 from merak.graph.program.program import (
-    NOTHING_CHOSEN,
+    RECOMPUTE_ALL,
+    ActivationChoices,
     Arrange,
-    Choices,
     Program,
     RemoteParameter,
     Rewrite,
     arrange_whole,
     compile_program,
 )
-from merak.graph.program.split_backward import WeightGradients, defer_weights
-from merak.graph.program.sub_pipelined import arrange_in_halves
+from merak.graph.program.split_backward import WeightGradients, split_weight_gradients
+from merak.graph.program.sub_pipelined import arrange_sub_pipelined
 from merak.graph.segment.build import GraphSource
-from merak.graph.segment.dynamic_shapes import Graphs
-from merak.graph.sub_pipelining.sub_microbatch import samples_of
+from merak.graph.segment.dynamic_shapes import GraphsByShape
+from merak.graph.sub_pipelining.sub_microbatch import find_sample_dims
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Features
-from merak.graph.tensor_parallel.report import left_whole
+from merak.graph.tensor_parallel.report import replication_warning
 from merak.plan.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,9 @@ class ProgramCache:
         self._base_key = (tuple(graph.columns.items()), options.trains)
         self.base = self._compile(graph, options.trains)
         self._graphs = {
-            mode: Graphs(source, training=mode, first=graph if mode is options.trains else None)
+            mode: GraphsByShape(
+                source, training=mode, first=graph if mode is options.trains else None
+            )
             for mode in (True, False)
         }
         self._others = lru_cache(maxsize=options.max_shapes)(self._make)
@@ -153,13 +155,13 @@ class ProgramCache:
         remote_parameters = self._remote_parameters(graph, bounds, training)
         # A graph that was cut otherwise has other segments: there nothing is kept by number.
         is_same = len(graph.segments) == self._partition.num_segments
-        choices = self._choices if is_same and training else NOTHING_CHOSEN
+        choices = self._choices if is_same and training else RECOMPUTE_ALL
         arrange: Arrange = arrange_whole
         if self._in_halves and graph.loss is not None:
-            samples = samples_of(graph.segments, batch_size(graph))
-            arrange = partial(arrange_in_halves, samples)
+            samples = find_sample_dims(graph.segments, batch_size(graph))
+            arrange = partial(arrange_sub_pipelined, samples)
         parallel = self._parallel
-        ranges = find_ranges(graph)
+        ranges = find_index_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
         program = compile_program(graph, bounds, self._make_rewrites(parallel), choices, arrange)
@@ -196,9 +198,9 @@ class ProgramCache:
         return remote_parameters
 
 
-def _choices(layout: Layout) -> Choices:
+def _choices(layout: Layout) -> ActivationChoices:
     partly = {index: dear.names for index, dear in layout.partly.items()}
-    return Choices(layout.kept, partly, layout.offloaded)
+    return ActivationChoices(layout.kept, partly, layout.offloaded)
 
 
 def check_max_shapes(max_shapes: int) -> None:
@@ -220,7 +222,7 @@ def rewriter(
     if tp == 1:
         return None
     parallel = tensor_parallel(graph, features, tp, sequence=sequence)
-    left = left_whole(graph, parallel)
+    left = replication_warning(graph, parallel)
     if left is not None and not (dist.is_initialized() and dist.get_rank()):
         logger.warning("%s", left)
     return parallel
@@ -229,7 +231,7 @@ def rewriter(
 def _defer(
     kept: frozenset[str], weight_gradients: WeightGradients, segment: Segment
 ) -> tuple[Segment, dict[str, ParameterShard]]:
-    return defer_weights(segment, kept, weight_gradients), {}
+    return split_weight_gradients(segment, kept, weight_gradients), {}
 
 
 def num_readers(graph: ModelGraph) -> Counter[str]:

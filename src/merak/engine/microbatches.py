@@ -58,8 +58,8 @@ class MicrobatchFactory:
         cpu = torch.device("cpu")  # whose generator names the microbatch to its draws
         with own_random_state(cpu):
             set_random_state(cpu, *microbatch.random_key, "choices")
-            varying = self._run(program.derived, program, microbatch.columns)
-        microbatch.derived = program.fixed_values | varying
+            varying = self._run(program.batch_only, program, microbatch.columns)
+        microbatch.batch_only = program.fixed_values | varying
 
     def _run(
         self, prologue: SegmentProgram, program: Program, columns: Mapping[str, torch.Tensor]

@@ -63,7 +63,7 @@ class ScheduleRun(ABC):
             The values that the stage sends, and the model's outputs made here.
         """
         stage, number = action.stage, action.microbatch
-        if not microbatch.derived:
+        if not microbatch.batch_only:
             self._state.microbatches.derive(microbatch)
         received = self.taken(Payload.ACTIVATION, stage - 1, number)
         made = self.run_stage(action, microbatch, received)

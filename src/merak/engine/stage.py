@@ -23,7 +23,7 @@ from merak.engine.tensors_by_name import (
     no_leaf_gradients,
 )
 from merak.engine.weight_versions import Weights
-from merak.graph.program.program import HalvedRun, Program, SegmentProgram, StageProgram
+from merak.graph.program.program import Program, SegmentProgram, StageProgram, SubPipelinedRun
 from merak.graph.program.split_backward import WeightGradients
 
 
@@ -34,17 +34,17 @@ class Microbatch:
     Args:
         program: what to run for its shape.
         columns: the columns this rank reads.
-        derived: this rank's derived values.
+        batch_only: this rank's batch-only values.
         random_key: names the microbatch among all of the job, for its random draws.
         scale: the factor of its loss in the step's loss.
         loss_scale: a further factor of its gradients, which the step's end takes out.
         remote: in evaluation, parameters that other ranks hold; see
-        `merak.engine.comm.eval_parameters`.
+            `merak.engine.comm.eval_parameters`.
     """
 
     program: Program
     columns: TensorDict
-    derived: TensorDict
+    batch_only: TensorDict
     random_key: tuple[int | str, ...]
     scale: float = 1.0
     loss_scale: float = 1.0
@@ -71,7 +71,7 @@ class Runner(Protocol):
         """Run its backward."""
 
 
-RUNNERS: Mapping[type, Runner] = {SegmentProgram: run_whole, HalvedRun: run_sub_pipelined}
+RUNNERS: Mapping[type, Runner] = {SegmentProgram: run_whole, SubPipelinedRun: run_sub_pipelined}
 
 
 class Stage:
@@ -82,7 +82,7 @@ class Stage:
         weights: what its segments compute with.
         buffers: the model's buffers by name.
         weight_gradients: where the segments leave weight gradients, if the schedule splits
-        backwards.
+            backwards.
         device: where it computes.
         fsdp: parameters that are gathered for a segment alone; None for none.
         offload: what moves activations to host memory; None for nothing.
@@ -115,7 +115,7 @@ class Stage:
 
         Args:
             number: the microbatch's number in the step.
-            microbatch: its columns and derived values.
+            microbatch: its columns and batch-only values.
             received: the values of the stage's `received`.
             save: keep every segment's activations for the backward; else those of the segments
                 that its program keeps, and of the others only the inputs.
@@ -215,7 +215,7 @@ class Stage:
             weights=weights,
             buffers={**self.buffers, **microbatch.program.constants},
             columns=microbatch.columns,
-            derived=microbatch.derived,
+            batch_only=microbatch.batch_only,
             random_key=microbatch.random_key,
             device=self.device,
             fsdp=self.fsdp,

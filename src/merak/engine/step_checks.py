@@ -10,7 +10,7 @@ import torch.distributed as dist
 from merak.core.errors import DataError, ScheduleError
 from merak.core.tensor_meta import Signature
 from merak.engine.state import EngineState
-from merak.graph.program.index_ranges import problem_of
+from merak.graph.program.index_ranges import out_of_range
 
 
 def check_indices(
@@ -33,7 +33,7 @@ def check_indices(
         DataError: an index is out of range.
     """
     for signature, batch in zip(signatures, batches, strict=True):
-        problem = problem_of(state.program_for(signature, training).ranges, batch)
+        problem = out_of_range(state.program_for(signature, training).ranges, batch)
         if problem is not None:
             raise DataError(f"in {what}, {problem}")
 

@@ -166,7 +166,7 @@ class TrainingStep(ScheduleRun):
         """What performs an action and all that follow, now that the step is given up."""
         state = self._state
         for microbatch in self._microbatches:
-            if microbatch.program.chooses:
+            if microbatch.program.has_random_branches:
                 state.microbatches.derive(microbatch)
         self._drain_step = DrainStep(
             state.mesh,
@@ -242,7 +242,7 @@ class TrainingStep(ScheduleRun):
             self._state.stage_io.give(Payload.GRADIENT, stage, number, made)
 
     def _complete(self, action: Action) -> None:
-        """A stage has a microbatch's gradients; after the last one its derived values go."""
+        """A stage has a microbatch's gradients; after the last one its batch-only values go."""
         weights = self._state.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
             weights.finished(action.microbatch)
@@ -250,7 +250,7 @@ class TrainingStep(ScheduleRun):
             self._state.reducer.microbatch_done(action.stage)
         self._stages_left[action.microbatch] -= 1
         if not self._stages_left[action.microbatch]:
-            self._microbatches[action.microbatch].derived = {}
+            self._microbatches[action.microbatch].batch_only = {}
 
     # ---- what the actions need ----
 

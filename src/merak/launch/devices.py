@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from merak.core.did_you_mean import near
+from merak.core.did_you_mean import did_you_mean
 from merak.launch.errors import CommandError
 from merak.plan.cost.device import PRESETS, DeviceProfile, preset
 
@@ -51,7 +51,7 @@ def planned_device(asked: str | None) -> tuple[torch.device, DeviceProfile | Non
         # Without torch's own part for GPUs, not even tensors without numbers can be there.
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), sheet
     if asked not in (None, *DEVICES):
-        similar = near(str(asked), PRESETS)
+        similar = did_you_mean(str(asked), PRESETS)
         known = f"; use cpu, cuda, or one of {', '.join(PRESETS)}."
         raise CommandError(f"--device {asked} is not known{known if similar == '.' else similar}")
     return device_of(asked), None

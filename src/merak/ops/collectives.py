@@ -83,7 +83,7 @@ def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     Returns:
         The whole tensor, on every rank; backward keeps the rank's own slice of the gradient.
     """
-    return _there_and_back(tensor, _all_gather, _own_slice, (dim, parts, axis))
+    return _with_adjoint(tensor, _all_gather, _local_slice, (dim, parts, axis))
 
 
 def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
@@ -98,10 +98,12 @@ def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) 
     Returns:
         The slice; backward puts the slices of the gradient together.
     """
-    return _there_and_back(tensor, _own_copy, _all_gather, (dim, parts, axis))
+    return _with_adjoint(tensor, _local_copy, _all_gather, (dim, parts, axis))
 
 
-def scatter_sum(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+def reduce_scatter_to(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+) -> torch.Tensor:
     """Sum the parts that the ranks of an axis hold, and keep the rank's own slice of the sum.
 
     Args:
@@ -113,13 +115,13 @@ def scatter_sum(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     Returns:
         The slice; backward puts the slices of the gradient together, for every summand.
     """
-    return _there_and_back(tensor, _reduce_scatter, _all_gather, (dim, parts, axis))
+    return _with_adjoint(tensor, _reduce_scatter, _all_gather, (dim, parts, axis))
 
 
-def gather_copied(
+def gather_with_partial_grad(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:
-    """Put slices together for work that is split over an axis; the inverse of `scatter_sum`.
+    """Put slices together for work that is split over an axis; the inverse of `reduce_scatter_to`.
 
     Args:
         tensor: one slice per rank.
@@ -131,12 +133,12 @@ def gather_copied(
         The whole tensor, on every rank; its gradient, of which each rank has a part, is summed over
         the axis, and backward keeps the rank's own slice.
     """
-    result = _there_and_back(tensor, _all_gather, _reduce_scatter, (dim, parts, axis))
+    result = _with_adjoint(tensor, _all_gather, _reduce_scatter, (dim, parts, axis))
     note_gathered(result, tensor, partial(_all_gather, dim=dim, parts=parts, axis=axis))
     return result
 
 
-def own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+def local_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
     """Keep the rank's own slice of a tensor that `copy_to` has let in.
 
     Args:
@@ -148,10 +150,10 @@ def own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str)
     Returns:
         The slice; what backward gives is the rank's part of the gradient, nothing is sent.
     """
-    return _own_slice(tensor, dim, parts, axis)
+    return _local_slice(tensor, dim, parts, axis)
 
 
-def leave_copied(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+def leave_partial_grad(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Let a tensor that `copy_to` has let in leave the work that is split over an axis.
 
     Args:
@@ -164,7 +166,7 @@ def leave_copied(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return _with_gradient(tensor, lambda gradient: gradient / axis_degree(axis))
 
 
-def summand_of(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Make a replicated tensor a part of a sum that the ranks of an axis hold.
 
     Args:
@@ -174,11 +176,11 @@ def summand_of(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Returns:
         The rank's summand; the sum's gradient is the tensor's.
     """
-    result: torch.Tensor = _SummandOf.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _ReplicateToPartial.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
 
 
-def start_sum(tensor: torch.Tensor, axis: str) -> dist.Work | None:
+def start_all_reduce(tensor: torch.Tensor, axis: str) -> dist.Work | None:
     """Start to sum a contiguous tensor over the ranks of an axis, in place.
 
     Returns:
@@ -224,7 +226,7 @@ def _sum_parts(
     return torch.cat(pieces, dim)
 
 
-class _SummandOf(torch.autograd.Function):
+class _ReplicateToPartial(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
         return tensor / axis_degree(axis)
@@ -244,7 +246,7 @@ class _ReduceFrom(torch.autograd.Function):
         return gradient, None
 
 
-class _ThereAndBack(torch.autograd.Function):
+class _WithAdjoint(torch.autograd.Function):
     """One collective on the way there, and its opposite for the gradient on the way back."""
 
     @staticmethod
@@ -264,13 +266,13 @@ class _ThereAndBack(torch.autograd.Function):
         return ctx.back(gradient, *ctx.layout), None, None, None
 
 
-def _there_and_back(
+def _with_adjoint(
     tensor: torch.Tensor,
     there: Collective,
     back: Collective,
     layout: tuple[int, tuple[int, ...], str],
 ) -> torch.Tensor:
-    result: torch.Tensor = _ThereAndBack.apply(tensor, there, back, layout)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _WithAdjoint.apply(tensor, there, back, layout)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -309,9 +311,9 @@ def _reduce_scatter(
     return own
 
 
-def _own_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+def _local_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
     return take(tensor, ParameterShard(dim, parts, axis_degree(axis)), axis_rank(axis))
 
 
-def _own_copy(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
-    return _own_slice(tensor, dim, parts, axis).contiguous()
+def _local_copy(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+    return _local_slice(tensor, dim, parts, axis).contiguous()

@@ -125,7 +125,7 @@ def _unpack(unpack: Unpack, kept: Any) -> torch.Tensor:
     return tensor
 
 
-def keeping_shares(function: Callable[P, R]) -> Callable[P, R]:
+def saving_shards(function: Callable[P, R]) -> Callable[P, R]:
     """A function whose autograd graph keeps shares of what it gathers."""
 
     def keeping(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -25,7 +25,7 @@ Layout = tuple[int, int, str]
 """(dim, whole size, axis): what is split, and over which axis."""
 
 
-def embedding_of_share(
+def vocab_parallel_embedding(
     weight: torch.Tensor,
     indices: torch.Tensor,
     padding_idx: int,
@@ -51,7 +51,7 @@ def embedding_of_share(
         (*indices, hidden): the rank's rows, zeros for those of others; their sum over the axis is
         the look-up.
     """
-    start, stop = own_rows(size, axis)
+    start, stop = local_rows(size, axis)
     foreign = (indices < start) | (indices >= stop)
     # An index that no rank has must fail on every rank as it does in one process.
     nowhere = (indices < 0) | (indices >= size)
@@ -66,7 +66,7 @@ def embedding_of_share(
     return rows.masked_fill(foreign.unsqueeze(-1), 0.0)
 
 
-def cross_entropy_of_share(
+def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
@@ -122,7 +122,7 @@ class _Smoothed:
     def own_weight(self, like: torch.Tensor) -> torch.Tensor:
         """Weights of the rank's classes, to be multiplied with logits."""
         dim, size, axis = self.layout
-        start, stop = own_rows(size, axis)
+        start, stop = local_rows(size, axis)
         shape = [1] * like.dim()
         shape[dim] = stop - start
         if self.weight is None:
@@ -148,9 +148,9 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """The losses, in the shape of the target: ranks share a maximum, then all sums at once."""
         dim, size, axis = smoothed.layout
-        start, stop = own_rows(size, axis)
-        own = own_classes(logits, dim, stop - start)
-        top = top_of(own, dim, axis)
+        start, stop = local_rows(size, axis)
+        own = local_classes(logits, dim, stop - start)
+        top = vocab_parallel_max(own, dim, axis)
         shifted = own - top.unsqueeze(dim)
         nowhere = ~ignored & ((target < 0) | (target >= size))
         local, foreign = local_of(target, start, stop)
@@ -160,7 +160,7 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothed.share:
             sums.append((shifted * smoothed.own_weight(own)).sum(dim))
         sums.append(shifted.exp_().sum(dim))
-        picked, *rest, total = sum_over(torch.stack(sums), axis).unbind()
+        picked, *rest, total = all_reduce_sum(torch.stack(sums), axis).unbind()
         log_total = total.log()
         losses = (log_total - picked) * weights * (1 - smoothed.share)
         if smoothed.share:
@@ -176,11 +176,11 @@ class _CrossEntropy(torch.autograd.Function):
         logits, local, foreign, weights, ignored, normaliser = ctx.saved_tensors
         smoothed: _Smoothed = ctx.smoothed
         dim, size, axis = smoothed.layout
-        start, stop = own_rows(size, axis)
+        start, stop = local_rows(size, axis)
         gradient = gradient.masked_fill(ignored, 0.0)
         of_target = gradient * weights * (1 - smoothed.share)
         of_all = gradient * (smoothed.share / size)
-        own = own_classes(logits, dim, stop - start)
+        own = local_classes(logits, dim, stop - start)
         found = (own - normaliser.unsqueeze(dim)).exp_()
         found *= (of_target + of_all * smoothed.total_weight()).unsqueeze(dim)
         if stop > start:
@@ -188,16 +188,16 @@ class _CrossEntropy(torch.autograd.Function):
             found.scatter_add_(dim, local.unsqueeze(dim), taken)
         if smoothed.share:
             found -= of_all.unsqueeze(dim) * smoothed.own_weight(own)
-        return filled_up(found.to(logits.dtype), dim, logits.shape[dim]), None, None, None, None
+        return padded_with(found.to(logits.dtype), dim, logits.shape[dim]), None, None, None, None
 
 
-def own_rows(size: int, axis: str) -> tuple[int, int]:
+def local_rows(size: int, axis: str) -> tuple[int, int]:
     """The first of the rank's rows of the whole, and the one after its last."""
     ((start, stop),) = ParameterShard(0, (size,), axis_degree(axis)).ranges(axis_rank(axis))
     return start, stop
 
 
-def own_classes(logits: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def local_classes(logits: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Logits without padding, precise enough to be summed."""
     return logits.narrow(dim, 0, count).to(_compute_dtype(logits))
 
@@ -206,7 +206,7 @@ def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def top_of(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
+def vocab_parallel_max(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
     """The largest logit of every position over all ranks."""
     if own.shape[dim]:
         top = own.amax(dim)
@@ -231,13 +231,13 @@ def pick(
     return values.gather(dim, local).masked_fill(foreign, 0.0)
 
 
-def filled_up(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def padded_with(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """The rank's classes with zeros for padding."""
     missing = size - own.shape[dim]
     return functional.pad(own, [0, 0] * (own.dim() - dim - 1) + [0, missing]) if missing else own
 
 
-def sum_over(values: torch.Tensor, axis: str) -> torch.Tensor:
+def all_reduce_sum(values: torch.Tensor, axis: str) -> torch.Tensor:
     """The sum of the ranks' numbers, in place; without a backward."""
     group = current_mesh().group(axis)
     if group is not None:

@@ -13,17 +13,17 @@ import torch
 
 from merak.ops.vocab_parallel import (
     Layout,
-    filled_up,
+    all_reduce_sum,
+    local_classes,
     local_of,
-    own_classes,
-    own_rows,
+    local_rows,
+    padded_with,
     pick,
-    sum_over,
-    top_of,
+    vocab_parallel_max,
 )
 
 
-def sum_of_share(
+def vocab_parallel_sum(
     values: torch.Tensor,
     dims: Sequence[int],
     keepdim: bool,
@@ -42,12 +42,14 @@ def sum_of_share(
     Returns:
         The rank's summand.
     """
-    start, stop = own_rows(layout[1], layout[2])
+    start, stop = local_rows(layout[1], layout[2])
     own = values.narrow(layout[0], 0, stop - start)
     return own.sum(tuple(dims), keepdim=keepdim, dtype=dtype)
 
 
-def pick_of_share(values: torch.Tensor, index: torch.Tensor, layout: Layout) -> torch.Tensor:
+def vocab_parallel_gather(
+    values: torch.Tensor, index: torch.Tensor, layout: Layout
+) -> torch.Tensor:
     """Pick classes by an index, as `torch.gather` does.
 
     Args:
@@ -59,12 +61,12 @@ def pick_of_share(values: torch.Tensor, index: torch.Tensor, layout: Layout) -> 
         What the rank has of it, zeros for what others have: a summand.
     """
     dim, size, axis = layout
-    local, foreign = local_of(index, *own_rows(size, axis))
+    local, foreign = local_of(index, *local_rows(size, axis))
     nowhere = (index < 0) | (index >= size)  # fails, as it does in one process
     return pick(values, local.masked_fill(nowhere, size), foreign, dim)
 
 
-def nll_of_share(
+def vocab_parallel_nll(
     log_probabilities: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
@@ -91,14 +93,14 @@ def nll_of_share(
     weights = (~ignored).to(log_probabilities.dtype)
     if weight is not None:
         weights = weights * weight.to(weights.dtype)[known]
-    picked = pick_of_share(log_probabilities, known.unsqueeze(dim), layout).squeeze(dim)
+    picked = vocab_parallel_gather(log_probabilities, known.unsqueeze(dim), layout).squeeze(dim)
     losses = -(picked * weights).masked_fill(ignored, 0.0)
     if reduction == 0:
         return losses
     return losses.sum() / weights.sum() if reduction == 1 else losses.sum()
 
 
-def log_softmax_of_share(
+def vocab_parallel_log_softmax(
     logits: torch.Tensor, dtype: torch.dtype | None, layout: Layout
 ) -> torch.Tensor:
     """Log-probabilities of the rank's classes.
@@ -116,7 +118,7 @@ def log_softmax_of_share(
     return result
 
 
-def logsumexp_of_share(logits: torch.Tensor, keepdim: bool, layout: Layout) -> torch.Tensor:
+def vocab_parallel_logsumexp(logits: torch.Tensor, keepdim: bool, layout: Layout) -> torch.Tensor:
     """The logarithm of the sum of the exponentials of all classes.
 
     Args:
@@ -136,10 +138,10 @@ class _LogSoftmax(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Of the own classes; (…, own classes), padded as the logits are."""
         dim, size, axis = layout
-        start, stop = own_rows(size, axis)
-        own = own_classes(logits, dim, stop - start)
+        start, stop = local_rows(size, axis)
+        own = local_classes(logits, dim, stop - start)
         result = own - _normaliser(own, dim, axis).unsqueeze(dim)
-        result = filled_up(result.to(logits.dtype), dim, logits.shape[dim])
+        result = padded_with(result.to(logits.dtype), dim, logits.shape[dim])
         ctx.save_for_backward(result)
         ctx.layout = layout
         return result
@@ -148,19 +150,19 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (result,) = ctx.saved_tensors
         dim, size, axis = ctx.layout
-        start, stop = own_rows(size, axis)
-        given = own_classes(gradient, dim, stop - start)
-        total = sum_over(given.sum(dim), axis).unsqueeze(dim)
-        found = given - own_classes(result, dim, stop - start).exp() * total
-        return filled_up(found.to(gradient.dtype), dim, gradient.shape[dim]), None
+        start, stop = local_rows(size, axis)
+        given = local_classes(gradient, dim, stop - start)
+        total = all_reduce_sum(given.sum(dim), axis).unsqueeze(dim)
+        found = given - local_classes(result, dim, stop - start).exp() * total
+        return padded_with(found.to(gradient.dtype), dim, gradient.shape[dim]), None
 
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, layout: Layout) -> torch.Tensor:
         dim, size, axis = layout
-        start, stop = own_rows(size, axis)
-        normaliser = _normaliser(own_classes(logits, dim, stop - start), dim, axis)
+        start, stop = local_rows(size, axis)
+        normaliser = _normaliser(local_classes(logits, dim, stop - start), dim, axis)
         ctx.save_for_backward(logits, normaliser)
         ctx.layout = layout
         return normaliser.to(logits.dtype)
@@ -169,13 +171,13 @@ class _LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits, normaliser = ctx.saved_tensors
         dim, size, axis = ctx.layout
-        start, stop = own_rows(size, axis)
-        own = own_classes(logits, dim, stop - start)
+        start, stop = local_rows(size, axis)
+        own = local_classes(logits, dim, stop - start)
         found = (own - normaliser.unsqueeze(dim)).exp_() * gradient.unsqueeze(dim)
-        return filled_up(found.to(logits.dtype), dim, logits.shape[dim]), None
+        return padded_with(found.to(logits.dtype), dim, logits.shape[dim]), None
 
 
 def _normaliser(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
     """The logarithm of the sum of the exponentials of all ranks' classes."""
-    top = top_of(own, dim, axis)
-    return top + sum_over((own - top.unsqueeze(dim)).exp_().sum(dim), axis).log()
+    top = vocab_parallel_max(own, dim, axis)
+    return top + all_reduce_sum((own - top.unsqueeze(dim)).exp_().sum(dim), axis).log()

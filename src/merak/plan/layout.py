@@ -13,6 +13,7 @@ from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.program import Rewrite
+from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.tensor_parallel.features import Features
 from merak.plan.balance import Timed, balance
 from merak.plan.cost.benchmark import measure
@@ -21,79 +22,54 @@ from merak.plan.cost.measured_times import load_times
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.cost.segment_time import segment_costs
 from merak.plan.cost.selective_ops import Dear
+from merak.plan.options import ParallelOptions
 from merak.plan.partition import Partition, from_sizes
-from merak.plan.recompute_spec import Recompute
 from merak.plan.step_plans import StepPlans
 from merak.plan.tied_parameters import Reader
 from merak.schedule.ir import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How a model is laid out and run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(ParallelOptions):
+    """Options of an engine: those that users choose, and what the loop around it knows.
 
     Args:
-        schedule: name of the pipeline schedule.
         num_microbatches: microbatches per step of one replica, as planned for.
         seed: the job's seed, for initial weights and dropout.
-        features: tensor parallel attributes that override what is derived from the graph.
-        segments_per_stage: a partition of one's own; None balances by times.
-        segment_times: a file of measured times of the segments; None estimates them.
-        device_profile: the speeds that estimates rest on; None measures those of the device.
-        bucket_bytes: gradients are reduced over dp as soon as so many bytes are ready.
-        exact_tied_gradients: exchange gradients of tied parameters after every microbatch, which
-            sums them as one process does; else once per step.
-        sub_pipelining: "on" runs every microbatch in halves, so that the all-reduces of tensor
-            parallelism run beside the other half's work; "off" does not; "auto" where it pays.
-        sequence_parallel: between the products that tensor parallelism splits, each of its ranks
-            holds a share of the sequence; all-gathers and reduce-scatters replace all-reduces.
-        hang_limit_s: seconds that a rank may wait, or be in one action; after them every rank says
-            where it stands, and the job ends.
-        recorded_steps: so many past steps are recorded, for `Engine.recorded_steps`.
-        max_shapes: so many shapes of microbatches are kept ready beside the planned one.
-        recompute: what is computed again for the backward instead of kept, as
-            `merak.plan.recompute_spec.parse_recompute` reads it; None leaves it to the
-            schedule.
-        offload_activations: which of the kept activations wait in host memory, as
-            `merak.plan.activations.offload.parse_offload` reads it; None for none.
-        host_bytes_per_s: of a rank's way to host memory, each way while both are used; None
-            measures it where it matters.
-        memory_budget_bytes: what a rank may hold; None takes a GPU's memory, and on the CPU none.
-        master_weights: keep float32 masters of parameters of a lower precision for the optimizer.
-        float32_gradients: sum gradients of parameters of a lower precision in float32; else in
-            their own type.
-        zero: 1 shards the optimizer over dp, 2 also the gradients, 3 also the parameters, 0
-            nothing.
+        device_profile: speeds that estimated times rest on; None measures those of the device.
+        recorded_steps: number of past steps that are recorded, for `Engine.recorded_steps`.
         optimizer: makes the optimizer, whose state counts in the memory; None counts none.
         trains: whether it is laid out for training, whose batches give a loss; else for evaluation.
-        observer: looks into segments as they run, such as `graph.segment.observe.Observer`; None
-            does not.
+        observer: rewrites segments to observe tensors as they run, such as
+            `graph.segment.observe.Observer`; None does not.
     """
 
-    schedule: str = "1f1b"
     num_microbatches: int = 1
     seed: int = 42
-    features: Features | None = None
-    segments_per_stage: tuple[int, ...] | None = None
-    segment_times: Path | None = None
     device_profile: DeviceProfile | None = None
-    bucket_bytes: int = 25 * 2**20
-    exact_tied_gradients: bool = True
-    sub_pipelining: str = "auto"
-    sequence_parallel: bool = False
-    hang_limit_s: float = 600.0
     recorded_steps: int = 4
-    max_shapes: int = 64
-    recompute: Recompute = None
-    offload_activations: Recompute = None
-    host_bytes_per_s: float | None = None
-    memory_budget_bytes: int | None = None
-    master_weights: bool = False
-    float32_gradients: bool = True
-    zero: int = 0
     optimizer: OptimizerFactory | None = None
     trains: bool = True
     observer: Rewrite | None = None
+
+    @property
+    def features(self) -> Features | None:
+        """Tensor parallel attributes that override what is derived from the graph.
+
+        Raises:
+            ShardError: an attribute of `feature_dict` is none.
+        """
+        return None if self.feature_dict is None else parse_features(self.feature_dict)
+
+    @property
+    def exact_tied_gradients(self) -> bool:
+        """Whether gradients of tied parameters are all-reduced after every microbatch."""
+        return self.tied_gradients == "microbatch"
+
+    @property
+    def float32_gradients(self) -> bool:
+        """Whether gradients of a lower precision are accumulated and reduced in float32."""
+        return self.gradient_sums == "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +129,8 @@ def partition_segments(
     """
     num_segments = len(graph.segments)
     check_stages(num_segments, num_stages, mesh.pp)
-    if options.segments_per_stage is not None:
-        return from_sizes(options.segments_per_stage, num_segments)
+    if options.partition is not None:
+        return from_sizes(options.partition, num_segments)
     if num_stages == 1:
         return Partition(num_segments, ())
     # Measured speeds differ from rank to rank, and all ranks need one partition: rank 0 decides.
@@ -187,7 +163,7 @@ def segment_times(
 ) -> Sequence[Timed]:
     """The times of all segments for one microbatch: measured ones of the user's, or estimated."""
     if options.segment_times is not None:
-        return load_times(options.segment_times, [segment.name for segment in graph.segments])
+        return load_times(Path(options.segment_times), [segment.name for segment in graph.segments])
     return segment_costs(graph.segments, speeds(options, mesh, cache))
 
 

@@ -16,7 +16,7 @@ from merak.core.errors import PlanError
 from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh, crosses_nodes
 from merak.graph.ir.ir import batch_size
-from merak.ops.collectives import start_sum
+from merak.ops.collectives import start_all_reduce
 from merak.plan.balance import Timed
 from merak.plan.cost.overlap import Layers, layer_costs
 from merak.plan.layout import EngineOptions, Layout
@@ -168,7 +168,7 @@ def measure_sums(layout: Layout, mesh: Mesh) -> Sums:
     factor = torch.zeros(_SIZE, _SIZE, device=mesh.device)
 
     def start() -> Callable[[], object]:
-        work = start_sum(tensor, "tp")
+        work = start_all_reduce(tensor, "tp")
         return work.wait if work is not None else lambda: None
 
     def compute(num_products: int) -> None:

@@ -32,9 +32,9 @@ from merak.engine.engine import Engine
 from merak.engine.loss_scale import LossScale
 from merak.engine.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
-from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.layout import EngineOptions
+from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.before import check_what_follows
@@ -165,29 +165,12 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
     def _engine_options(self) -> EngineOptions:
         args = self.args
-        assert args.bucket_bytes is not None
-        written = args.feature_dict
-        assert not isinstance(written, str)  # the arguments have read the file
+        chosen: dict[str, Any] = {name: getattr(args, name) for name in PARALLEL_OPTIONS}
+        chosen["feature_dict"] = args.feature_dict or None
         return EngineOptions(
-            schedule=args.schedule,
+            **chosen,
             num_microbatches=args.gradient_accumulation_steps,
             seed=args.seed,
-            features=parse_features(written) if written else None,
-            segments_per_stage=tuple(args.partition) if args.partition else None,
-            segment_times=Path(args.segment_times) if args.segment_times else None,
-            bucket_bytes=args.bucket_bytes,
-            exact_tied_gradients=args.tied_gradients == "microbatch",
-            sub_pipelining=args.sub_pipelining,
-            sequence_parallel=args.sequence_parallel,
-            master_weights=args.master_weights,
-            float32_gradients=args.gradient_sums == "float32",
-            zero=args.zero,
-            hang_limit_s=args.hang_limit_s,
-            max_shapes=args.max_shapes,
-            recompute=args.recompute,
-            offload_activations=args.offload_activations,
-            host_bytes_per_s=args.host_bytes_per_s,
-            memory_budget_bytes=args.memory_budget,
             optimizer=partial(similar_optimizer, self),
         )
 

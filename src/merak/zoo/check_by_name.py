@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 
-from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workshop, check_against
+from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workspace, check_against
 from merak.core.errors import MerakError
 from merak.core.private_files import ForeignFile, own_folder
 from merak.core.random import seed_for
@@ -30,7 +30,7 @@ from merak.zoo.batches.columns import Column, draw_batch
 from merak.zoo.batches.examples import examples
 from merak.zoo.configs.field_names import IMAGE
 from merak.zoo.configs.fields import Fields, flat, merged, text_part
-from merak.zoo.configs.fill_defaults import completions, lacking
+from merak.zoo.configs.fill_defaults import completions, missing_field
 from merak.zoo.configs.shrink import Attempt, Wanted, attempts
 from merak.zoo.model_source import ModelSource, resolve_model
 from merak.zoo.smallest import Trained, Version, first_that_trains
@@ -66,7 +66,7 @@ class Request:
             self.model,
             fields,
             trust_remote_code=self.trust_remote_code,
-            lacking=changes.keys() - self.given.keys(),
+            missing_field=changes.keys() - self.given.keys(),
         )
         _pad(source.config)
         return source
@@ -92,7 +92,7 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
         raise CommandError(f"--seq {request.sequence} has no tokens; use 1 or more.")
     trained = small_version(request, layout, options)
     with _folder() as folder:
-        report = check_against(trained.outcome, trained.job, Workshop(folder, _launch))
+        report = check_against(trained.outcome, trained.job, Workspace(folder, _launch))
     seconds = time.perf_counter() - started
     case = trained.job.case
     return replace(
@@ -146,7 +146,7 @@ def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:
     seen: list[Fields] = [{}]
     for completion in completions(request.source({}).config):
         try:
-            found = _with_what_lacks(request, completion, wanted)
+            found = _with_missing_fields(request, completion, wanted)
         except MerakError:
             continue
         if found not in seen:
@@ -154,7 +154,7 @@ def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:
             yield found
 
 
-def _with_what_lacks(request: Request, completion: Fields, wanted: Wanted) -> Fields:
+def _with_missing_fields(request: Request, completion: Fields, wanted: Wanted) -> Fields:
     """A completion, and fields that the model built with it finds missing."""
     for _ in range(MOST_LACKING):
         config = request.source(completion).config
@@ -164,7 +164,7 @@ def _with_what_lacks(request: Request, completion: Fields, wanted: Wanted) -> Fi
             with torch.device("meta"):
                 source.build()
         except MerakError as error:
-            found = lacking(error, source.config)
+            found = missing_field(error, source.config)
             if not found:
                 break
             completion = merged(completion, found)

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
-from merak.core.did_you_mean import near
+from merak.core.did_you_mean import did_you_mean
 from merak.core.errors import MerakError, PackageError
 from merak.core.missing_packages import missing_package
 from merak.launch.errors import CommandError
@@ -69,7 +69,7 @@ def resolve_model(
     overrides: Mapping[str, Any] | None = None,
     *,
     trust_remote_code: bool = False,
-    lacking: Collection[str] = (),
+    missing_field: Collection[str] = (),
 ) -> ModelSource:
     """Find a model by class name, or by the folder or file of its config.
 
@@ -79,7 +79,7 @@ def resolve_model(
         overrides: fields of the config to change.
         trust_remote_code: whether code that is in the folder may run, where its config says that
             the model is made of it.
-        lacking: fields of the overrides that the model reads though its config has none such.
+        missing_field: fields of the overrides that the model reads though its config has none such.
 
     Raises:
         CommandError: there is no such class, folder, or field, or code that is not trusted.
@@ -88,7 +88,7 @@ def resolve_model(
     changes = dict(overrides or {})
     if not model or not path.exists():
         model_class = class_by_name(model)
-        config = _changed_default(model_class, changes, lacking)
+        config = _changed_default(model_class, changes, missing_field)
         return ModelSource(model_class, config, None)
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.exists():
@@ -99,7 +99,7 @@ def resolve_model(
     stored = read_object(file)
     config_class, model_class = _stored_classes(file, stored, trust_remote_code)
     has_weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
-    config = _change(_parse_config(config_class, stored), stored, changes, lacking)
+    config = _change(_parse_config(config_class, stored), stored, changes, missing_field)
     return ModelSource(model_class, config, path if has_weights else None)
 
 
@@ -114,7 +114,7 @@ def class_by_name(name: str) -> type[PreTrainedModel]:
     if isinstance(found, type) and issubclass(found, PreTrainedModel):
         return found
     what = f"model {name!r} is neither a file or folder nor a transformers architecture"
-    similar = "." if "/" in name else near(name, known)  # a path is like no class
+    similar = "." if "/" in name else did_you_mean(name, known)  # a path is like no class
     raise CommandError(f"{what}{similar if similar != '.' else _what_to_name(name)}")
 
 
@@ -163,7 +163,7 @@ def _default_config(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
 
 
 def _changed_default(
-    model_class: type[PreTrainedModel], changes: Mapping[str, Any], lacking: Collection[str]
+    model_class: type[PreTrainedModel], changes: Mapping[str, Any], missing_field: Collection[str]
 ) -> PreTrainedConfig:
     try:
         config = _default_config(model_class)
@@ -172,13 +172,13 @@ def _changed_default(
             raise
         # The defaults alone do not fit together; with the changes they may.
         return _parse_config(model_class.config_class, changes)
-    return _change(config, {}, changes, lacking)
+    return _change(config, {}, changes, missing_field)
 
 
 def _stored_config_class(file: Path, stored: Mapping[str, Any]) -> type[PreTrainedConfig]:
     kind = str(stored.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        known = near(kind, CONFIG_MAPPING)
+        known = did_you_mean(kind, CONFIG_MAPPING)
         raise CommandError(f"{file} has model_type {kind!r}, which transformers lacks{known}")
     found: type[PreTrainedConfig] = CONFIG_MAPPING[kind]
     return found
@@ -229,7 +229,7 @@ def _change(
     config: PreTrainedConfig,
     stored: Mapping[str, Any],
     changes: Mapping[str, Any],
-    lacking: Collection[str],
+    missing_field: Collection[str],
 ) -> PreTrainedConfig:
     if not changes:
         return config
@@ -243,7 +243,7 @@ def _change(
     for name in changes:
         if name in old:
             continue
-        if name not in lacking:
+        if name not in missing_field:
             _check_field(config, name)
         new[type(config).attribute_map.get(name, name)] = changes[name]
     fields = with_fewer_layers(in_todays_names(config, stored) if stored else {}, new)
@@ -281,7 +281,7 @@ def _check_field(config: PreTrainedConfig, name: str) -> None:
     if hasattr(config, name) and not callable(getattr(config, name)) and not name.startswith("_"):
         return
     public = [field for field in known if not field.startswith("_")]
-    raise CommandError(f"{type(config).__name__} has no field {name!r}{near(name, public)}")
+    raise CommandError(f"{type(config).__name__} has no field {name!r}{did_you_mean(name, public)}")
 
 
 def check_inner_fields(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:

@@ -20,9 +20,9 @@ from merak.check.compare import (
     output_distances,
     whole,
 )
-from merak.check.judge import Verdict, judge
+from merak.check.judge import Comparison, judge
 from merak.check.reference import reference, with_reference
-from merak.check.runs import Outcome, train_alone
+from merak.check.runs import Outcome, train_in_one_process
 from merak.core.errors import MerakError
 from merak.core.shards import ParameterShard
 from merak.zoo.smallest import Version, first_that_trains
@@ -86,18 +86,18 @@ def job_of(model: type[nn.Module]) -> Job:
     return Job(Case(model.__name__, model, draw), options=OPTIONS)
 
 
-def judged(tmp_path: Path, outcome: Outcome, *, evaluate: bool = False) -> Verdict:
+def judged(tmp_path: Path, outcome: Outcome, *, evaluate: bool = False) -> Comparison:
     job = replace(job_of(Net), options=replace(OPTIONS, evaluate=evaluate))
     return judge(job, trace_job(job, tmp_path), [outcome], reference(job))
 
 
 def test_the_same_run_is_right(tmp_path: Path) -> None:
-    verdict = judged(tmp_path, train_alone(job_of(Net)))
-    assert verdict == Verdict(0.0, 0.0, 0.0, 0.0, None, None)
+    verdict = judged(tmp_path, train_in_one_process(job_of(Net)))
+    assert verdict == Comparison(0.0, 0.0, 0.0, 0.0, None, None)
 
 
 def test_a_wrong_gradient_is_named_with_its_place(tmp_path: Path) -> None:
-    outcome = train_alone(job_of(Net))
+    outcome = train_in_one_process(job_of(Net))
     outcome.gradients["first.weight"] *= 2
     outcome.gradients["last.bias"] = outcome.gradients["last.bias"] + 1e-3
     verdict = judged(tmp_path, outcome)
@@ -108,13 +108,13 @@ def test_a_wrong_gradient_is_named_with_its_place(tmp_path: Path) -> None:
 
 
 def test_a_missing_gradient_is_wrong(tmp_path: Path) -> None:
-    outcome = train_alone(job_of(Net))
+    outcome = train_in_one_process(job_of(Net))
     del outcome.gradients["first.weight"]
     assert "the gradient of first.weight is off by 1.0e+00" in str(judged(tmp_path, outcome).reason)
 
 
 def test_a_wrong_buffer_is_named(tmp_path: Path) -> None:
-    outcome = train_alone(job_of(Net))
+    outcome = train_in_one_process(job_of(Net))
     outcome.buffers["norm.running_mean"] *= 1.1
     said = str(judged(tmp_path, outcome).reason)
     assert "the buffer of norm.running_mean" in said
@@ -122,7 +122,7 @@ def test_a_wrong_buffer_is_named(tmp_path: Path) -> None:
 
 def test_a_wrong_output_of_an_evaluation_is_named(tmp_path: Path) -> None:
     job = replace(job_of(Net), options=replace(OPTIONS, evaluate=True))
-    outcome = train_alone(job)
+    outcome = train_in_one_process(job)
     verdict = judged(tmp_path, outcome, evaluate=True)
     assert (verdict.evaluation, verdict.reason) == (0.0, None)
     assert len(outcome.evaluations) == 2 * 3  # batches; before, between and after the steps
@@ -150,7 +150,7 @@ def test_a_mask_hides_no_difference() -> None:
 
 
 def test_a_number_that_is_none_is_wrong(tmp_path: Path) -> None:
-    outcome = train_alone(job_of(Net))
+    outcome = train_in_one_process(job_of(Net))
     outcome.gradients["last.weight"][0, 0] = float("nan")
     assert "the gradient of last.weight" in str(judged(tmp_path, outcome).reason)
 

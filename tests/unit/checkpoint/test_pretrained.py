@@ -138,14 +138,14 @@ def test_only_the_numbers_a_rank_holds_are_read(
     saved = gpt2()
     saved.save_pretrained(tmp_path)
     read: list[tuple[str, tuple[int, ...]]] = []
-    original = pretrained.Stored.read
+    original = pretrained.CheckpointTensor.read
 
-    def counting(self: pretrained.Stored, *args: Any) -> torch.Tensor:
+    def counting(self: pretrained.CheckpointTensor, *args: Any) -> torch.Tensor:
         tensor = original(self, *args)
         read.append((self.name, tuple(tensor.shape)))
         return tensor
 
-    monkeypatch.setattr(pretrained.Stored, "read", counting)
+    monkeypatch.setattr(pretrained.CheckpointTensor, "read", counting)
     with empty_weights():
         model = GPT2LMHeadModel.from_pretrained(tmp_path)
     assert read == []

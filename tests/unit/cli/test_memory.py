@@ -145,7 +145,7 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--recompute", "much"), "recompute='much' is no choice"),
         (("--offload", "auto"), "offload_activations='auto' fills a memory whose size is not"),
         (("--offload", "much"), "offload_activations='much' is no choice"),
-        (("--host-bytes-per-s", "0"), "--host-bytes-per-s 0.0 is no rate; use a number above 0."),
+        (("--host-bytes-per-s", "0"), "--host-bytes-per-s 0.0 is no rate; use a number of bytes"),
         (("--optimizer", "Optimise"), "--optimizer Optimise is no class of torch.optim"),
         (("--device", "abacus"), "--device abacus is not known"),
         (("--schedule", "2f2b"), "no schedule '2f2b'"),

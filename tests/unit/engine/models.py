@@ -83,10 +83,10 @@ def microbatch_of(
     program: Program, batch: Mapping[str, torch.Tensor], buffers: TensorDict, scale: float = 1.0
 ) -> Microbatch:
     columns = {name: batch[name] for name in program.columns}
-    derived = {}
-    for prologue in (program.fixed, program.derived):
-        derived |= _run(prologue, buffers, columns)
-    return Microbatch(program, columns, derived, (3, "microbatch", 0), scale)
+    batch_only = {}
+    for prologue in (program.fixed, program.batch_only):
+        batch_only |= _run(prologue, buffers, columns)
+    return Microbatch(program, columns, batch_only, (3, "microbatch", 0), scale)
 
 
 def _run(prologue: SegmentProgram, buffers: TensorDict, columns: TensorDict) -> TensorDict:

@@ -199,7 +199,7 @@ def _fail(engine: Engine, batches: list[dict[str, torch.Tensor]], moment: str) -
 def test_more_stages_than_segments_says_the_most() -> None:
     sizes = len(engine_of(Skips(), number_batch())._state.base.stages[0].segments)
     with pytest.raises(PlanError, match=rf"99.*{sizes}"):
-        engine_of(Skips(), number_batch(), segments_per_stage=(99,))
+        engine_of(Skips(), number_batch(), partition=(99,))
 
 
 def test_a_model_without_a_loss_is_refused() -> None:

@@ -26,9 +26,9 @@ def look(**options: object) -> None:
 
 
 def test_a_feature_dict_without_tensor_parallelism() -> None:
-    look(features={"a": Column(), "b": Row()})
+    look(feature_dict={"a": Column(), "b": Row()})
     with pytest.raises(ShardError, match="pattern 'nowhere' matches no parameter of the model"):
-        look(features={"nowhere": Column()})
+        look(feature_dict={"nowhere": Column()})
 
 
 def test_segment_times_without_a_pipeline(tmp_path: Path) -> None:

@@ -85,16 +85,16 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
         return _Together.apply(_keep, _sum, *tensors)
     if name == "copy_parts_to":
         return _Together.apply(_keep, _sum_parts(*args[:3]), *tensors)
-    if name == "leave_copied":
+    if name == "leave_partial_grad":
         return _Together.apply(_keep, _divide, *tensors)
-    if name == "summand_of":
+    if name == "replicate_to_partial":
         return _Together.apply(_divide, _keep, *tensors)
     if name == "reduce_from":
         return _Together.apply(_sum, _keep, *tensors)
     layout = (args[0], args[1])
-    if name == "scatter_sum":
+    if name == "reduce_scatter_to":
         return _Together.apply(_scatter(*layout), _gather(*layout), *tensors)
-    if name == "gather_copied":
+    if name == "gather_with_partial_grad":
         return _Together.apply(_gather(*layout), _scatter(*layout), *tensors)
     pair = (_gather(*layout), _slice(*layout))
     return _Together.apply(*(pair if name == "gather_from" else reversed(pair)), *tensors)
@@ -102,8 +102,9 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
 
 _COLLECTIVES = (
     "copy_to",
-    "copy_parts_to", "leave_copied", "summand_of", "reduce_from", "gather_from", "slice_to",
-    "scatter_sum", "gather_copied"
+    "copy_parts_to", "leave_partial_grad", "replicate_to_partial", "reduce_from", "gather_from",
+    "slice_to",
+    "reduce_scatter_to", "gather_with_partial_grad"
 )  # fmt: skip
 
 
@@ -131,7 +132,7 @@ class Lockstep:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             return list(_together(node.target, values[source], node.args[1:]))
-        if name == "cross_entropy_of_share":
+        if name == "vocab_parallel_cross_entropy":
             self.num_calls[name] = self.num_calls.get(name, 0) + 1
             return self.cross_entropy(node, values)
         state = torch.get_rng_state()

@@ -85,7 +85,7 @@ class Pipeline:
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> list[Record]:
         columns = {name: tensor.clone() for name, tensor in batch.items()}
         values: Tensors = {}
-        derived = self.derive(columns)
+        batch_only = self.derive(columns)
         records = []
         for segment, function, received in zip(
             self.graph.segments, self.functions, self.received, strict=True
@@ -96,21 +96,21 @@ class Pipeline:
                 name: arrived[name].requires_grad_(self.graph.values[name].requires_grad)
                 for name in segment.inputs
             }
-            made = _run(function, self._arguments(segment, columns, leaves, derived))
+            made = _run(function, self._arguments(segment, columns, leaves, batch_only))
             results = dict(zip(segment.outputs, made, strict=True))
             values = {**arrived, **results}
             records.append(Record(leaves, results))
         return records
 
     def _arguments(
-        self, segment: Segment, columns: Tensors, inputs: Tensors, derived: Tensors
+        self, segment: Segment, columns: Tensors, inputs: Tensors, batch_only: Tensors
     ) -> list[torch.Tensor]:
         return [
             *(self.parameters[name] for name in segment.parameters),
             *(self.buffers[name] for name in segment.buffers),
             *(columns[name] for name in segment.columns),
             *(inputs[name] for name in segment.inputs),
-            *(derived[name] for name in segment.derived),
+            *(batch_only[name] for name in segment.batch_only),
         ]
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from merak.core.shards import ParameterShard, take
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment.cut import shard
+from merak.graph.segment.cut import cut_into_segments
 from merak.graph.tensor_parallel.features import Column, Features, Row
 from merak.graph.trace.trace import trace
 
@@ -114,7 +114,7 @@ def batch(padded: bool = True) -> dict[str, torch.Tensor]:
 
 def traced(model: torch.nn.Module, columns: Mapping[str, torch.Tensor]) -> ModelGraph:
     metas = {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in columns.items()}
-    return shard(trace(model, metas), outputs=("loss",))
+    return cut_into_segments(trace(model, metas), outputs=("loss",))
 
 
 Runner = Callable[[fx.Graph, Sequence[Any]], Sequence[Any]]
@@ -137,7 +137,7 @@ def run_model(
     for segment in (model.prologue, *model.segments):
         torch.manual_seed(100 + segment.index)
         names = (*segment.parameters, *segment.buffers, *segment.columns)
-        crossing = (*segment.inputs, *segment.derived)
+        crossing = (*segment.inputs, *segment.batch_only)
         inputs = [everything[n] for n in names] + [values[n] for n in crossing]
         values |= dict(zip(segment.outputs, runner(segment.graph, inputs), strict=True))
     assert model.loss is not None

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from merak.core.mesh import Mesh, pretended
 from merak.core.shards import ParameterShard, join, take
-from merak.ops.vocab_parallel import embedding_of_share
+from merak.ops.vocab_parallel import vocab_parallel_embedding
 
 ROWS, DEGREE = 10, 4
 
@@ -32,7 +32,7 @@ def test_the_ranks_sum_is_the_look_up(how: dict[str, Any]) -> None:
     for rank, share in enumerate(shares):
         with pretended(Mesh(1, DEGREE, 1, rank, torch.device("cpu"), None)):
             sparse = how.get("sparse", False)
-            found.append(embedding_of_share(share, indices, *options, sparse, ROWS, "tp"))
+            found.append(vocab_parallel_embedding(share, indices, *options, sparse, ROWS, "tp"))
     torch.stack(found).sum(0).backward(upstream)
     assert torch.equal(torch.stack(found).sum(0), expected)
     assert table.grad is not None

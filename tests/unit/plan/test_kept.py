@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.opaque.operator import is_opaque, opaque_nodes, saved_bytes_of
+from merak.graph.trace.opaque.operator import cost_of, is_opaque, opaque_nodes
 from merak.plan.cost.operators import node_work
 from merak.plan.cost.segment_memory import SegmentMemories
 
@@ -74,7 +74,7 @@ def test_what_it_saves_is_what_eager_code_saves() -> None:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         module(x)
     assert sum(seen.values()) >= 2 * 64 * 256 * 4  # of each of the two functions' results
-    assert saved_bytes_of(node) == sum(seen.values())
+    assert cost_of(node).saved_bytes == sum(seen.values())
     measure = SegmentMemories(torch.device("cpu"))
     (segment,) = (s for s in graph.segments if any(map(is_opaque, s.graph.nodes)))
     others = sum(t.nbytes for t in (torch.empty(64, 32), torch.empty(64, 4)))

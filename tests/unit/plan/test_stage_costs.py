@@ -80,7 +80,7 @@ def test_it_keeps_to_the_memory(times: Path) -> None:
 
     free = forecast(times)
     budget = int(0.9 * peak(free))
-    narrow = forecast(times, memory_budget_bytes=budget)
+    narrow = forecast(times, memory_budget=budget)
     assert peak(narrow) <= budget
     # What fits is not undone by a longer step than need be: all that is not kept is recomputed.
     assert narrow.layout.schedule != free.layout.schedule

@@ -25,7 +25,7 @@ SAMPLE = (
 
 
 def drawn(mesh: Mesh, **options: object) -> list[str]:
-    chosen = EngineOptions(segments_per_stage=None, num_microbatches=4, **options)  # type: ignore[arg-type]
+    chosen = EngineOptions(partition=None, num_microbatches=4, **options)  # type: ignore[arg-type]
     model: nn.Module = families.gpt2(2)
     return summary(forecast_of(GraphSource(model), SAMPLE, mesh, chosen), SAMPLE).splitlines()
 

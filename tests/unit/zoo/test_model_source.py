@@ -137,10 +137,10 @@ def test_fields_that_a_model_lacks_may_be_set_all_the_same() -> None:
     fields = {"num_key_value_heads": 4}
     with pytest.raises(CommandError, match="has no field 'num_key_value_heads'"):
         resolve_model("MoonshineStreamingForConditionalGeneration", fields)
-    lacking = resolve_model(
-        "MoonshineStreamingForConditionalGeneration", fields, lacking=["num_key_value_heads"]
+    missing_field = resolve_model(
+        "MoonshineStreamingForConditionalGeneration", fields, missing_field=["num_key_value_heads"]
     )
-    assert lacking.config.num_key_value_heads == 4
+    assert missing_field.config.num_key_value_heads == 4
 
 
 def test_defaults_that_do_not_fit_together_may_be_mended() -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from merak.core.did_you_mean import near
+from merak.core.did_you_mean import did_you_mean
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")
@@ -155,7 +155,9 @@ def parse_recipe(parsed: object) -> Recipe:
     known = [part.name for part in dataclasses.fields(Recipe)]
     for name in sections:
         if name not in known:
-            raise CommandError(f"the recipe has no section {name!r}{near(str(name), known)}")
+            raise CommandError(
+                f"the recipe has no section {name!r}{did_you_mean(str(name), known)}"
+            )
     recipe = Recipe(
         model=_section(ModelRecipe, "model", sections.get("model")),
         data=_section(DataRecipe, "data", sections.get("data")),
@@ -173,7 +175,7 @@ def _arguments(parsed: object) -> dict[str, Any]:
     known = [part.name for part in dataclasses.fields(MerakArguments)]
     for name in given:
         if name not in known:
-            raise CommandError(f"arguments has no field {name!r}{near(str(name), known)}")
+            raise CommandError(f"arguments has no field {name!r}{did_you_mean(str(name), known)}")
     if not given.get("output_dir"):
         raise CommandError("arguments.output_dir is missing; name the folder for the results.")
     return dict(given)
@@ -184,7 +186,7 @@ def _section(kind: type[Section], name: str, parsed: object) -> Section:
     hints = typing.get_type_hints(kind)
     for key, value in given.items():
         if key not in hints:
-            raise CommandError(f"{name} has no field {key!r}{near(str(key), hints)}")
+            raise CommandError(f"{name} has no field {key!r}{did_you_mean(str(key), hints)}")
         _check_kind(f"{name}.{key}", value, hints[key])
     missing = [
         part.name

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from merak.core.errors import MerakError, TrainingError
 from merak.core.health import interrupt
 from merak.core.health import store as job_store
 from merak.core.health.status import phase
+from merak.core.source_lines import MERAK, users_line
 
 TRACEBACK_VARIABLE = "MERAK_TRACEBACK"
 """The environment variable that asks for whole tracebacks."""
@@ -52,9 +53,7 @@ LOST = (
 
 _CONNECTION_WORDS = ("gloo", "connection", "socket", "nccl", "store", "timed out", "peer")
 
-_MERAK = str(Path(__file__).parents[2]) + os.sep
-_TRANSPORT = (_MERAK, os.path.dirname(dist.__file__) + os.sep)
-_FOREIGN = (_MERAK, "site-packages", "dist-packages", "<frozen")
+_TRANSPORT = (MERAK, os.path.dirname(dist.__file__) + os.sep)
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -182,16 +181,6 @@ def _end_soon(limit_s: float = EXIT_S) -> None:
     if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-
-
-def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """The deepest line that is neither Merak's nor of an installed library; empty if none is."""
-    own = [
-        frame
-        for frame in frames
-        if not any(p in frame.filename for p in _FOREIGN) and os.path.isfile(frame.filename)
-    ]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _first_line(error: BaseException) -> str:

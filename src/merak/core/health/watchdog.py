@@ -43,6 +43,7 @@ from merak.core.health.heartbeat import (
 )
 from merak.core.health.status import Report, named, report
 from merak.core.health.timeouts import extend_timeouts, until
+from merak.core.source_lines import users_line
 
 HANG = "merak/hang"
 """The store's key of the rank whose patience has ended; those below it hold what ranks say."""
@@ -243,7 +244,7 @@ class Watchdog:
     def _line(self, found: Report) -> str:
         frames = sys._current_frames()
         main = frames.get(threading.main_thread().ident or 0)
-        place = failure.users_line(traceback.extract_stack(main)) if main is not None else ""
+        place = users_line(traceback.extract_stack(main)) if main is not None else ""
         who = f"rank {self._member.rank} ({self._member.place}, {self._beat.host})"
         return f"merak: {who} {found.doing}" + (f" [{place}]" if place else "")
 

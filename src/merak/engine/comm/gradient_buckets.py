@@ -102,8 +102,7 @@ class GradientReducer:
         stages: this rank's stages.
         progress: told of every wait.
         optimizer_tensors: by id of a parameter, what this replica's optimizer steps of it, and so
-        the only
-            rows whose sums it gets; None for whole sums on every replica.
+            the only rows whose sums it gets; None for whole sums on every replica.
         oom_guard: what happens where there is no memory for a bucket.
     """
 

@@ -43,7 +43,7 @@ class SegmentContext:
         weights: the parameters by name.
         buffers: the buffers and the trace's constants by name.
         columns: of the microbatch.
-        derived: its derived values.
+        batch_only: its batch-only values.
         random_key: names the microbatch, for its draws.
         device: where it computes.
         fsdp: parameters that are gathered for a segment alone; None for none.
@@ -54,7 +54,7 @@ class SegmentContext:
     weights: ParamLeaves
     buffers: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
-    derived: Mapping[str, torch.Tensor]
+    batch_only: Mapping[str, torch.Tensor]
     random_key: tuple[int | str, ...]
     device: torch.device
     fsdp: ShardedParameters | None = None

@@ -19,7 +19,7 @@ from merak.engine.segments.context import SegmentContext
 from merak.engine.segments.run_offloaded import OffloadedForward, Saving
 from merak.engine.tensors_by_name import LeafGradients, ParamLeaves, TensorDict
 from merak.graph.program.program import SegmentProgram
-from merak.graph.program.selective import Recording
+from merak.graph.program.selective import SavedResults
 
 
 @dataclass(slots=True)
@@ -33,13 +33,13 @@ class Saved:
             which must neither see the forward's writes nor repeat them.
         recording: of the operators that the recomputation leaves out.
         offloaded: what is kept instead of inputs and outputs, where activations wait in host
-        memory.
+            memory.
     """
 
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
     buffers: TensorDict
-    recording: Recording | None = None
+    recording: SavedResults | None = None
     offloaded: OffloadedForward | None = None
 
 
@@ -52,7 +52,7 @@ def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: 
         ctx: what else it reads.
         save: keep its activations for the backward; else only if its program says so.
     """
-    saves = (save or run.kept) and run.trains
+    saves = (save or run.saved) and run.trains
     if saves and run.offload is not None and ctx.offload is not None:
 
         def record(inputs: Sequence[torch.Tensor], saving: Saving) -> tuple[torch.Tensor, ...]:
@@ -168,7 +168,7 @@ def propagate(
         leaves: what the forward took.
         gradients: by name; loses those of the outputs and gains those of the inputs.
         leaf_gradients: gives further leaves, and what their readers in later graphs have given to
-        each.
+            each.
     """
     pairs = [
         (result, gradients.pop(name))
@@ -226,7 +226,7 @@ def call(
             *(ctx.buffers[name] for name in segment.buffers),
             *(ctx.columns[name] for name in segment.columns),
         )
-        last = tuple(ctx.derived[name] for name in segment.derived)
+        last = tuple(ctx.batch_only[name] for name in segment.batch_only)
         with nullcontext() if saving is None else saving((*first, *last)):
             return program.function(*first, *inputs, *last)
 

@@ -20,10 +20,15 @@ from merak.core.random import random_state, restore_random_state, set_random_sta
 from merak.engine.segments.context import SegmentContext, add_to
 from merak.engine.segments.run import propagate
 from merak.engine.tensors_by_name import TensorDict
-from merak.graph.program.program import HalvedRun, HalvedSegment, PieceProgram, SegmentProgram
-from merak.graph.sub_pipelining.pieces import Crossing
-from merak.graph.sub_pipelining.sub_microbatch import Share
-from merak.ops.collectives import start_sum
+from merak.graph.program.program import (
+    PieceProgram,
+    SegmentProgram,
+    SubPipelinedRun,
+    SubPipelinedSegment,
+)
+from merak.graph.sub_pipelining.pieces import PieceAllReduce
+from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
+from merak.ops.collectives import start_all_reduce
 
 TENSOR_AXIS = "tp"
 
@@ -54,7 +59,7 @@ class SavedRun:
     halves: tuple[list[SavedHalf], list[SavedHalf]] = field(default_factory=lambda: ([], []))
 
 
-def forward(run: HalvedRun, values: TensorDict, ctx: SegmentContext, save: bool) -> SavedRun:
+def forward(run: SubPipelinedRun, values: TensorDict, ctx: SegmentContext, save: bool) -> SavedRun:
     """Run segments in halves.
 
     Args:
@@ -75,9 +80,11 @@ def forward(run: HalvedRun, values: TensorDict, ctx: SegmentContext, save: bool)
         for segment in run.segments:
             for name in segment.whole.segment.inputs:
                 if name not in local:
-                    local[name] = _part(values[name], segment.dims.get(name), run.shares[half])
+                    local[name] = _part(
+                        values[name], segment.dims.get(name), run.sub_microbatches[half]
+                    )
             record = _enter(segment, local)
-            stays = (save or segment.whole.kept) and segment.whole.trains
+            stays = (save or segment.whole.saved) and segment.whole.trains
             job = _Half(segment, half, ctx, stays)
             local.update((yield from job.forward(record)))
             saved.halves[half].append(record if segment.whole.trains else SavedHalf({}))
@@ -89,7 +96,7 @@ def forward(run: HalvedRun, values: TensorDict, ctx: SegmentContext, save: bool)
     return saved
 
 
-def recompute(run: HalvedRun, saved: SavedRun, ctx: SegmentContext) -> None:
+def recompute(run: SubPipelinedRun, saved: SavedRun, ctx: SegmentContext) -> None:
     """Bring back the activations that the forward did not keep."""
 
     def work(half: int) -> Coroutine:
@@ -101,7 +108,7 @@ def recompute(run: HalvedRun, saved: SavedRun, ctx: SegmentContext) -> None:
 
 
 def backward(
-    run: HalvedRun,
+    run: SubPipelinedRun,
     saved: SavedRun,
     gradients: TensorDict,
     ctx: SegmentContext,
@@ -121,7 +128,7 @@ def backward(
     for name, dim in run.outputs.items():
         if (gradient := gradients.pop(name, None)) is not None:
             for half in range(1 if dim is None else 2):
-                local[half][name] = _part(gradient, dim, run.shares[half])
+                local[half][name] = _part(gradient, dim, run.sub_microbatches[half])
     done: set[int] = set()
 
     def work(half: int) -> Coroutine:
@@ -153,7 +160,7 @@ def _alternate(*halves: Coroutine) -> None:
 _DONE: Any = object()
 
 
-def _part(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tensor:
+def _part(tensor: torch.Tensor, dim: int | None, share: SubMicrobatch) -> torch.Tensor:
     """A half's samples of a value of the whole microbatch; all of a value that has none."""
     return tensor if dim is None else tensor.narrow(dim, *share.rows(tensor.shape[dim]))
 
@@ -165,7 +172,7 @@ def _joined(parts: list[torch.Tensor], dim: int | None) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _enter(segment: HalvedSegment, local: TensorDict) -> SavedHalf:
+def _enter(segment: SubPipelinedSegment, local: TensorDict) -> SavedHalf:
     whole = segment.whole
     carrying = zip(whole.segment.inputs, whole.gradient_inputs, strict=True)
     return SavedHalf({name: local[name].detach().requires_grad_(c) for name, c in carrying})
@@ -181,11 +188,13 @@ class _Half:
         save: whether the forward is for a backward.
     """
 
-    def __init__(self, segment: HalvedSegment, half: int, ctx: SegmentContext, save: bool) -> None:
-        self._program = segment.halves[half].given(ctx.derived)
+    def __init__(
+        self, segment: SubPipelinedSegment, half: int, ctx: SegmentContext, save: bool
+    ) -> None:
+        self._program = segment.programs[half].given(ctx.batch_only)
         self._whole = segment.whole
         self._dims = segment.dims
-        self._share = segment.shares[half]
+        self._share = segment.sub_microbatches[half]
         self._context = ctx
         self._keep = save
 
@@ -232,34 +241,34 @@ class _Half:
         if not segment.outputs:
             return ()
         columns = (self._own(ctx.columns[n], n) for n in segment.columns)
-        derived = (self._own(ctx.derived[n], n) for n in segment.derived)
+        batch_only = (self._own(ctx.batch_only[n], n) for n in segment.batch_only)
         with torch.set_grad_enabled(self._keep):
             return piece.function(
                 *(ctx.weights[name] for name in segment.parameters),
                 *(ctx.buffers[name] for name in segment.buffers),
                 *columns,
                 *inputs,
-                *derived,
+                *batch_only,
             )
 
     def _own(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return _part(tensor, self._dims.get(name), self._share)
 
-    def _cross(self, crossings: Sequence[Crossing], values: TensorDict) -> Coroutine:
+    def _cross(self, crossings: Sequence[PieceAllReduce], values: TensorDict) -> Coroutine:
         """Sum what the ranks have made of a value, while the other half takes its turn."""
         sums = []
         for crossing in crossings:
             source = values[crossing.source]
-            if not crossing.sums_forward:
+            if not crossing.in_forward:
                 values[crossing.result] = source
                 continue
             total = source.detach().clone(memory_format=torch.contiguous_format)
             values[crossing.result] = total.requires_grad_(source.requires_grad)
-            sums.append(start_sum(total.detach(), TENSOR_AXIS))
+            sums.append(start_all_reduce(total.detach(), TENSOR_AXIS))
         if sums:
             yield from self._let_other(sums)
 
-    def _cross_back(self, crossings: Sequence[Crossing], gradients: TensorDict) -> Coroutine:
+    def _cross_back(self, crossings: Sequence[PieceAllReduce], gradients: TensorDict) -> Coroutine:
         """Sum the gradients that the ranks have made, while the other half takes its turn."""
         sums = []
         arriving = []
@@ -267,9 +276,9 @@ class _Half:
             gradient = gradients.pop(crossing.result, None)
             if gradient is None:
                 continue
-            if not crossing.sums_forward:
+            if not crossing.in_forward:
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
-                sums.append(start_sum(gradient, TENSOR_AXIS))
+                sums.append(start_all_reduce(gradient, TENSOR_AXIS))
             arriving.append((crossing.source, gradient))
         if sums:
             yield from self._let_other(sums)

@@ -106,7 +106,7 @@ class UnshardOrder:
 
         Args:
             modules: the turn's, as `start` was told.
-            meta_parameters: take part for the others alone.
+            drained: take part in the collectives for the other replicas alone.
         """
         if not modules:
             return
@@ -114,7 +114,7 @@ class UnshardOrder:
         assert self._unshards[number].modules == modules, "a segment runs out of its turn"
         self._next += 1
         if drained:
-            self._apply(self._due[number][0])
+            self._join_due(self._due[number][0])
             return
         with self._progress.waiting("the parameters of a segment from", others_of(self._group)):
             for module in modules:
@@ -126,7 +126,7 @@ class UnshardOrder:
         """The turn is over, its gradients are summed; arguments as of `begin`."""
         if not modules:
             return
-        self._apply(self._due[self._next - 1][1])  # where no gradient came, zeros are summed
+        self._join_due(self._due[self._next - 1][1])  # where no gradient came, zeros are summed
         if not drained:
             for module in modules:
                 module.reshard()
@@ -139,7 +139,7 @@ class UnshardOrder:
         """The marked action's turns come again, in name only."""
         self._next = self._marked
 
-    def _apply(self, num_due: int) -> None:
+    def _join_due(self, num_due: int) -> None:
         """Take part in collectives that are due and have not begun here, with zeros."""
         while self._num_begun < num_due:
             found = self._collectives[self._num_begun]
@@ -188,5 +188,5 @@ def unshards_of(
 def needs_parameters(segment: SegmentProgram, kind: Kind, recomputes: bool) -> bool:
     """Whether a segment needs its parameters in an action; arguments as of `unshards_of`."""
     if kind is Kind.RECOMPUTE:
-        return segment.trains and recomputes and not segment.kept
+        return segment.trains and recomputes and not segment.saved
     return segment.trains or kind is Kind.FORWARD

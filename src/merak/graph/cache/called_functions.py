@@ -7,16 +7,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch.autograd import Function
 
 from merak.core.errors import TraceError
 from merak.graph.cache.fingerprint import is_code_of
+from merak.graph.ir.custom_operators import Role, custom_operator
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.ir.serialize import PackedNode, pack
-
-_CUSTOM, _HOST = "torch.ops:merak.custom_function.default", "torch.ops:merak.host_random.default"
-_DRAWN = "merak.graph.trace.branches.rng_stream:draw_from_stream"
+from merak.graph.ir.serialize import find_operator, unpack
+from merak.graph.trace.branches.rng_stream import draw_from_stream
 
 
 def refuse_foreign_functions(graph: ModelGraph, model: nn.Module) -> None:
@@ -30,29 +29,33 @@ def refuse_foreign_functions(graph: ModelGraph, model: nn.Module) -> None:
         TraceError: it names another function, which its model would never have led to.
     """
     for node in _nodes(graph):
-        target, args = node[1], node[3]
-        if target == _DRAWN and f"torch.ops:{args[1]}" == _HOST:
-            target, args = _HOST, args[2:]
-        if target == _CUSTOM:
-            found = _found(args[1])
-            is_allowed = isinstance(found, type) and issubclass(found, Function)
-        elif target == _HOST:
-            found = _found(args[1])
-            is_allowed = inspect.isfunction(found) and is_code_of(model, args[1].split(":")[0])
-        else:
+        args: Any = node.args
+        target: Any = node.target
+        if target is draw_from_stream:
+            target, args = find_operator(args[1]), args[2:]
+        operator = custom_operator(target)
+        if operator is None or operator.callee is None:
             continue
-        if not is_allowed:
-            raise TraceError(f"the graph calls {args[1]!r}, which is no function of its model.")
+        name = args[operator.callee]
+        if not _is_allowed(operator.role, name, model):
+            raise TraceError(f"the graph calls {name!r}, which is no function of its model.")
 
 
-def _nodes(graph: ModelGraph) -> Iterator[PackedNode]:
+def _is_allowed(role: Role, name: str, model: nn.Module) -> bool:
+    found = _found(name)
+    if role is Role.AUTOGRAD_FUNCTION:
+        return isinstance(found, type) and issubclass(found, Function)
+    return inspect.isfunction(found) and is_code_of(model, name.split(":")[0])
+
+
+def _nodes(graph: ModelGraph) -> Iterator[fx.Node]:
     """All nodes, those of data-dependent regions included."""
     parts = [part.graph for part in (graph.prologue, *graph.segments)]
     for part in (*parts, *(one.graph for one in graph.parameter_writes)):
-        for node in pack(part):
+        for node in part.nodes:
             yield node
-            region = node[5].get("region")
-            yield from () if region is None else region.nodes
+            region = node.meta.get("region")
+            yield from () if region is None else unpack(region.nodes).nodes
 
 
 def _found(name: str) -> Any:

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import platform
 import sys
-import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -18,13 +17,13 @@ import torch
 import transformers
 from torch import nn
 
+from merak.core.source_lines import is_installed
 from merak.core.tensor_meta import TensorMeta
 
 _SCALARS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _VERSIONED = ("torch", "transformers", "builtins")
 """Packages that the fingerprint tells apart by version."""
 
-_INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 _OWN_STATE = frozenset(nn.Module().__dict__) - {"training"}
 """What torch keeps in every module; parameters, buffers, children, hooks are described apart."""
@@ -79,7 +78,7 @@ def loaded_sources(model: nn.Module) -> frozenset[str]:
         file = getattr(module, "__file__", None)
         if not file or not file.endswith(".py") or _package(name) == "merak":
             continue
-        if _package(name) in packages or not any(part in file for part in _INSTALLED):
+        if _package(name) in packages or not is_installed(file):
             files.add(file)
     return frozenset(files)
 
@@ -89,7 +88,7 @@ def is_code_of(model: nn.Module, module: str) -> bool:
     if _package(module) in _packages(model) - {"torch", "builtins"}:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return bool(file) and not any(part in str(file) for part in _INSTALLED)
+    return bool(file) and not is_installed(str(file))
 
 
 def _packages(model: nn.Module) -> set[str]:

@@ -31,15 +31,15 @@ class Kind(Enum):
     BUFFER = "buffer"
     COLUMN = "column"
     VALUE = "value"
-    DERIVED = "derived"
+    BATCH_ONLY = "batch_only"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The smallest piece that sharding yields: one attention block, one feed-forward block, ….
 
-    Its graph's placeholders are the parameters, buffers, columns, inputs and derived values below,
-    in that order; it returns the tuple of its outputs.
+    Its graph's placeholders are the parameters, buffers, columns, inputs and batch-only values
+    below, in that order; it returns the tuple of its outputs.
 
     Args:
         index: position in the model's list of segments.
@@ -50,7 +50,7 @@ class Segment:
         columns: columns of the batch it reads.
         inputs: values of earlier segments it reads.
         outputs: values it gives to later segments, or to the caller.
-        derived: values it reads that depend on the batch alone (masks, position ids, rotary
+        batch_only: values it reads that depend on the batch alone (masks, position ids, rotary
             tables); each rank computes those it needs from the prologue, none is ever sent.
     """
 
@@ -62,7 +62,7 @@ class Segment:
     columns: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    derived: tuple[str, ...] = ()
+    batch_only: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, index: int, name: str, graph: fx.Graph, outputs: Iterable[str]) -> Segment:
@@ -86,7 +86,7 @@ class Segment:
             columns=tuple(read[Kind.COLUMN]),
             inputs=tuple(read[Kind.VALUE]),
             outputs=tuple(outputs),
-            derived=tuple(read[Kind.DERIVED]),
+            batch_only=tuple(read[Kind.BATCH_ONLY]),
         )
 
 
@@ -119,8 +119,8 @@ class ModelGraph:
 
     Args:
         segments: in execution order.
-        prologue: computes every derived value from the batch; see
-        `graph.segment.cut.slice_outputs`.
+        prologue: computes every batch-only value from the batch; see
+            `graph.segment.cut.slice_outputs`.
         values: what every value that crosses a cut or leaves the model is, by name.
         parameters: what every parameter is, by its (first) name in the user's model.
         tied: other names of a tied parameter → its first name.

@@ -1,6 +1,6 @@
 """Operators that write into tensors: which nodes share memory, and who writes into it when.
 
-Nodes with the same `meta["memory"]` are views of one tensor, or that tensor after a write.
+Nodes with the same `meta["storage"]` are views of one tensor, or that tensor after a write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RUNNING_STATISTICS: Mapping[str, int] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Writes:
+class Mutations:
     """Memory that operators write into.
 
     Args:
@@ -39,7 +39,10 @@ class Writes:
 
     def group(self, node: fx.Node) -> list[fx.Node]:
         """The nodes whose fate a node shares: what is written, its views and its writers."""
-        memory = [node.meta.get("memory"), *(a.meta.get("memory") for a in written_by(node))]
+        memory = [
+            node.meta.get("storage"),
+            *(a.meta.get("storage") for a in mutated_arguments(node)),
+        ]
         return [
             member
             for number in dict.fromkeys(memory)
@@ -48,35 +51,35 @@ class Writes:
         ]
 
 
-def find_writes(graph: fx.Graph) -> Writes:
+def find_mutations(graph: fx.Graph) -> Mutations:
     """Who writes into what."""
     writers: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        for written in written_by(node):
-            writers.setdefault(_memory(written), []).append(node)
+        for written in mutated_arguments(node):
+            writers.setdefault(_storage(written), []).append(node)
     members: dict[int, list[fx.Node]] = {memory: [] for memory in writers}
     for node in graph.nodes:
-        if node.meta.get("memory") in members:
-            members[node.meta["memory"]].append(node)
-    return Writes(writers, members)
+        if node.meta.get("storage") in members:
+            members[node.meta["storage"]].append(node)
+    return Mutations(writers, members)
 
 
-def _memory(node: fx.Node) -> int:
-    memory = node.meta.get("memory")
+def _storage(node: fx.Node) -> int:
+    memory = node.meta.get("storage")
     return memory if isinstance(memory, int) else -1 - id(node)
 
 
 def is_mutating(node: fx.Node) -> bool:
     """Whether the operator writes into one of its arguments."""
-    return bool(written_by(node))
+    return bool(mutated_arguments(node))
 
 
-def written_by(node: fx.Node) -> list[fx.Node]:
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operator writes into."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
-    writes = _writes_of(target)
+    writes = _mutated_arguments_of(target)
     if not writes.arguments or (writes.asked is not None and not node.args[writes.asked]):
         return []
     values = (
@@ -86,7 +89,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(frozen=True, slots=True)
-class _TargetWrites:
+class _MutatedArguments:
     """What an operator may write into.
 
     Args:
@@ -99,12 +102,12 @@ class _TargetWrites:
 
 
 @cache
-def _writes_of(target: torch._ops.OpOverload) -> _TargetWrites:
+def _mutated_arguments_of(target: torch._ops.OpOverload) -> _MutatedArguments:
     named = enumerate(target._schema.arguments)
     if (asked := _RUNNING_STATISTICS.get(str(target))) is not None:
-        return _TargetWrites(tuple((i, a.name) for i, a in named if i in (3, 4)), asked)
+        return _MutatedArguments(tuple((i, a.name) for i, a in named if i in (3, 4)), asked)
     written = ((i, a.name) for i, a in named if a.alias_info is not None and a.alias_info.is_write)
-    return _TargetWrites(tuple(written) if target._schema.is_mutable else ())
+    return _MutatedArguments(tuple(written) if target._schema.is_mutable else ())
 
 
 def _flat(value: Any) -> Iterable[Any]:
@@ -113,7 +116,7 @@ def _flat(value: Any) -> Iterable[Any]:
 
 def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
     """Everything that some nodes have a part in, through memory that is written too."""
-    writes = find_writes(graph)
+    writes = find_mutations(graph)
     found: set[fx.Node] = set()
     todo = list(seeds)
     while todo:
@@ -133,7 +136,7 @@ def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
         graph: changed in place.
         kept: nodes that stay, whoever reads them.
     """
-    writes = find_writes(graph)
+    writes = find_mutations(graph)
     todo: list[fx.Node] = list(graph.find_nodes(op="output"))
     for memory, writers in writes.writers.items():
         if any(m.op == "placeholder" for m in writes.members[memory]):
@@ -151,14 +154,14 @@ def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
             graph.erase_node(node)
 
 
-def settle_writes(graph: fx.Graph) -> None:
+def repeat_buffer_mutations(graph: fx.Graph) -> None:
     """Let no operator write into the batch, and nobody read a buffer long after a write into it.
 
     A column that is written is copied first: a recomputation must find it as it was. What is read
     of a buffer after the last write into it is read from a copy made right then: later segments
     may be on other ranks, and the next microbatch writes again.
     """
-    writes = find_writes(graph)
+    writes = find_mutations(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for memory, writers in writes.writers.items():
         sources = [m for m in writes.members[memory] if m.op == "placeholder"]
@@ -175,11 +178,11 @@ def _copy_column(graph: fx.Graph, column: fx.Node, memory: int) -> None:
     with graph.inserting_before(first):
         copy = graph.call_function(aten.clone.default, (column,))
     column.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-    copy.meta = {k: column.meta[k] for k in ("tensor", "source", "module")} | {"memory": memory}
-    column.meta["memory"] = None
+    copy.meta = {k: column.meta[k] for k in ("tensor", "source", "module")} | {"storage": memory}
+    column.meta["storage"] = None
 
 
-def _move_up(writes: Writes, memory: int, order: dict[fx.Node, int]) -> None:
+def _move_up(writes: Mutations, memory: int, order: dict[fx.Node, int]) -> None:
     """Write a buffer's new value as soon as nobody reads the old one.
 
     What the model assigns to a buffer is written at the end of the trace, far from its readers.
@@ -193,7 +196,7 @@ def _move_up(writes: Writes, memory: int, order: dict[fx.Node, int]) -> None:
     members = writes.members[memory]
     readers = {n for m in members for n in (m, *m.users)} - {last}
     after = max((*readers, *moved[0].all_input_nodes), key=lambda node: order.get(node, -1))
-    source = moved[0].all_input_nodes[-1].meta.get("memory")
+    source = moved[0].all_input_nodes[-1].meta.get("storage")
     if source in writes.writers or after.op == "output":
         return
     for node in reversed(moved):
@@ -212,7 +215,7 @@ def _copy_after(
             continue
         with graph.inserting_after(last):
             copy = graph.call_function(aten.clone.default, (member,))
-        copy.meta = {**member.meta, "memory": None}
-        copy.meta = {k: copy.meta[k] for k in ("tensor", "source", "module", "memory")}
+        copy.meta = {**member.meta, "storage": None}
+        copy.meta = {k: copy.meta[k] for k in ("tensor", "source", "module", "storage")}
         for user in late:
             user.replace_input_with(member, copy)

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.segment.cut import copy_graph
 from merak.graph.trace.branches.flags import is_branch_select, is_condition
-from merak.graph.trace.opaque.dynamic_region import dynamic_region_function, is_dynamic_region
-from merak.graph.trace.opaque.operator import is_opaque
+from merak.graph.trace.opaque.dynamic_region import dynamic_region_function
+from merak.graph.trace.opaque.operator import is_dynamic_region, is_opaque
 from merak.graph.trace.opaque.run import opaque_function
-from merak.ops.collectives import gather_copied
-from merak.ops.sharded_saved import keeping_shares
+from merak.ops.collectives import gather_with_partial_grad
+from merak.ops.sharded_saved import saving_shards
 
-Answers = tuple[bool, ...]
+BranchValues = tuple[bool, ...]
 """To the choices of a graph, in the order of its placeholders."""
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
@@ -42,17 +42,17 @@ def runnable(graph: fx.Graph) -> Function:
         return whole
 
     @cache
-    def chosen(answers: Answers) -> Function:
-        return _function(with_answers(graph, answers))
+    def chosen(answers: BranchValues) -> Function:
+        return _function(specialize_branches(graph, answers))
 
     def run(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        answers = answered([args[i] for i in places])
+        answers = branch_values([args[i] for i in places])
         return (whole if answers is None else chosen(answers))(*args)
 
     return run
 
 
-def answered(truths: Sequence[torch.Tensor]) -> Answers | None:
+def branch_values(truths: Sequence[torch.Tensor]) -> BranchValues | None:
     """How choices are answered; None for tensors without numbers, with which everything runs."""
     if any(isinstance(truth, FakeTensor) or truth.is_meta for truth in truths):
         return None
@@ -60,7 +60,7 @@ def answered(truths: Sequence[torch.Tensor]) -> Answers | None:
         return tuple(map(bool, truths))
 
 
-def with_answers(graph: fx.Graph, answers: Answers) -> fx.Graph:
+def specialize_branches(graph: fx.Graph, answers: BranchValues) -> fx.Graph:
     """A graph in which choices are made: without what they leave out.
 
     Args:
@@ -90,6 +90,6 @@ def _function(graph: fx.Graph) -> Function:
             elif is_dynamic_region(node):
                 node.target = dynamic_region_function(node.meta["region"])
     forward = fx.GraphModule(torch.nn.Module(), graph).forward
-    if any(node.target is gather_copied for node in graph.nodes):
-        return keeping_shares(forward)
+    if any(node.target is gather_with_partial_grad for node in graph.nodes):
+        return saving_shards(forward)
     return forward

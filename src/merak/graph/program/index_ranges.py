@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
-from merak.graph.ir.mutation import find_writes
+from merak.graph.ir.mutation import find_mutations
 from merak.graph.program.codegen import runnable
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -55,14 +55,14 @@ class IndexRange:
     table: str
 
 
-def find_ranges(model: ModelGraph) -> tuple[IndexRange, ...]:
+def find_index_ranges(model: ModelGraph) -> tuple[IndexRange, ...]:
     """What a traced model looks up by numbers of the batch, as far as these are plain to see.
 
     Args:
         model: not yet rewritten for a rank's share of it.
     """
     graphs = (model.prologue.graph, *(segment.graph for segment in model.segments))
-    written = {memory for graph in graphs for memory in find_writes(graph).writers}
+    written = {memory for graph in graphs for memory in find_mutations(graph).writers}
     known = _Known(_outputs(model.prologue), written)
     found: dict[object, IndexRange] = {}
     for segment in model.segments:
@@ -79,7 +79,7 @@ def find_ranges(model: ModelGraph) -> tuple[IndexRange, ...]:
     return tuple(found.values())
 
 
-def problem_of(ranges: Sequence[IndexRange], batch: Mapping[str, torch.Tensor]) -> str | None:
+def out_of_range(ranges: Sequence[IndexRange], batch: Mapping[str, torch.Tensor]) -> str | None:
     """One sentence about the first index of a batch that is out of its range; None for none.
 
     Columns that are not there, or not in host memory, where looking would wait for the device, are
@@ -123,7 +123,7 @@ class _Known:
     """What indices may be computed from.
 
     Args:
-        made: what makes each derived value in the prologue.
+        made: what makes each batch-only value in the prologue.
         written: memory that is written in place: its numbers come from more than its node.
     """
 
@@ -131,14 +131,14 @@ class _Known:
     written: Container[object]
 
     def behind(self, node: fx.Node) -> fx.Node:
-        """The node of the prologue that makes a derived value; any other node itself."""
-        if node.op == "placeholder" and node.meta["kind"] is Kind.DERIVED:
+        """The node of the prologue that makes a batch-only value; any other node itself."""
+        if node.op == "placeholder" and node.meta["kind"] is Kind.BATCH_ONLY:
             return self.made.get(node.meta["name"], node)
         return node
 
     def is_plain(self, node: fx.Node) -> bool:
         """Whether a node is a column, or an operator that may be run beside the model."""
-        if node.meta.get("memory") in self.written:
+        if node.meta.get("storage") in self.written:
             return False
         if node.op == "placeholder":
             return node.meta["kind"] is Kind.COLUMN
@@ -176,7 +176,7 @@ def _ignored(node: fx.Node) -> int:
 
 
 def _outputs(prologue: Segment) -> dict[str, fx.Node]:
-    """What makes each derived value."""
+    """What makes each batch-only value."""
     (returned,) = prologue.graph.output_node().args
     assert isinstance(returned, tuple | list)
     pairs = zip(prologue.outputs, returned, strict=True)

@@ -12,13 +12,13 @@ from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
-from merak.graph.program.codegen import Answers, answered, runnable
+from merak.graph.program.codegen import BranchValues, branch_values, runnable
 from merak.graph.program.index_ranges import IndexRange
-from merak.graph.program.selective import Kept, keep_operators
+from merak.graph.program.selective import SavedOps, save_operators
 from merak.graph.segment.buffer_kinds import written_buffers
 from merak.graph.segment.cut import slice_outputs
-from merak.graph.sub_pipelining.pieces import Crossing
-from merak.graph.sub_pipelining.sub_microbatch import Share
+from merak.graph.sub_pipelining.pieces import PieceAllReduce
+from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
 from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 
@@ -28,7 +28,7 @@ Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgram:
-    """A segment as a function of (parameters, buffers, columns, inputs, derived).
+    """A segment as a function of (parameters, buffers, columns, inputs, batch_only).
 
     Args:
         segment: what it computes, this rank's share of it.
@@ -38,10 +38,10 @@ class SegmentProgram:
         draws: whether it draws random numbers.
         written: names of the buffers it writes into.
         repeated: names of the parameters that several of its operators read.
-        kept: whether its activations are kept where its stage recomputes others.
-        selective: its operators whose results are kept where it recomputes; None for none.
-        offload: where its activations wait in host memory, the values that it reads or makes and
-            that stay on the device for other segments; else None.
+        saved: whether its activations are saved where its stage recomputes others.
+        selective: its operators whose results are saved where it recomputes; None for none.
+        offload: where its activations are offloaded to host memory, the values that it reads or
+            makes and that stay on the device for other segments; else None.
     """
 
     segment: Segment
@@ -51,29 +51,29 @@ class SegmentProgram:
     draws: bool
     written: tuple[str, ...]
     repeated: tuple[str, ...] = ()
-    kept: bool = False
-    selective: Kept | None = None
+    saved: bool = False
+    selective: SavedOps | None = None
     offload: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """What segments do with their activations in training, by their numbers.
+class ActivationChoices:
+    """Activation policy of each segment in training, by segment index.
 
     Args:
-        kept: those that keep them where their stage recomputes others.
-        partly: by segment that recomputes, the operators whose results it keeps.
-        offloaded: of those that keep them, those that do so in host memory.
+        saved: segments that save their activations where their stage recomputes others.
+        selective: by segment that recomputes, the operators whose results it saves.
+        offloaded: of the saved segments, those that offload their activations to host memory.
     """
 
-    kept: Container[int] = ()
-    partly: Mapping[int, Container[str]] = field(default_factory=dict)
+    saved: Container[int] = ()
+    selective: Mapping[int, Container[str]] = field(default_factory=dict)
     offloaded: Container[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PieceProgram:
-    """A piece as a function of (parameters, buffers, columns, inputs, derived).
+    """A piece as a function of (parameters, buffers, columns, inputs, batch_only).
 
     Args:
         segment: its names.
@@ -83,53 +83,54 @@ class PieceProgram:
 
     segment: Segment
     function: Callable[..., tuple[torch.Tensor, ...]]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[PieceAllReduce, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HalfProgram:
+class SubMicrobatchProgram:
     """One half of a segment.
 
     Args:
         pieces: in the order they run.
         returned: per output of the segment, its name and what the pieces call it.
-        choices: derived values that leave layers in or out.
+        choices: batch-only values that leave layers in or out.
         chosen: gives the half without what answers to them leave out.
     """
 
     pieces: tuple[PieceProgram, ...]
     returned: tuple[tuple[str, str], ...]
     choices: tuple[str, ...] = ()
-    chosen: Callable[[Answers], HalfProgram] | None = None
+    chosen: Callable[[BranchValues], SubMicrobatchProgram] | None = None
 
-    def given(self, derived: Mapping[str, torch.Tensor]) -> HalfProgram:
-        """What runs of it, where derived values choose."""
+    def given(self, batch_only: Mapping[str, torch.Tensor]) -> SubMicrobatchProgram:
+        """What runs of it, where batch-only values choose."""
         if self.chosen is None:
             return self
-        answers = answered([derived[name] for name in self.choices])
+        answers = branch_values([batch_only[name] for name in self.choices])
         return self if answers is None else self.chosen(answers)
 
 
 @dataclass(frozen=True, slots=True)
-class HalvedSegment:
+class SubPipelinedSegment:
     """A segment that runs in halves.
 
     Args:
         whole: the segment for all of a microbatch.
-        halves: the first half's samples, and the second's.
-        shares: which samples they are.
-        dims: the dim along which a half has its samples, by the name of an input, column, derived
+        programs: the first half's samples, and the second's.
+        sub_microbatches: which samples they are.
+        dims: the dim along which a half has its samples, by the name of an input, column,
+            batch-only
             value or output; what is not named is the same for both.
     """
 
     whole: SegmentProgram
-    halves: tuple[HalfProgram, HalfProgram]
-    shares: tuple[Share, Share]
+    programs: tuple[SubMicrobatchProgram, SubMicrobatchProgram]
+    sub_microbatches: tuple[SubMicrobatch, SubMicrobatch]
     dims: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class HalvedRun:
+class SubPipelinedRun:
     """Consecutive segments that run in halves.
 
     Args:
@@ -138,24 +139,24 @@ class HalvedRun:
         outputs: what others read of them, likewise; None where both halves make the same.
     """
 
-    segments: tuple[HalvedSegment, ...]
+    segments: tuple[SubPipelinedSegment, ...]
     inputs: Mapping[str, int | None]
     outputs: Mapping[str, int | None]
 
     @property
-    def shares(self) -> tuple[Share, Share]:
+    def sub_microbatches(self) -> tuple[SubMicrobatch, SubMicrobatch]:
         """Which samples each half has."""
-        return self.segments[0].shares
+        return self.segments[0].sub_microbatches
 
 
-Run = SegmentProgram | HalvedRun
+StageItem = SegmentProgram | SubPipelinedRun
 """One thing after another on a stage: a segment, or several in halves."""
 
 Arrange = Callable[
     [Sequence[Segment], Sequence[SegmentProgram], Sequence[Rewrite], frozenset[str]],
-    tuple[Run, ...],
+    tuple[StageItem, ...],
 ]
-"""Gives the order of work of a stage; see `graph.program.sub_pipelined.arrange_in_halves`."""
+"""Gives the order of work of a stage; see `graph.program.sub_pipelined.arrange_sub_pipelined`."""
 
 
 def arrange_whole(
@@ -163,7 +164,7 @@ def arrange_whole(
     programs: Sequence[SegmentProgram],
     rewrites: Sequence[Rewrite],
     leaving: frozenset[str],
-) -> tuple[Run, ...]:
+) -> tuple[StageItem, ...]:
     """One segment after the other, each for the whole microbatch."""
     return tuple(programs)
 
@@ -181,7 +182,7 @@ class StageProgram:
     """
 
     segments: tuple[SegmentProgram, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[StageItem, ...]
     received: tuple[str, ...]
     sent: tuple[str, ...]
     results: dict[str, str]
@@ -210,8 +211,8 @@ class Program:
 
     Args:
         stages: this rank's stages, by stage number.
-        fixed: computes derived values that depend on no column, once for all microbatches.
-        derived: computes this rank's other derived values from the columns of a microbatch.
+        fixed: computes batch-only values that depend on no column, once for all microbatches.
+        batch_only: computes this rank's other batch-only values from the columns of a microbatch.
         columns: the columns this rank reads.
         values: what each value is.
         outputs: names of the model's outputs, in its order, on whatever rank they are made.
@@ -222,15 +223,15 @@ class Program:
         parameter_writes: what is written into parameters before the stages run.
         fixed_versions: those that the buffers it read had then, which count what is written.
         synced_buffers: of evaluation, buffers that training writes elsewhere; see
-        `merak.engine.comm.buffer_sync`.
+            `merak.engine.comm.buffer_sync`.
         remote_parameters: of evaluation, parameters that other ranks hold; see
-        `merak.engine.comm.eval_parameters`.
+            `merak.engine.comm.eval_parameters`.
         ranges: what its columns hold indices of.
     """
 
     stages: dict[int, StageProgram]
     fixed: SegmentProgram
-    derived: SegmentProgram
+    batch_only: SegmentProgram
     columns: tuple[str, ...]
     values: dict[str, TensorMeta]
     outputs: tuple[str, ...]
@@ -245,23 +246,23 @@ class Program:
     ranges: tuple[IndexRange, ...] = ()
 
     @property
-    def chooses(self) -> bool:
+    def has_random_branches(self) -> bool:
         """Whether chance decides what runs of this rank's segments."""
-        return any(is_stream_draw(node) for node in self.derived.segment.graph.nodes)
+        return any(is_stream_draw(node) for node in self.batch_only.segment.graph.nodes)
 
     def gradients_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of some values that carry a gradient."""
         return tuple(name for name in names if self.values[name].requires_grad)
 
 
-NOTHING_CHOSEN = Choices()
+RECOMPUTE_ALL = ActivationChoices()
 
 
 def compile_program(
     graph: ModelGraph,
     bounds: Sequence[int],
     rewrites: Mapping[int, Sequence[Rewrite]],
-    choices: Choices = NOTHING_CHOSEN,
+    choices: ActivationChoices = RECOMPUTE_ALL,
     arrange: Arrange = arrange_whole,
 ) -> Program:
     """Turn a rank's segments into functions.
@@ -276,7 +277,7 @@ def compile_program(
     crossing = ((), *graph.boundaries(), ())
     shards: dict[str, ParameterShard] = {}
     stages: dict[int, StageProgram] = {}
-    derived: set[str] = set()
+    batch_only: set[str] = set()
     for stage, own_rewrites in rewrites.items():
         first, stop = bounds[stage], bounds[stage + 1]
         programs = []
@@ -288,13 +289,13 @@ def compile_program(
             for rewrite in own_rewrites:
                 local, split = rewrite(local)
                 shards |= split
-            derived.update(local.derived)
-            selective, is_kept = None, segment.index in choices.kept
-            if segment.index in choices.partly and not is_kept:
-                local, selective = keep_operators(local, choices.partly[segment.index])
+            batch_only.update(local.batch_only)
+            selective, is_saved = None, segment.index in choices.saved
+            if segment.index in choices.selective and not is_saved:
+                local, selective = save_operators(local, choices.selective[segment.index])
             program = compile_segment(local, graph.values, draws)
-            programs.append(replace(program, kept=is_kept, selective=selective))
-        programs = offloading(programs, choices.offloaded)
+            programs.append(replace(program, saved=is_saved, selective=selective))
+        programs = with_offloading(programs, choices.offloaded)
         made = {name for p in programs for name in p.segment.outputs}
         results = {name: value for name, value in graph.outputs.items() if value in made}
         leaving = frozenset((*crossing[stop], *results.values()))
@@ -302,11 +303,11 @@ def compile_program(
         stages[stage] = StageProgram(
             tuple(programs), runs, crossing[first], crossing[stop], results
         )
-    fixed, varying = _prologues(graph.prologue, derived, graph.values)
+    fixed, varying = _prologues(graph.prologue, batch_only, graph.values)
     return Program(
         stages=stages,
         fixed=fixed,
-        derived=varying,
+        batch_only=varying,
         columns=_columns(stages, varying, graph),
         values=graph.values,
         outputs=tuple(graph.outputs),
@@ -335,7 +336,7 @@ def compile_segment(
     )
 
 
-def offloading(
+def with_offloading(
     programs: Sequence[SegmentProgram], offloaded: Container[int]
 ) -> list[SegmentProgram]:
     """Let some segments of a stage keep their activations in host memory.
@@ -344,12 +345,12 @@ def offloading(
         programs: of the stage, in order, with what keeps its activations.
         offloaded: numbers of segments.
     """
-    away = [p.trains and p.kept and p.segment.index in offloaded for p in programs]
+    away = [p.trains and p.saved and p.segment.index in offloaded for p in programs]
     held: set[str] = set()
     for program, goes in zip(programs, away, strict=True):
         if program.trains and not goes:
             # What recomputes holds its inputs alone.
-            held.update(program.segment.inputs, program.segment.outputs if program.kept else ())
+            held.update(program.segment.inputs, program.segment.outputs if program.saved else ())
     return [
         replace(p, offload=frozenset(held & {*p.segment.inputs, *p.segment.outputs})) if goes else p
         for p, goes in zip(programs, away, strict=True)
@@ -364,7 +365,7 @@ def has_draws(segment: Segment) -> bool:
 def _prologues(
     prologue: Segment, names: set[str], values: Mapping[str, TensorMeta]
 ) -> tuple[SegmentProgram, SegmentProgram]:
-    """The derived values a rank reads: first those that no column and no draw changes."""
+    """The batch-only values a rank reads: first those that no column and no draw changes."""
     varying = _depends_on_columns(prologue.graph)
     wanted = [name for name in prologue.outputs if name in names]
     fixed = slice_outputs(prologue, [n for n in wanted if n not in varying])
@@ -379,9 +380,9 @@ def _depends_on_columns(graph: fx.Graph) -> set[str]:
 
 
 def _columns(
-    stages: Mapping[int, StageProgram], derived: SegmentProgram, graph: ModelGraph
+    stages: Mapping[int, StageProgram], batch_only: SegmentProgram, graph: ModelGraph
 ) -> tuple[str, ...]:
-    read = set(derived.segment.columns)
+    read = set(batch_only.segment.columns)
     parameters: set[str] = set()
     for stage in stages.values():
         for program in stage.segments:

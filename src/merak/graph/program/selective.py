@@ -34,7 +34,7 @@ class _Result:
 
 
 @dataclass(slots=True)
-class Recording:
+class SavedResults:
     """What the kept operators of a segment gave for one microbatch.
 
     Args:
@@ -50,25 +50,25 @@ class Recording:
         return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
-class Kept:
+class SavedOps:
     """The kept operators of one segment, at work for one microbatch after another."""
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
-        self._recording: Recording | None = None
+        self._recording: SavedResults | None = None
         self._replays = False
 
     @contextmanager
-    def recording(self, device: torch.device) -> Iterator[Recording]:
+    def recording(self, device: torch.device) -> Iterator[SavedResults]:
         """Inside, what the operators compute on a device is recorded."""
-        self._device, self._recording, self._replays = device, Recording(), False
+        self._device, self._recording, self._replays = device, SavedResults(), False
         try:
             yield self._recording
         finally:
             self._recording = None
 
     @contextmanager
-    def replaying(self, recording: Recording, device: torch.device) -> Iterator[None]:
+    def replaying(self, recording: SavedResults, device: torch.device) -> Iterator[None]:
         """Inside, the operators give what they gave when they were recorded; once."""
         self._device, self._recording, self._replays = device, recording, True
         try:
@@ -120,7 +120,7 @@ class _Recorder(TorchDispatchMode):
         if _is_pure(func):
             draws = torch.Tag.nondeterministic_seeded in func.tags
             state = random_state(self._device) if draws else None
-            self.results.append(_Result(_apart(made), state))
+            self.results.append(_Result(_detached(made), state))
         return made
 
 
@@ -145,7 +145,7 @@ class _Player(TorchDispatchMode):
         result = self._results.popleft()
         if result.state is not None:
             restore_random_state(self._device, result.state)
-        return _apart(result.value)
+        return _detached(result.value)
 
 
 def _is_pure(func: Any) -> bool:
@@ -154,12 +154,12 @@ def _is_pure(func: Any) -> bool:
     return not schema.is_mutable and not any(r.alias_info for r in schema.returns)
 
 
-def _apart(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     """The same memory in tensors of their own, which autograd may mark."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), value)
 
 
-def keep_operators(segment: Segment, names: Container[str]) -> tuple[Segment, Kept]:
+def save_operators(segment: Segment, names: Container[str]) -> tuple[Segment, SavedOps]:
     """Let some operators of a segment be kept.
 
     Args:
@@ -170,7 +170,7 @@ def keep_operators(segment: Segment, names: Container[str]) -> tuple[Segment, Ke
         The same computation, and what records and replays those operators.
     """
     graph, _ = copy_graph(segment.graph)
-    kept = Kept()
+    kept = SavedOps()
     for node in graph.nodes:
         # What writes could not be left out, and what takes one of two ways computes nothing.
         fits = not (is_mutating(node) or is_branch_select(node))
@@ -179,7 +179,7 @@ def keep_operators(segment: Segment, names: Container[str]) -> tuple[Segment, Ke
     return replace(segment, graph=graph), kept
 
 
-def _through(kept: Kept, name: str, function: Any) -> Callable[..., Any]:
+def _through(kept: SavedOps, name: str, function: Any) -> Callable[..., Any]:
     def kept_operator(*args: Any, **kwargs: Any) -> Any:
         return kept.call(name, function, *args, **kwargs)
 

@@ -23,7 +23,7 @@ from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.segment.cut import copy_graph
 
-Share = Callable[[], None]
+WeightGradient = Callable[[], None]
 """Adds one weight's share of one microbatch to its gradient."""
 
 
@@ -31,14 +31,14 @@ class WeightGradients:
     """The weight gradients of one stage that wait for their time."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[Share]] = {}
+        self._waiting: dict[int, list[WeightGradient]] = {}
         self._microbatch = 0
 
     def start(self, microbatch: int) -> None:
         """The backward of a microbatch begins; what it leaves belongs to it."""
         self._microbatch = microbatch
 
-    def add(self, share: Share) -> None:
+    def add(self, share: WeightGradient) -> None:
         """Leave a share for later; called from a backward."""
         self._waiting.setdefault(self._microbatch, []).append(share)
 
@@ -53,7 +53,9 @@ class WeightGradients:
         self._waiting.clear()
 
 
-def defer_weights(segment: Segment, kept: frozenset[str], waiting: WeightGradients) -> Segment:
+def split_weight_gradients(
+    segment: Segment, kept: frozenset[str], waiting: WeightGradients
+) -> Segment:
     """Let a segment's GEMMs leave the gradients of their weights.
 
     Args:

@@ -14,40 +14,40 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.rank0 import warn_on_rank0
 from merak.graph.ir.ir import Segment
-from merak.graph.program.codegen import Answers, with_answers
+from merak.graph.program.codegen import BranchValues, specialize_branches
 from merak.graph.program.program import (
-    HalfProgram,
-    HalvedRun,
-    HalvedSegment,
     PieceProgram,
     Rewrite,
-    Run,
     SegmentProgram,
+    StageItem,
+    SubMicrobatchProgram,
+    SubPipelinedRun,
+    SubPipelinedSegment,
     compile_segment,
     has_draws,
 )
-from merak.graph.sub_pipelining.leading_part import cuts
-from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names
-from merak.graph.sub_pipelining.sub_microbatch import Samples, halve, shares
+from merak.graph.sub_pipelining.leading_part import leading_cuts
+from merak.graph.sub_pipelining.pieces import cut_at_all_reduces, returned_names
+from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment, sub_microbatches
 from merak.graph.trace.branches.flags import is_condition
 from merak.ops import collectives
 
 logger = logging.getLogger(__name__)
 
-Part = SegmentProgram | HalvedSegment
+SubPipelinedPart = SegmentProgram | SubPipelinedSegment
 """One thing to run, whole or in halves."""
 
 _MOST_CUTS = 4
 """Places to cut a segment that are tried."""
 
 
-def arrange_in_halves(
-    samples: Samples,
+def arrange_sub_pipelined(
+    samples: SampleDims,
     segments: Sequence[Segment],
     programs: Sequence[SegmentProgram],
     rewrites: Sequence[Rewrite],
     leaving: frozenset[str],
-) -> tuple[Run, ...]:
+) -> tuple[StageItem, ...]:
     """The order of work of a stage: what can be halved runs in halves, the rest whole.
 
     Args:
@@ -58,14 +58,14 @@ def arrange_in_halves(
         leaving: values that leave the stage.
     """
     try:
-        shares(samples.batch_size)
+        sub_microbatches(samples.batch_size)
     except ShardError as error:
         warn_on_rank0(logger, "%s", error)
         return tuple(programs)
-    parts: list[Part] = []
+    parts: list[SubPipelinedPart] = []
     for segment, program in zip(segments, programs, strict=True):
         try:
-            parts.append(halve_segment(segment, program, samples, rewrites))
+            parts.append(sub_pipeline_segment(segment, program, samples, rewrites))
         except ShardError as error:
             cut = _cut(segment, program, samples, rewrites)
             parts.extend(cut or (program,))
@@ -75,17 +75,17 @@ def arrange_in_halves(
 
 
 def _cut(
-    segment: Segment, whole: SegmentProgram, samples: Samples, rewrites: Sequence[Rewrite]
-) -> tuple[HalvedSegment, SegmentProgram] | None:
+    segment: Segment, whole: SegmentProgram, samples: SampleDims, rewrites: Sequence[Rewrite]
+) -> tuple[SubPipelinedSegment, SegmentProgram] | None:
     """The part of a segment that can be halved, and the rest; None where that does not pay.
 
     It pays where the first part has sums to hide and the cut adds none.
     """
-    for parts in islice(cuts(segment, samples), _MOST_CUTS):
+    for parts in islice(leading_cuts(segment, samples), _MOST_CUTS):
         try:
             first, rest = (_compile_whole(part, whole, rewrites) for part in parts)
             if 0 < _num_collectives(first) <= _num_collectives(whole) - _num_collectives(rest):
-                return halve_segment(parts[0], first, samples, rewrites), rest
+                return sub_pipeline_segment(parts[0], first, samples, rewrites), rest
         except ShardError:
             continue
     return None
@@ -101,7 +101,7 @@ def _compile_whole(
     local = part
     for rewrite in rewrites:
         local, _ = rewrite(local)
-    return replace(compile_segment(local, values, has_draws(part)), kept=whole.kept)
+    return replace(compile_segment(local, values, has_draws(part)), saved=whole.saved)
 
 
 def _num_collectives(program: SegmentProgram) -> int:
@@ -109,9 +109,9 @@ def _num_collectives(program: SegmentProgram) -> int:
     return sum(getattr(n.target, "__module__", "") == module for n in program.segment.graph.nodes)
 
 
-def halve_segment(
-    segment: Segment, whole: SegmentProgram, samples: Samples, rewrites: Sequence[Rewrite]
-) -> HalvedSegment:
+def sub_pipeline_segment(
+    segment: Segment, whole: SegmentProgram, samples: SampleDims, rewrites: Sequence[Rewrite]
+) -> SubPipelinedSegment:
     """Compile a segment in halves.
 
     Args:
@@ -123,12 +123,12 @@ def halve_segment(
     Raises:
         ShardError: a single sample, or an operator that does not treat them one by one.
     """
-    halves = halve(segment, samples)
+    halves = split_segment(segment, samples)
     first, second = (_compile(half, rewrites) for half in halves.segments)
-    return HalvedSegment(whole, (first, second), halves.shares, halves.dims)
+    return SubPipelinedSegment(whole, (first, second), halves.sub_microbatches, halves.dims)
 
 
-def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> HalfProgram:
+def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> SubMicrobatchProgram:
     for rewrite in rewrites:
         segment, _ = rewrite(segment)
     program = _in_pieces(segment)
@@ -138,33 +138,35 @@ def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> HalfProgram:
         return program
 
     @cache
-    def chosen(answers: Answers) -> HalfProgram:
-        return _in_pieces(replace(segment, graph=with_answers(segment.graph, answers)))
+    def chosen(answers: BranchValues) -> SubMicrobatchProgram:
+        return _in_pieces(replace(segment, graph=specialize_branches(segment.graph, answers)))
 
     return replace(program, choices=choices, chosen=chosen)
 
 
-def _in_pieces(segment: Segment) -> HalfProgram:
+def _in_pieces(segment: Segment) -> SubMicrobatchProgram:
     pieces = tuple(
         PieceProgram(piece.segment, _function(piece.segment.graph), piece.crossings)
-        for piece in cut_at_sums(segment)
+        for piece in cut_at_all_reduces(segment)
     )
-    return HalfProgram(pieces, tuple(zip(segment.outputs, returned_names(segment), strict=True)))
+    return SubMicrobatchProgram(
+        pieces, tuple(zip(segment.outputs, returned_names(segment), strict=True))
+    )
 
 
 def _function(graph: fx.Graph) -> Callable[..., tuple[torch.Tensor, ...]]:
     return fx.GraphModule(torch.nn.Module(), graph).forward
 
 
-def group_runs(parts: Sequence[Part], leaving: frozenset[str]) -> tuple[Run, ...]:
+def group_runs(parts: Sequence[SubPipelinedPart], leaving: frozenset[str]) -> tuple[StageItem, ...]:
     """The order of work of a stage: what runs whole, and runs of what is in halves.
 
     Args:
         parts: of the stage, in order.
         leaving: values that leave the stage.
     """
-    runs: list[Run] = []
-    for is_halved, group in groupby(parts, key=lambda part: isinstance(part, HalvedSegment)):
+    runs: list[StageItem] = []
+    for is_halved, group in groupby(parts, key=lambda part: isinstance(part, SubPipelinedSegment)):
         own = tuple(group)
         if is_halved:
             runs.append(_run(own, parts, leaving))
@@ -173,13 +175,15 @@ def group_runs(parts: Sequence[Part], leaving: frozenset[str]) -> tuple[Run, ...
     return tuple(runs)
 
 
-def _run(own: Sequence[Part], parts: Sequence[Part], leaving: frozenset[str]) -> HalvedRun:
+def _run(
+    own: Sequence[SubPipelinedPart], parts: Sequence[SubPipelinedPart], leaving: frozenset[str]
+) -> SubPipelinedRun:
     inside = {id(part) for part in own}
     others = [_whole(part) for part in parts if id(part) not in inside]
     read = leaving | {name for whole in others for name in whole.segment.inputs}
-    segments = tuple(part for part in own if isinstance(part, HalvedSegment))
+    segments = tuple(part for part in own if isinstance(part, SubPipelinedSegment))
     made = {name for part in segments for name in part.whole.segment.outputs}
-    return HalvedRun(
+    return SubPipelinedRun(
         segments=segments,
         inputs={
             name: segment.dims.get(name)
@@ -196,5 +200,5 @@ def _run(own: Sequence[Part], parts: Sequence[Part], leaving: frozenset[str]) ->
     )
 
 
-def _whole(part: Part) -> SegmentProgram:
-    return part.whole if isinstance(part, HalvedSegment) else part
+def _whole(part: SubPipelinedPart) -> SegmentProgram:
+    return part.whole if isinstance(part, SubPipelinedSegment) else part

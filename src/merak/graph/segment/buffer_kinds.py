@@ -8,7 +8,7 @@ from enum import Enum
 from torch import fx
 
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
-from merak.graph.ir.mutation import depending_on, find_writes, written_by
+from merak.graph.ir.mutation import depending_on, find_mutations, mutated_arguments
 from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 from merak.graph.trace.opaque.operator import is_opaque
@@ -41,9 +41,9 @@ def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
     only_statistics: dict[str, bool] = {}
     read = set(graph.prologue.buffers)
     for segment in graph.segments:
-        writes = find_writes(segment.graph)
+        writes = find_mutations(segment.graph)
         for node in _buffers(segment.graph):
-            name, memory = node.meta["name"], node.meta.get("memory")
+            name, memory = node.meta["name"], node.meta.get("storage")
             writers = writes.writers.get(memory, []) if memory is not None else []
             if writers and name not in graph.constants:
                 known = only_statistics.get(name, True)
@@ -64,7 +64,7 @@ def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
 
 def written_buffers(graph: fx.Graph) -> tuple[str, ...]:
     """Names of the buffers that a segment writes into."""
-    members = find_writes(graph).members.values()
+    members = find_mutations(graph).members.values()
     nodes = (node for members_of in members for node in members_of if node.op == "placeholder")
     return tuple(node.meta["name"] for node in nodes if node.meta["kind"] is Kind.BUFFER)
 
@@ -120,7 +120,7 @@ def _reached_buffers(
 
 def _is_statistic(user: fx.Node, buffer: fx.Node) -> bool:
     """Whether an operator only keeps its batch's statistics in a buffer."""
-    if "norm" not in str(user.target) or buffer not in written_by(user):
+    if "norm" not in str(user.target) or buffer not in mutated_arguments(user):
         return False
     places = [i for i, argument in enumerate(user.args) if argument is buffer]
     return bool(places) and all(place in RUNNING_STATISTICS for place in places)

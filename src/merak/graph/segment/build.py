@@ -20,7 +20,7 @@ from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
 from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment.cut import shard
+from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.call import LossFunction
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
@@ -73,7 +73,7 @@ class GraphSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltGraph:
     """A model graph and how it came about.
 
     Args:
@@ -96,7 +96,9 @@ def build_graph(
     return build_timed(source, columns, training=training).graph
 
 
-def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool) -> Built:
+def build_timed(
+    source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
+) -> BuiltGraph:
     """Trace a model at some shapes and cut it into segments.
 
     Args:
@@ -116,7 +118,7 @@ def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, train
     def make() -> Made:
         traced = _trace(source, columns)
         traced_at = time.perf_counter()
-        graph = shard(traced, outputs=("loss",) if training else None)
+        graph = cut_into_segments(traced, outputs=("loss",) if training else None)
         if training:
             _check_loss(source.model, graph)
         seconds[0] = time.perf_counter() - traced_at
@@ -129,7 +131,7 @@ def build_timed(source: GraphSource, columns: Mapping[str, TensorMeta], *, train
             adopt = partial(_adopt, source.model)
             graph, known = cached(source.cache_dir, _key(source, columns), make, adopt)
     total = time.perf_counter() - start
-    return Built(graph, known, total - seconds[0], seconds[0])
+    return BuiltGraph(graph, known, total - seconds[0], seconds[0])
 
 
 def _adopt(model: nn.Module, graph: ModelGraph) -> None:

@@ -21,8 +21,8 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import is_embedding, is_weight_gemm, reads_parameter
-from merak.graph.segment.functionalize import carry_buffers, release_accumulators
-from merak.graph.segment.liveness import Flow, Span, analyse
+from merak.graph.segment.functionalize import functionalize_buffers, release_accumulators
+from merak.graph.segment.liveness import Liveness, Span, analyze_liveness
 from merak.graph.trace.branches.rng_stream import refuse_late_conditions
 from merak.graph.trace.traced import Trace
 
@@ -33,7 +33,7 @@ _MAX_CARRIED = 6
 """How many values may be set aside at once to find cuts inside one block, and how often."""
 
 
-def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
+def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
     """Cut a trace into segments: embedding, attention block, feed-forward block, …, head.
 
     Args:
@@ -48,11 +48,11 @@ def shard(trace: Trace, *, outputs: Iterable[str] | None = None) -> ModelGraph:
     """
     kept = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
     release_accumulators(trace.graph)
-    flow = analyse(trace.graph)
+    flow = analyze_liveness(trace.graph)
     refuse_late_conditions(flow.main)
     starts = _segment_starts(flow)
     bounds = zip(starts, (*starts[1:], len(flow.main)), strict=True)
-    nodes = carry_buffers(trace.graph, [list(flow.main[a:b]) for a, b in bounds])
+    nodes = functionalize_buffers(trace.graph, [list(flow.main[a:b]) for a, b in bounds])
     segment_of = {node: i for i, own in enumerate(nodes) for node in own}
     builder = _Builder(flow, segment_of, kept, len(starts) - 1)
     segments = tuple(builder.segment(i, own) for i, own in enumerate(nodes))
@@ -86,7 +86,7 @@ def _keep_outputs(trace: Trace, names: tuple[str, ...]) -> dict[str, fx.Node]:
     return {name: by_name[name] for name in names}
 
 
-def _segment_starts(flow: Flow) -> list[int]:
+def _segment_starts(flow: Liveness) -> list[int]:
     """Positions in `flow.main` where segments begin.
 
     A segment begins with a block that does GEMMs, or with embeddings after such a block (a
@@ -107,7 +107,7 @@ def _segment_starts(flow: Flow) -> list[int]:
     return starts
 
 
-def _blocks(flow: Flow, gemms: Sequence[int]) -> list[Span]:
+def _blocks(flow: Liveness, gemms: Sequence[int]) -> list[Span]:
     """Blocks between cuts; values that pass through large blocks are set aside to cut them too.
 
     Args:
@@ -130,7 +130,7 @@ def _blocks(flow: Flow, gemms: Sequence[int]) -> list[Span]:
 
 
 def _set_aside(
-    flow: Flow, block: Span, carried: frozenset[int], gemms: Sequence[int]
+    flow: Liveness, block: Span, carried: frozenset[int], gemms: Sequence[int]
 ) -> frozenset[int] | None:
     """The longest-lived values of a block whose setting aside splits it, added to `carried`."""
     inside = (i for i in (*block.incoming, *range(block.start, block.stop)) if i not in carried)
@@ -149,7 +149,7 @@ class _Builder:
     """Copies nodes of the whole graph into graphs of their own, one per segment."""
 
     def __init__(
-        self, flow: Flow, segment_of: dict[fx.Node, int], kept: dict[str, fx.Node], last: int
+        self, flow: Liveness, segment_of: dict[fx.Node, int], kept: dict[str, fx.Node], last: int
     ) -> None:
         self.flow = flow
         self.segment_of = segment_of
@@ -166,10 +166,10 @@ class _Builder:
 
     def prologue(self, segments: Sequence[Segment]) -> Segment:
         """Derived nodes that some segment reads."""
-        read = {name for segment in segments for name in segment.derived}
-        derived = self.flow.derived
-        outputs = [n for n in derived if n.name in read]
-        return self._copy(-1, "prologue", derived, outputs)
+        read = {name for segment in segments for name in segment.batch_only}
+        batch_only = self.flow.batch_only
+        outputs = [n for n in batch_only if n.name in read]
+        return self._copy(-1, "prologue", batch_only, outputs)
 
     def _leaves(self, node: fx.Node, index: int) -> bool:
         later = any(self.segment_of.get(user, index) != index for user in node.users)
@@ -192,7 +192,7 @@ class _Builder:
         for node in nodes:
             env[node] = graph.node_copy(node, lambda n: env[n])
         graph.output(tuple(env[n] for n in outputs))
-        for node in (*outputs, *by_kind[Kind.VALUE], *by_kind[Kind.DERIVED]):
+        for node in (*outputs, *by_kind[Kind.VALUE], *by_kind[Kind.BATCH_ONLY]):
             if isinstance(node.meta["tensor"], TensorMeta):  # else a number, never sent
                 self.values[node.name] = node.meta["tensor"]
         return Segment.of(index, name, graph, (n.name for n in outputs))
@@ -201,7 +201,7 @@ class _Builder:
         if node.op == "placeholder":
             kind: Kind = node.meta["kind"]
             return kind
-        return Kind.VALUE if node in self.segment_of else Kind.DERIVED
+        return Kind.VALUE if node in self.segment_of else Kind.BATCH_ONLY
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node, kind: Kind) -> fx.Node:

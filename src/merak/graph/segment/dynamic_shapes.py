@@ -15,7 +15,7 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, as_traced, build_graph
-from merak.graph.segment.cut import shard
+from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.call import Call
 from merak.graph.trace.exported import Exported
 from merak.graph.trace.specialize import NotResizable, at_sizes
@@ -27,7 +27,7 @@ PATIENCE = 2
 """So many shapes are traced as they are: a ragged last batch alone is no reason for more."""
 
 
-class Graphs:
+class GraphsByShape:
     """A model's graphs in one mode.
 
     What comes from the trace with symbols is used once it has been found equal to a shape's own
@@ -109,7 +109,7 @@ class Graphs:
 
     def _at(self, columns: Mapping[str, TensorMeta], exported: Exported) -> ModelGraph:
         traced = at_sizes(exported, columns)
-        return shard(traced, outputs=("loss",) if self._training else None)
+        return cut_into_segments(traced, outputs=("loss",) if self._training else None)
 
 
 def _same(one: ModelGraph, other: ModelGraph) -> bool:

@@ -14,7 +14,7 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.mutation import find_writes
+from merak.graph.ir.mutation import find_mutations
 from merak.graph.ir.operators import is_weight_gemm
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def release_accumulators(graph: fx.Graph) -> None:
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     gemms = list(accumulate(is_weight_gemm(node) for node in graph.nodes))
-    writes = find_writes(graph)
+    writes = find_mutations(graph)
     for memory, writers in writes.writers.items():
         members = writes.members[memory]
         if not members or gemms[place[members[0]]] == gemms[place[writers[-1]]]:
@@ -70,11 +70,13 @@ def _release(base: fx.Node, writers: Sequence[fx.Node], place: Mapping[fx.Node, 
                 user.replace_input_with(state, now)
     for writer in writers:
         writer.target = _SUMS[writer.target]  # type: ignore[index]
-        writer.meta["memory"] = None
-    base.meta["memory"] = None
+        writer.meta["storage"] = None
+    base.meta["storage"] = None
 
 
-def carry_buffers(graph: fx.Graph, segments: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+def functionalize_buffers(
+    graph: fx.Graph, segments: Sequence[list[fx.Node]]
+) -> list[list[fx.Node]]:
     """Let later segments read what a buffer holds after the last write as a value.
 
     Args:
@@ -86,7 +88,7 @@ def carry_buffers(graph: fx.Graph, segments: Sequence[list[fx.Node]]) -> list[li
     """
     index = {node: i for i, nodes in enumerate(segments) for node in nodes}
     made = [list(nodes) for nodes in segments]
-    writes = find_writes(graph)
+    writes = find_mutations(graph)
     for memory, writers in writes.writers.items():
         last = writers[-1]
         if last not in index:
@@ -110,6 +112,6 @@ def _copy_after(writer: fx.Node, buffer: fx.Node) -> fx.Node:
     copy.meta = {
         **{key: writer.meta.get(key, "") for key in ("module", "source")},
         "tensor": buffer.meta["tensor"],
-        "memory": None,
+        "storage": None,
     }
     return copy

@@ -10,7 +10,7 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.mutation import Writes, find_writes
+from merak.graph.ir.mutation import Mutations, find_mutations
 from merak.graph.trace.normalize import is_random
 
 
@@ -24,19 +24,19 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class Liveness:
     """The nodes of a graph in two groups, and how long values of the main group live.
 
     Args:
         main: nodes that depend on a parameter, draw random numbers, or write into a tensor.
-        derived: the other operators: they depend on the batch and on buffers alone.
+        batch_only: the other operators: they depend on the batch and on buffers alone.
         last_use: per main node, the position in `main` of its last reader (its own if none).
         dying: per position, the earlier values read there for the last time.
         uncuttable: positions p where no cut may fall between p and p + 1.
     """
 
     main: tuple[fx.Node, ...]
-    derived: tuple[fx.Node, ...]
+    batch_only: tuple[fx.Node, ...]
     last_use: tuple[int, ...]
     dying: tuple[tuple[int, ...], ...]
     uncuttable: frozenset[int]
@@ -62,9 +62,9 @@ class Flow:
         return [*parts, Span(start, span.stop, incoming)]
 
 
-def analyse(graph: fx.Graph) -> Flow:
+def analyze_liveness(graph: fx.Graph) -> Liveness:
     """Split a graph's operators into main and derived ones, and find every value's lifetime."""
-    writes = find_writes(graph)
+    writes = find_mutations(graph)
     operators = [n for n in graph.nodes if n.op == "call_function"]
     main_set = _main(graph, operators, writes)
     main = tuple(n for n in operators if n in main_set)
@@ -79,8 +79,8 @@ def analyse(graph: fx.Graph) -> Flow:
         joined[first] += 1
         joined[last] -= 1
     uncuttable = frozenset(i for i, depth in enumerate(accumulate(joined)) if depth > 0)
-    derived = tuple(n for n in operators if n not in main_set)
-    return Flow(main, derived, tuple(last_use), _dying(last_use), uncuttable)
+    batch_only = tuple(n for n in operators if n not in main_set)
+    return Liveness(main, batch_only, tuple(last_use), _dying(last_use), uncuttable)
 
 
 def _dying(last_use: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -91,7 +91,7 @@ def _dying(last_use: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Writes) -> set[fx.Node]:
+def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Mutations) -> set[fx.Node]:
     """Operators that depend on a parameter, on chance, or on a buffer that is written.
 
     What is written in place is computed from the batch alone only if all that is written there is,
@@ -109,15 +109,15 @@ def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Writes) -> set[
         todo += node.users
         todo += writes.group(node)
         for source in node.all_input_nodes:
-            writers = writes.writers.get(source.meta.get("memory"), ())
+            writers = writes.writers.get(source.meta.get("storage"), ())
             if writers and order[node] < order[writers[-1]]:
                 todo += writes.group(source)
     return {n for n in found if n.op == "call_function"}
 
 
-def _is_seed(placeholder: fx.Node, writes: Writes) -> bool:
+def _is_seed(placeholder: fx.Node, writes: Mutations) -> bool:
     kind = placeholder.meta["kind"]
-    return kind is Kind.PARAMETER or placeholder.meta.get("memory") in writes.writers
+    return kind is Kind.PARAMETER or placeholder.meta.get("storage") in writes.writers
 
 
 def _unsendable(main: Sequence[fx.Node], last_use: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -127,7 +127,7 @@ def _unsendable(main: Sequence[fx.Node], last_use: Sequence[int]) -> Iterator[tu
             yield i, last_use[i]
 
 
-def _written(writes: Writes, position: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
+def _written(writes: Mutations, position: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
     """From the first sight of what is written in place to the last write into it."""
     for memory, writers in writes.writers.items():
         members = writes.members[memory]

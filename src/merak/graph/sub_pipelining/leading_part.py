@@ -12,18 +12,18 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.sub_pipelining.pieces import part_of, writes
+from merak.graph.sub_pipelining.pieces import sub_segment, writes
 from merak.graph.sub_pipelining.sub_microbatch import (
-    Layout,
-    Samples,
-    follow_samples,
+    SampleDims,
+    SamplePlacements,
+    place_samples,
     sample_dim,
-    shares,
+    sub_microbatches,
 )
 from merak.graph.trace.normalize import is_random
 
 
-def cuts(segment: Segment, samples: Samples) -> Iterator[tuple[Segment, Segment]]:
+def leading_cuts(segment: Segment, samples: SampleDims) -> Iterator[tuple[Segment, Segment]]:
     """Cut a segment before what needs all samples, wherever no more crosses than enters it.
 
     What crosses is put together of both halves, which costs its size. No parameter is read on both
@@ -40,7 +40,7 @@ def cuts(segment: Segment, samples: Samples) -> Iterator[tuple[Segment, Segment]
     operators = [node for node in segment.graph.nodes if node.op == "call_function"]
     if samples.batch_size < 2 or any(writes(node) for node in operators):
         return
-    layout = follow_samples(segment, shares(samples.batch_size)[0], samples)
+    layout = place_samples(segment, sub_microbatches(samples.batch_size)[0], samples)
     last_draw = max((i for i, node in enumerate(operators) if is_random(node)), default=-1)
     entering = segment.graph.find_nodes(op="placeholder")
     limit_bytes = sum(_bytes(n) for n in entering if sample_dim(layout.placements[n]) is not None)
@@ -58,7 +58,9 @@ def _bytes(node: fx.Node) -> int:
     return meta.num_bytes if isinstance(meta, TensorMeta) else 0
 
 
-def _crossing_bytes(segment: Segment, first: Sequence[fx.Node], layout: Layout) -> int | None:
+def _crossing_bytes(
+    segment: Segment, first: Sequence[fx.Node], layout: SamplePlacements
+) -> int | None:
     """Bytes that the operators after `first` read of values; None if not all belong to samples."""
     inside = set(first)
     num_bytes = 0
@@ -95,8 +97,8 @@ def _parts(
     later = set(second)
     crossing = [n for n in first if n in own or any(user in later for user in n.users)]
     parts = (
-        part_of(segment, first, crossing, name),
-        part_of(segment, second, [n for n in second if n in own], name),
+        sub_segment(segment, first, crossing, name),
+        sub_segment(segment, second, [n for n in second if n in own], name),
     )
     if not set(parts[0].parameters) & set(parts[1].parameters):
         yield parts

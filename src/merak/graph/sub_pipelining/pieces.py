@@ -17,19 +17,19 @@ from merak.ops.collectives import copy_to, reduce_from
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class PieceAllReduce:
     """A value on its way from one piece to others.
 
     Args:
         source: the value before.
         result: the value after.
-        sums_forward: the value is summed over the ranks; else it passes as it is, and its gradient
+        in_forward: the value is summed over the ranks; else it passes as it is, and its gradient
             is summed on the way back.
     """
 
     source: str
     result: str
-    sums_forward: bool
+    in_forward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Piece:
     """
 
     segment: Segment
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[PieceAllReduce, ...]
 
 
-def cut_at_sums(segment: Segment) -> tuple[Piece, ...]:
+def cut_at_all_reduces(segment: Segment) -> tuple[Piece, ...]:
     """Cut a segment at the all-reduces of its activations.
 
     Args:
@@ -112,9 +112,9 @@ class _Cutter:
         own = [n for n, found in self.levels.items() if found == level and n not in self.cuts]
         outputs = [n for n in own if self._leaves(n, level)]
         return Piece(
-            part_of(self.segment, own, outputs, self.name),
+            sub_segment(self.segment, own, outputs, self.name),
             tuple(
-                Crossing(self.name(_source(n)), self.name(n), n.target is reduce_from)
+                PieceAllReduce(self.name(_source(n)), self.name(n), n.target is reduce_from)
                 for n in self.cuts
                 if self.levels[n] == level
             ),
@@ -133,7 +133,7 @@ class _Cutter:
         return self.names.get(node, f"{self.segment.index}/{node.name}")
 
 
-def part_of(
+def sub_segment(
     segment: Segment,
     own: Sequence[fx.Node],
     outputs: Sequence[fx.Node],

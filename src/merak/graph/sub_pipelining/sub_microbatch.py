@@ -22,16 +22,16 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.ir.mutation import written_by
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.tensor_parallel.placement import (
-    COPIED,
-    REPLICATED,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
     Operator,
     Partial,
-    Placed,
     Placement,
-    Sharded,
+    ResultPlacement,
+    Shard,
     is_opaque,
     local_meta,
     shape_of,
@@ -45,7 +45,7 @@ _DROPPING: Mapping[Any, str] = {dropout_sharded: "layout", attend_sharded: "layo
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SubMicrobatch:
     """Which samples of a microbatch a half has.
 
     Args:
@@ -69,7 +69,7 @@ class Share:
         return first, last - first
 
 
-def shares(batch_size: int) -> tuple[Share, Share]:
+def sub_microbatches(batch_size: int) -> tuple[SubMicrobatch, SubMicrobatch]:
     """The samples of both halves; of an odd number the first has one more.
 
     Raises:
@@ -81,11 +81,11 @@ def shares(batch_size: int) -> tuple[Share, Share]:
             "more."
         )
     middle = (batch_size + 1) // 2
-    return Share(0, middle, batch_size), Share(middle, batch_size, batch_size)
+    return SubMicrobatch(0, middle, batch_size), SubMicrobatch(middle, batch_size, batch_size)
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SampleDims:
     """How the samples of a microbatch lie in the values between segments.
 
     Args:
@@ -99,39 +99,39 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class SubMicrobatchSegments:
     """A segment in two halves.
 
     Args:
         segments: what each half runs, with the names of the whole's inputs and outputs.
-        shares: which samples they have.
-        dims: the dim along which a half has its part, by the name of an input, column, derived
+        sub_microbatches: which samples they have.
+        dims: the dim along which a half has its part, by the name of an input, column, batch-only
             value or output; what is not named is the same for both.
     """
 
     segments: tuple[Segment, Segment]
-    shares: tuple[Share, Share]
+    sub_microbatches: tuple[SubMicrobatch, SubMicrobatch]
     dims: Mapping[str, int]
 
 
-def samples_of(segments: Iterable[Segment], batch_size: int) -> Samples:
+def find_sample_dims(segments: Iterable[Segment], batch_size: int) -> SampleDims:
     """Follow the samples of a microbatch through consecutive segments, from the first on."""
     dims: dict[str, int | None] = {}
     if batch_size < 2:
-        return Samples(batch_size)
-    share, _ = shares(batch_size)
+        return SampleDims(batch_size)
+    share, _ = sub_microbatches(batch_size)
     for segment in segments:
-        placements = follow_samples(segment, share, Samples(batch_size, dims)).placements
+        placements = place_samples(segment, share, SampleDims(batch_size, dims)).placements
         for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
             placed = placements.get(node)
-            if placed == REPLICATED:
+            if placed == REPLICATE:
                 dims[name] = None
             elif placed is not None and (dim := sample_dim(placed)) is not None:
                 dims[name] = dim
-    return Samples(batch_size, dims)
+    return SampleDims(batch_size, dims)
 
 
-def halve(segment: Segment, samples: Samples) -> Halves:
+def split_segment(segment: Segment, samples: SampleDims) -> SubMicrobatchSegments:
     """Split a segment over the samples of a microbatch.
 
     Args:
@@ -141,16 +141,16 @@ def halve(segment: Segment, samples: Samples) -> Halves:
     Raises:
         ShardError: a single sample, or an operator that does not treat them one by one.
     """
-    both = shares(samples.batch_size)
+    both = sub_microbatches(samples.batch_size)
     first, second = (_lay_out(segment, share, samples) for share in both)
     dims = {
         node.meta["name"]: placed.dim
         for node, placed in first.placements.items()
-        if node.op == "placeholder" and isinstance(placed, Sharded)
+        if node.op == "placeholder" and isinstance(placed, Shard)
     }
     for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
         placed = first.placements[node]
-        if placed == second.placements[node] == REPLICATED:
+        if placed == second.placements[node] == REPLICATE:
             continue  # both halves make it, each for itself
         dim = sample_dim(placed)
         if dim is None or dim != sample_dim(second.placements[node]):
@@ -162,16 +162,16 @@ def halve(segment: Segment, samples: Samples) -> Halves:
         replace(segment, graph=_Writer(first).run(segment.graph)),
         replace(segment, graph=_Writer(second).run(segment.graph)),
     )
-    return Halves(written, both, dims)
+    return SubMicrobatchSegments(written, both, dims)
 
 
-def sample_dim(placed: Placed) -> int | None:
+def sample_dim(placed: ResultPlacement) -> int | None:
     """The one dim of a value along which the samples lie in their order; None if there is none."""
-    return placed.dim if isinstance(placed, Sharded) and len(placed.parts) == 1 else None
+    return placed.dim if isinstance(placed, Shard) and len(placed.parts) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SamplePlacements:
     """How the values of a segment lie in one half of it.
 
     Args:
@@ -181,15 +181,15 @@ class Layout:
         refusal: why there are fewer.
     """
 
-    share: Share
-    placements: Mapping[fx.Node, Placed]
+    share: SubMicrobatch
+    placements: Mapping[fx.Node, ResultPlacement]
     decisions: Mapping[fx.Node, Decision]
     refusal: ShardError | None = None
 
 
-def follow_samples(segment: Segment, share: Share, samples: Samples) -> Layout:
+def place_samples(segment: Segment, share: SubMicrobatch, samples: SampleDims) -> SamplePlacements:
     """Follow the samples of a microbatch through a segment, up to what needs all of them."""
-    placements: dict[fx.Node, Placed] = {}
+    placements: dict[fx.Node, ResultPlacement] = {}
     decisions: dict[fx.Node, Decision] = {}
     for node in segment.graph.nodes:
         if node.op == "placeholder":
@@ -198,17 +198,17 @@ def follow_samples(segment: Segment, share: Share, samples: Samples) -> Layout:
         try:
             decisions[node] = _decide(Operator(node, placements, share.degree))
         except ShardError as error:
-            return Layout(share, placements, decisions, error)
+            return SamplePlacements(share, placements, decisions, error)
         placements[node] = decisions[node].output
-    return Layout(share, placements, decisions)
+    return SamplePlacements(share, placements, decisions)
 
 
 def _operators(segment: Segment) -> list[fx.Node]:
     return [node for node in segment.graph.nodes if node.op == "call_function"]
 
 
-def _lay_out(segment: Segment, share: Share, samples: Samples) -> Layout:
-    layout = follow_samples(segment, share, samples)
+def _lay_out(segment: Segment, share: SubMicrobatch, samples: SampleDims) -> SamplePlacements:
+    layout = place_samples(segment, share, samples)
     if layout.refusal is not None:
         raise layout.refusal
     return layout
@@ -221,15 +221,15 @@ def _output_nodes(segment: Segment) -> tuple[fx.Node, ...]:
     return nodes
 
 
-def _entering(node: fx.Node, samples: Samples) -> Placement:
+def _entering(node: fx.Node, samples: SampleDims) -> Placement:
     """What enters a half: its samples, of what has any; else all of it."""
     meta, kind = node.meta["tensor"], node.meta["kind"]
     if kind in (Kind.PARAMETER, Kind.BUFFER) or not isinstance(meta, TensorMeta):
-        return REPLICATED
+        return REPLICATE
     dim = 0 if meta.shape[:1] == (samples.batch_size,) else None
     if kind is Kind.VALUE:
         dim = samples.dims.get(node.meta["name"], dim)
-    return REPLICATED if dim is None else Sharded(dim, (meta.shape[dim],))
+    return REPLICATE if dim is None else Shard(dim, (meta.shape[dim],))
 
 
 def _decide(op: Operator) -> Decision:
@@ -248,21 +248,21 @@ def _decide(op: Operator) -> Decision:
     if several and (op.node.target in _DROPPING or decision.target in _DROPPING):
         raise op.error("draws for samples that do not lie in their order")
     for node, need in decision.needs.items():
-        if _is_parted(need) and not isinstance(op.placement(node), Sharded):
+        if _is_parted(need) and not isinstance(op.placement(node), Shard):
             raise op.error("takes samples that do not lie in their order")
         # A copied value is whole, too: what mixes samples would read all of them.
-        if isinstance(op.placement(node), Sharded) and need != op.placement(node):
+        if isinstance(op.placement(node), Shard) and need != op.placement(node):
             raise op.error("must see all samples of a microbatch")
     return decision
 
 
 def _is_parted(placed: Placement) -> bool:
-    return isinstance(placed, Sharded) and len(placed.parts) > 1
+    return isinstance(placed, Shard) and len(placed.parts) > 1
 
 
 def _refuse_writes(op: Operator) -> None:
     """A write into a buffer would happen twice."""
-    for written in written_by(op.node):
+    for written in mutated_arguments(op.node):
         source: fx.Node | None = written
         while source is not None and source.op == "call_function":
             source = source.all_input_nodes[0] if source.all_input_nodes else None
@@ -276,9 +276,9 @@ def _embedding(op: Operator) -> Decision:
     placed = op.placement(indices)
     if op.arg("scale_grad_by_freq", False):
         raise op.error("counts how often a row is looked up for all samples of a microbatch")
-    if op.placement(weight) != REPLICATED or not isinstance(placed, Sharded):
+    if op.placement(weight) != REPLICATE or not isinstance(placed, Shard):
         return decide(op)
-    return Decision(placed, {weight: COPIED})
+    return Decision(placed, {weight: REPLICATE_PARTIAL_GRAD})
 
 
 def _split_elementwise(op: Operator) -> Decision:
@@ -309,7 +309,7 @@ _MORE_RULES: dict[str, Callable[[Operator], Decision]] = {
 class _Writer:
     """Writes the graph of one half."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: SamplePlacements) -> None:
         self.placements = layout.placements
         self.decisions = layout.decisions
         self.share = layout.share
@@ -336,7 +336,7 @@ class _Writer:
 
         def operand(n: fx.Node) -> fx.Node:
             need = decision.needs.get(n)
-            if isinstance(need, Sharded) and not isinstance(self.placements[n], Sharded):
+            if isinstance(need, Shard) and not isinstance(self.placements[n], Shard):
                 return self.rows_of(n, need.dim)
             return self.env[n]
 
@@ -357,7 +357,7 @@ class _Writer:
             new = self.graph.call_function(
                 aten.narrow.default, (self.env[node], dim, *self.share.rows(meta.shape[dim]))
             )
-            local = local_meta(meta, Sharded(dim, ()), self.share.degree)
+            local = local_meta(meta, Shard(dim, ()), self.share.degree)
             new.meta = {**node.meta, "tensor": local}
             self.narrowed[node, dim] = new
         return self.narrowed[node, dim]
@@ -367,7 +367,7 @@ class _Writer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Dropout over a split batch: not by rank, but by the half's rows of the pattern."""
         placed = self.placements[node]
-        assert isinstance(placed, Sharded)
+        assert isinstance(placed, Shard)
         whole = node.meta["tensor"].shape[placed.dim]
         rows = (placed.dim, self.share.rows(whole)[0], whole)
         if target is dropout_sharded:

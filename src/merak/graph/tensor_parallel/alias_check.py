@@ -7,17 +7,16 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.mutation import Writes, find_writes, is_mutating, written_by
+from merak.graph.ir.mutation import Mutations, find_mutations, is_mutating, mutated_arguments
 from merak.graph.tensor_parallel.placement import (
-    Copied,
     Decision,
-    Placed,
-    Replicated,
+    Replicate,
+    ResultPlacement,
     need_of,
     where,
 )
 
-Placements = Mapping[fx.Node, Placed]
+Placements = Mapping[fx.Node, ResultPlacement]
 Decisions = Mapping[fx.Node, Decision]
 
 
@@ -37,7 +36,7 @@ def refuse_lost_writes(graph: fx.Graph, placements: Placements, decisions: Decis
     """
     if not any(is_mutating(node) for node in decisions):
         return
-    writes = find_writes(graph)
+    writes = find_mutations(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for memory, writers in writes.writers.items():
         copies = _copies(memory, writes, placements, decisions)
@@ -50,7 +49,7 @@ def refuse_lost_writes(graph: fx.Graph, placements: Placements, decisions: Decis
 
 
 def _copies(
-    memory: int, writes: Writes, placements: Placements, decisions: Decisions
+    memory: int, writes: Mutations, placements: Placements, decisions: Decisions
 ) -> dict[fx.Node, int]:
     """Which copy of a memory every node that is (a view of) it then has."""
     found: dict[fx.Node, int] = {}
@@ -82,13 +81,12 @@ def _is_tuple(node: fx.Node) -> bool:
 
 def _aliased(node: fx.Node, memory: int) -> list[fx.Node]:
     """The operands that a node may be a view of."""
-    return [n for n in node.all_input_nodes if n.meta.get("memory") == memory or _is_tuple(n)]
+    return [n for n in node.all_input_nodes if n.meta.get("storage") == memory or _is_tuple(n)]
 
 
 def _moves(operand: fx.Node, decision: Decision, placements: Placements) -> bool:
     placed, need = placements[operand], need_of(operand, decision, placements)
-    whole = (Replicated, Copied)  # both are the value itself
-    return need is not None and placed != need and not isinstance(placed, whole)
+    return need is not None and placed != need and not isinstance(placed, Replicate)
 
 
 def _reached(
@@ -102,7 +100,9 @@ def _reached(
     if writer in copies:
         return {copies[writer]}
     decision = decisions.get(writer)
-    targets = [n for n in written_by(writer) if n in copies and n.meta.get("memory") == memory]
+    targets = [
+        n for n in mutated_arguments(writer) if n in copies and n.meta.get("storage") == memory
+    ]
     stay = [n for n in targets if decision is None or not _moves(n, decision, placements)]
     return {copies[n] for n in stay}
 

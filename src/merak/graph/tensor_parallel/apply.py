@@ -1,7 +1,7 @@
 """Tensor parallelism as a rewriting of the traced graph: every rank runs its share of a segment.
 
-Three steps: how weights are split is derived from the graph (`derive`), or a feature dict says so;
-the splits are carried through the graph operator by operator (`propagate`), and the graph is
+Three steps: how weights are split is derived from the graph (`auto_shard`), or a feature dict says
+so; the splits are carried through the graph operator by operator (`propagate`), and the graph is
 written anew with local sizes and the collectives in between (`rewrite`). What crosses from one
 segment to the next is whole on every rank, or its share of the sequence (`sequence`).
 
@@ -27,7 +27,7 @@ from merak.graph.tensor_parallel.features import (
     Vocabulary,
     resolve_features,
 )
-from merak.graph.tensor_parallel.placement import Mixed, Sharded
+from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.propagate import (
     capacities,
     decide_or_gather,
@@ -36,13 +36,13 @@ from merak.graph.tensor_parallel.propagate import (
 )
 from merak.graph.tensor_parallel.rewrite import rewrite
 from merak.graph.tensor_parallel.search.auto_shard import (
-    Deriver,
-    SegmentSplit,
-    Split,
-    Task,
-    Weights,
+    AutoSharder,
+    SegmentSharding,
+    SegmentTask,
+    WeightPlacement,
+    WeightPlacements,
+    auto_shard,
     check_limits,
-    derive,
 )
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.plan import SequencePlan, plan_sequence
@@ -53,16 +53,16 @@ class TensorParallel:
     """Makes the segments of one model those of a tensor parallel rank.
 
     Args:
-        deriver: fits operators to split weights, and remembers how.
+        auto_sharder: fits operators to split weights, and remembers how.
         weights: the split parameters.
         sequence: whether values lie in shares of the sequence where they can.
-        shares: which do, in the graph that `fit` has seen.
+        sequence_plan: which do, in the graph that `fit` has seen.
     """
 
-    deriver: Deriver
-    weights: Weights
+    auto_sharder: AutoSharder
+    weights: WeightPlacements
     sequence: bool = False
-    shares: SequencePlan | None = None
+    sequence_plan: SequencePlan | None = None
 
     def fit(self, model: ModelGraph) -> tuple[ModelGraph, TensorParallel]:
         """Plan for a graph of the model, which is traced anew for every shape.
@@ -73,12 +73,12 @@ class TensorParallel:
         Returns:
             The graph, whose `values` are what a rank holds of them, and what rewrites its segments.
         """
-        degree = self.deriver.degree
+        degree = self.auto_sharder.degree
         if degree == 1 or not self.sequence:
             return model, self
         shares = plan_sequence(model, self.split, degree)
         fitted = replace(model, values=shares.local_values(model, degree))
-        return fitted, replace(self, shares=shares)
+        return fitted, replace(self, sequence_plan=shares)
 
     def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
         """Rewrite one segment.
@@ -93,21 +93,21 @@ class TensorParallel:
         Raises:
             ShardError: an operator that cannot be split so.
         """
-        degree = self.deriver.degree
+        degree = self.auto_sharder.degree
         if degree == 1:
             return segment, {}
         split = self.split(segment)
-        if self.shares is None:
+        if self.sequence_plan is None:
             layout = propagate(segment.graph, split.weights, degree, decide_or_gather, split.inside)
         else:
-            layout = self.shares.segments[segment.index].laid.propagation
+            layout = self.sequence_plan.segments[segment.index].laid.propagation
         shards = {name: _shard(p, degree) for name, p in split.weights.items()}
         return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
 
-    def split(self, segment: Segment) -> SegmentSplit:
+    def split(self, segment: Segment) -> SegmentSharding:
         """How one segment is split, and the collectives it runs."""
         own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
-        return self.deriver(Task(segment, own, frozenset(segment.parameters)))
+        return self.auto_sharder(SegmentTask(segment, own, frozenset(segment.parameters)))
 
 
 def tensor_parallel(
@@ -129,22 +129,24 @@ def tensor_parallel(
             than anything that can be split.
     """
     if degree == 1:
-        return TensorParallel(Deriver(model.parameters, degree), {})
-    deriver = Deriver(model.parameters, degree)
+        return TensorParallel(AutoSharder(model.parameters, degree), {})
+    auto_sharder = AutoSharder(model.parameters, degree)
     attributes = attributes_for(model, features or {})
     given = given_weights(model, attributes, degree)
     kept = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
-    weights = derive(model, deriver, given, kept)
+    weights = auto_shard(model, auto_sharder, given, kept)
     if not attributes and not weights.keys() - vocabularies(model):
         check_limits(model, degree)
-    return TensorParallel(deriver, weights, sequence)
+    return TensorParallel(auto_sharder, weights, sequence)
 
 
-def derived(model: ModelGraph, degree: int, *, sequence: bool = False) -> TensorParallel:
+def auto_tensor_parallel(
+    model: ModelGraph, degree: int, *, sequence: bool = False
+) -> TensorParallel:
     """The splits derived from a model's graph alone; none where the degree is too large."""
-    deriver = Deriver(model.parameters, degree)
-    weights = derive(model, deriver, {}, frozenset()) if degree > 1 else {}
-    return TensorParallel(deriver, weights, sequence)
+    auto_sharder = AutoSharder(model.parameters, degree)
+    weights = auto_shard(model, auto_sharder, {}, frozenset()) if degree > 1 else {}
+    return TensorParallel(auto_sharder, weights, sequence)
 
 
 def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute]:
@@ -158,7 +160,7 @@ def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute
 
 def given_weights(
     model: ModelGraph, attributes: Mapping[str, Attribute], degree: int
-) -> dict[str, Sharded]:
+) -> dict[str, Shard]:
     """The splits that a feature dict asks for, checked against the graph.
 
     Args:
@@ -174,7 +176,7 @@ def given_weights(
             which the sentence names.
     """
     check_degree(model.segments, model.parameters, attributes, degree)
-    chosen: dict[str, Sharded] = {}
+    chosen: dict[str, Shard] = {}
     for segment in model.segments:
         own = place_weights(segment, model.parameters, attributes)
         propagate(segment.graph, own, degree)
@@ -193,7 +195,7 @@ def check_features(model: ModelGraph, features: Features) -> None:
 
 
 def shard_model(
-    model: ModelGraph, weights: Weights, degree: int, *, sequence: bool = False
+    model: ModelGraph, weights: WeightPlacements, degree: int, *, sequence: bool = False
 ) -> tuple[ModelGraph, dict[str, ParameterShard]]:
     """Rewrite all segments of a model for a tensor parallel degree.
 
@@ -206,7 +208,7 @@ def shard_model(
     Returns:
         The model that every rank runs, and the layout of the parameters that are split.
     """
-    parallel = TensorParallel(Deriver(model.parameters, degree), weights, sequence)
+    parallel = TensorParallel(AutoSharder(model.parameters, degree), weights, sequence)
     model, parallel = parallel.fit(model)
     pairs = [parallel(segment) for segment in model.segments]
     shards = {name: shard for _, found in pairs for name, shard in found.items()}
@@ -247,12 +249,12 @@ def check_degree(
             )
 
 
-def _shard(placed: Split, degree: int) -> ParameterShard:
-    whole = tuple(sorted(placed.whole)) if isinstance(placed, Mixed) else ()
+def _shard(placed: WeightPlacement, degree: int) -> ParameterShard:
+    whole = tuple(sorted(placed.whole)) if isinstance(placed, PartlySharded) else ()
     return ParameterShard(placed.dim, placed.parts, degree, whole)
 
 
-def _check_shared(segment: Segment, own: Weights, chosen: Weights) -> None:
+def _check_shared(segment: Segment, own: WeightPlacements, chosen: WeightPlacements) -> None:
     """A parameter that several segments read lies the same in all of them."""
     for name in segment.parameters:
         if name in own and chosen.get(name, own[name]) != own[name]:

@@ -15,6 +15,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.shards import share_of
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.custom_operators import Role, custom_operator
 
 AXIS = "tp"
 """The mesh axis that the rewriting splits over."""
@@ -24,25 +25,24 @@ Degree = int | Fraction
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
-    """The same on every rank, and so is its gradient."""
+class Partial:
+    """Placement of a partial sum: every rank holds a summand."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
-    """The same on every rank, but each rank computes only a part of its gradient.
+class Replicate:
+    """Placement of a replicated value: the same on every rank.
 
-    What a replicated value becomes where it enters work that is split.
+    Args:
+        grad: placement of its gradient where that differs: `Partial` once the value has entered
+            split work, in which each rank computes a summand of the gradient.
     """
 
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Every rank holds a summand."""
+    grad: Partial | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class Shard:
     """Every rank holds its share of each fused part, parts in their order.
 
     One part that the degree does not divide, a vocabulary, is filled up with padding: what the
@@ -60,7 +60,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
+class PartlySharded:
     """Every rank holds its share of some fused parts and all of the others.
 
     Each rank makes a part of the whole parts' gradient.
@@ -78,10 +78,11 @@ class Mixed:
     origin: str = field(default="", compare=False)
 
 
-Placement = Replicated | Copied | Partial | Sharded | Mixed
-Placed = Placement | tuple[Placement, ...]
+Placement = Replicate | Partial | Shard | PartlySharded
+ResultPlacement = Placement | tuple[Placement, ...]
 
-REPLICATED, COPIED, PARTIAL = Replicated(), Copied(), Partial()
+PARTIAL = Partial()
+REPLICATE, REPLICATE_PARTIAL_GRAD = Replicate(), Replicate(grad=PARTIAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class Decision:
     Args:
         output: how its result lies; a tuple for several results.
         needs: how operands must lie. Operands not named: sharded ones stay as they are, replicated
-            ones enter the split work (`Copied`), partial sums too unless the result is one.
+            ones enter the split work (`REPLICATE_PARTIAL_GRAD`), partial sums too unless the result
+            is one.
         target: the operator in its place; None keeps it.
         args: its arguments, in terms of the old graph's nodes; None keeps them.
         kwargs: its keyword arguments; None keeps them.
@@ -100,7 +102,7 @@ class Decision:
         sums: how many numbers the ranks sum inside the operator, once for each all-reduce.
     """
 
-    output: Placed
+    output: ResultPlacement
     needs: Mapping[fx.Node, Placement] = field(default_factory=dict)
     target: Callable[..., Any] | None = None
     args: tuple[Any, ...] | None = None
@@ -110,17 +112,17 @@ class Decision:
 
 
 def need_of(
-    node: fx.Node, decision: Decision, placements: Mapping[fx.Node, Placed]
+    node: fx.Node, decision: Decision, placements: Mapping[fx.Node, ResultPlacement]
 ) -> Placement | None:
     """How a decision's operand must lie; None takes it as it lies."""
     if node in decision.needs:
         return decision.needs[node]
     placed = placements[node]
-    if isinstance(placed, (tuple, Sharded, Mixed)):
+    if isinstance(placed, (tuple, Shard, PartlySharded)):
         return None
     if isinstance(placed, Partial) and isinstance(decision.output, Partial):
         return None
-    return REPLICATED if isinstance(decision.output, Replicated) else COPIED
+    return REPLICATE if decision.output == REPLICATE else REPLICATE_PARTIAL_GRAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +133,16 @@ class Operator:
         node: the operator's node, in the graph before rewriting.
         placements: how the results of all nodes before it lie.
         degree: the tensor parallel degree; or the whole ÷ one share, where shares are unequal.
-        copied: whether to count it to the work that is split, though its operands are whole.
-        in_memory: how the results before it lie that are in some memory, by its number; may be
+        in_split_work: whether to count it to the work that is split, though its operands are whole.
+        by_storage: how the results before it lie that are in some memory, by its number; may be
             left out where none is copied.
     """
 
     node: fx.Node
-    placements: Mapping[fx.Node, Placed]
+    placements: Mapping[fx.Node, ResultPlacement]
     degree: Degree
-    copied: bool = False
-    in_memory: Mapping[int | None, Collection[Placed]] = field(default_factory=dict)
+    in_split_work: bool = False
+    by_storage: Mapping[int | None, Collection[ResultPlacement]] = field(default_factory=dict)
 
     def placement(self, operand: Any) -> Placement:
         """How an operand lies; a partial sum counts as replicated, as it is reduced first.
@@ -148,19 +150,19 @@ class Operator:
         So does a copied value, which is what split work asks of a replicated one.
         """
         placed = self.raw(operand)
-        return REPLICATED if isinstance(placed, (Partial, Copied)) else placed
+        return REPLICATE if isinstance(placed, (Partial, Replicate)) else placed
 
     def raw(self, operand: Any) -> Placement:
         """How an operand lies, partial sums as such."""
-        placed = self.placements[operand] if isinstance(operand, fx.Node) else REPLICATED
+        placed = self.placements[operand] if isinstance(operand, fx.Node) else REPLICATE
         if isinstance(placed, tuple):
             raise self.error("reads the tuple of a split operator as a whole")
         return placed
 
-    def sharded(self) -> dict[fx.Node, Sharded]:
+    def sharded(self) -> dict[fx.Node, Shard]:
         """The operands that are split, in the order of the arguments."""
         placed = {n: self.placement(n) for n in self.node.all_input_nodes}
-        return {n: p for n, p in placed.items() if isinstance(p, Sharded)}
+        return {n: p for n, p in placed.items() if isinstance(p, Shard)}
 
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument by its name in the operator's schema, or in a function's signature."""
@@ -183,7 +185,7 @@ class Operator:
                 kwargs[argument.name] = values[argument.name]
         return {"args": tuple(args), "kwargs": kwargs}
 
-    def local(self, size: int, placed: Sharded | None = None) -> int:
+    def local(self, size: int, placed: Shard | None = None) -> int:
         """A rank's share of a size that is split; filled up where it is all of a padded value."""
         if placed is not None and placed.parts == (size,) and is_padded(placed, self.degree):
             return share_of(size, int(self.degree))
@@ -224,7 +226,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
     return meta.shape if isinstance(meta, TensorMeta) else ()
 
 
-def listed_parts(placed: Sharded) -> str:
+def listed_parts(placed: Shard) -> str:
     """The sizes of the fused parts, for messages."""
     return " + ".join(str(size) for size in placed.parts)
 
@@ -234,25 +236,25 @@ def positive(dim: int, num_dims: int) -> int:
     return dim + num_dims if dim < 0 else dim
 
 
-def is_padded(placed: Placed, degree: Degree) -> bool:
+def is_padded(placed: ResultPlacement, degree: Degree) -> bool:
     """Whether some rank's share is filled up with padding; halves of a microbatch never are."""
-    if not isinstance(degree, int) or not isinstance(placed, Sharded):
+    if not isinstance(degree, int) or not isinstance(placed, Shard):
         return False
     return any(size % degree for size in placed.parts)
 
 
-def local_meta(meta: Any, placed: Placed, degree: Degree) -> Any:
+def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
     """What a rank holds of a value that lies as `placed`."""
     if isinstance(meta, tuple):
         each = placed if isinstance(placed, tuple) else (placed,) * len(meta)
         return tuple(local_meta(m, p, degree) for m, p in zip(meta, each, strict=True))
-    if not isinstance(meta, TensorMeta) or not isinstance(placed, (Sharded, Mixed)):
+    if not isinstance(meta, TensorMeta) or not isinstance(placed, (Shard, PartlySharded)):
         return meta
     shape = list(meta.shape)
     if is_padded(placed, degree):
         shape[placed.dim] = share_of(shape[placed.dim], int(degree))
         return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
-    whole = sum(placed.parts[i] for i in placed.whole) if isinstance(placed, Mixed) else 0
+    whole = sum(placed.parts[i] for i in placed.whole) if isinstance(placed, PartlySharded) else 0
     shape[placed.dim] = (shape[placed.dim] - whole) // degree + whole
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
 
@@ -260,7 +262,7 @@ def local_meta(meta: Any, placed: Placed, degree: Degree) -> Any:
 _KNOWN = frozenset(("aten", "prims", "merak", "transformers"))
 """Libraries whose operators rules know by name."""
 
-_OPAQUE = frozenset(("custom_function", "kept_module", "kept_module_", "picked"))
+_OPAQUE = (Role.OPAQUE_CALL, Role.AUTOGRAD_FUNCTION)
 
 
 @cache
@@ -285,7 +287,8 @@ def is_opaque(target: Any) -> bool:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.namespace not in _KNOWN or family(target) in _OPAQUE
+    own = custom_operator(target)
+    return target.namespace not in _KNOWN or (own is not None and own.role in _OPAQUE)
 
 
 Rule = Callable[[Operator], Decision]

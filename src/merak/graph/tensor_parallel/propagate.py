@@ -12,17 +12,17 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.ir.mutation import written_by
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.tensor_parallel.alias_check import refuse_lost_writes
 from merak.graph.tensor_parallel.features import Attribute, Column, Replicate, Row, Vocabulary
 from merak.graph.tensor_parallel.placement import (
-    REPLICATED,
+    REPLICATE,
     Decision,
-    Mixed,
     Operator,
-    Placed,
+    PartlySharded,
     Placement,
-    Sharded,
+    ResultPlacement,
+    Shard,
     family,
 )
 from merak.graph.tensor_parallel.rules.rules import decide
@@ -43,14 +43,14 @@ class Propagation:
             become whole by an all-gather whose backward is one; else through whole values.
     """
 
-    placements: Mapping[fx.Node, Placed]
+    placements: Mapping[fx.Node, ResultPlacement]
     decisions: Mapping[fx.Node, Decision]
     outputs: Mapping[fx.Node, Placement] = field(default_factory=dict)
     scatters: bool = False
 
     def leaving(self, node: fx.Node) -> Placement:
         """How a result of the segment lies for those that read it."""
-        return self.outputs.get(node, REPLICATED)
+        return self.outputs.get(node, REPLICATE)
 
 
 def propagate(
@@ -81,20 +81,20 @@ def propagate(
     Raises:
         ShardError: an operator that cannot work on what is split, or a write that would be lost.
     """
-    placements: dict[fx.Node, Placed] = {}
+    placements: dict[fx.Node, ResultPlacement] = {}
     decisions: dict[fx.Node, Decision] = {}
-    in_memory: dict[int | None, set[Placed]] = {}
+    by_storage: dict[int | None, set[ResultPlacement]] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
-            placements[node] = weights.get(node.meta["name"], REPLICATED)
+            placements[node] = weights.get(node.meta["name"], REPLICATE)
         elif node.op == "call_function":
-            decision = rule(Operator(node, placements, degree, node in inside, in_memory))
+            decision = rule(Operator(node, placements, degree, node in inside, by_storage))
             decisions[node] = decision
-            placements[node] = REPLICATED if decision.then else decision.output
+            placements[node] = REPLICATE if decision.then else decision.output
         elif node.op != "output":
-            placements[node] = entering.get(node, REPLICATED)
+            placements[node] = entering.get(node, REPLICATE)
         if node.op != "output":
-            in_memory.setdefault(node.meta.get("memory"), set()).add(placements[node])
+            by_storage.setdefault(node.meta.get("storage"), set()).add(placements[node])
     refuse_lost_writes(graph, placements, decisions)
     return Propagation(placements, decisions)
 
@@ -110,16 +110,16 @@ def decide_or_gather(op: Operator) -> Decision:
         return decide(op)
     except ShardError:
         # What is written into is there on every rank: only what is written can be gathered.
-        if any(op.placements.get(n) != REPLICATED for n in written_by(op.node)) or any(
-            isinstance(op.raw(n), Mixed) for n in op.node.all_input_nodes
+        if any(op.placements.get(n) != REPLICATE for n in mutated_arguments(op.node)) or any(
+            isinstance(op.raw(n), PartlySharded) for n in op.node.all_input_nodes
         ):
             raise
-        return Decision(REPLICATED, dict.fromkeys(op.sharded(), REPLICATED))
+        return Decision(REPLICATE, dict.fromkeys(op.sharded(), REPLICATE))
 
 
 def place_weights(
     segment: Segment, parameters: Mapping[str, TensorMeta], attributes: Mapping[str, Attribute]
-) -> dict[str, Sharded]:
+) -> dict[str, Shard]:
     """How the parameters of a segment lie that a feature dict splits.
 
     Args:
@@ -133,7 +133,7 @@ def place_weights(
     Raises:
         ShardError: an attribute that does not fit the parameter or how the graph uses it.
     """
-    placed: dict[str, Sharded] = {}
+    placed: dict[str, Shard] = {}
     for node in segment.graph.find_nodes(op="placeholder"):
         if node.meta["kind"] is not Kind.PARAMETER:
             continue
@@ -143,7 +143,7 @@ def place_weights(
             attribute = attributes[name]
             relative = attribute.parts if isinstance(attribute, (Column, Row)) else (1,)
             parts = _part_sizes(name, parameters[name].shape[dim], relative)
-            placed[name] = Sharded(dim, parts, name)
+            placed[name] = Shard(dim, parts, name)
     return placed
 
 
@@ -255,6 +255,6 @@ def capacities(propagation: Propagation) -> dict[str, int]:
     found: dict[str, int] = {}
     for placed in propagation.placements.values():
         for each in placed if isinstance(placed, tuple) else (placed,):
-            if isinstance(each, Sharded):
+            if isinstance(each, Shard):
                 found[each.origin] = math.gcd(found.get(each.origin, 0), *each.parts)
     return found

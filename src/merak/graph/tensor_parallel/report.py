@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from merak.core.shards import share_of
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.tensor_parallel.apply import TensorParallel
-from merak.graph.tensor_parallel.placement import Copied, Mixed, Replicated, Sharded, family
+from merak.graph.tensor_parallel.placement import REPLICATE, PartlySharded, Replicate, Shard, family
 from merak.graph.tensor_parallel.propagate import weight_dims
-from merak.graph.tensor_parallel.search.auto_shard import Split, limits_of
+from merak.graph.tensor_parallel.search.auto_shard import WeightPlacement, limits_of
 from merak.graph.tensor_parallel.search.cost import (
     FORWARD,
     Transfer,
@@ -20,7 +20,7 @@ from merak.graph.tensor_parallel.search.cost import (
     weights_only,
 )
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
-from merak.graph.tensor_parallel.sequence.propagate import Laid
+from merak.graph.tensor_parallel.sequence.propagate import SequencePropagation
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class SegmentReport:
     gathered: tuple[str, ...] = ()
 
 
-def report_splits(model: ModelGraph, parallel: TensorParallel) -> tuple[SegmentReport, ...]:
+def report_sharding(model: ModelGraph, parallel: TensorParallel) -> tuple[SegmentReport, ...]:
     """How every segment of a model is split."""
-    reasons, tables = whole_reasons(model, parallel), vocabularies(model)
+    reasons, tables = replication_reasons(model, parallel), vocabularies(model)
     model, parallel = parallel.fit(model)
     return tuple(_report(segment, parallel, reasons, tables) for segment in model.segments)
 
 
-def whole_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:
+def replication_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:
     """Why parameters are whole on every rank, by name."""
-    degree, pieces = parallel.deriver.degree, limits_of(model)
+    degree, pieces = parallel.auto_sharder.degree, limits_of(model)
     found = dict.fromkeys(vocabularies(model), "splitting its vocabulary costs more than it saves")
     for name in model.parameters:
         count = pieces.get(name)
@@ -72,9 +72,9 @@ def whole_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]
     return {name: why for name, why in found.items() if name not in parallel.weights}
 
 
-def left_whole(model: ModelGraph, parallel: TensorParallel) -> str | None:
+def replication_warning(model: ModelGraph, parallel: TensorParallel) -> str | None:
     """A sentence about weights that the degree leaves whole; None if they are few."""
-    degree = parallel.deriver.degree
+    degree = parallel.auto_sharder.degree
     if not parallel.weights.keys() - vocabularies(model):
         but, rest = (" but the vocabulary", "the rest") if parallel.weights else ("", "all")
         return (
@@ -105,16 +105,16 @@ def _report(
     found = parallel.split(segment)
     nodes = parameter_nodes(segment.graph)
     split = {
-        name: _of_vocabulary(found.weights[name], parallel.deriver.degree)
+        name: _of_vocabulary(found.weights[name], parallel.auto_sharder.degree)
         if name in tables and len(found.weights[name].parts) == 1
         else describe(found.weights[name], [out for out, _ in weight_dims(node)])
         for name, node in nodes.items()
         if name in found.weights
     }
     whole = {name: reasons[name] for name in nodes if name not in split}
-    if parallel.shares is None:
+    if parallel.sequence_plan is None:
         return SegmentReport(split, whole, *_counted(found.transfers))
-    shares = parallel.shares.segments[segment.index]
+    shares = parallel.sequence_plan.segments[segment.index]
     counts = (*_counted(shares.transfers), *_on_shares(segment, shares.laid))
     return SegmentReport(split, whole, *counts, gathered_for(segment, shares.laid))
 
@@ -125,40 +125,40 @@ def _counted(transfers: Sequence[Transfer]) -> tuple[int, int]:
     return sent.count(True), sent.count(False)
 
 
-def _on_shares(segment: Segment, laid: Laid) -> tuple[int, int]:
+def _on_shares(segment: Segment, laid: SequencePropagation) -> tuple[int, int]:
     """How many of the values outside split work lie in shares, and how many there are."""
     weights = weights_only(segment.graph)
     found = [
-        node in laid.shares or node in laid.propagation.outputs
+        node in laid.sharded or node in laid.propagation.outputs
         for node, placed in laid.propagation.placements.items()
         if node.op == "call_function" and node not in weights and has_gradient(node)
-        if node in laid.shares or isinstance(placed, Replicated | Copied)
+        if node in laid.sharded or isinstance(placed, Replicate)
     ]
     return found.count(True), len(found)
 
 
-def gathered_for(segment: Segment, laid: Laid) -> tuple[str, ...]:
+def gathered_for(segment: Segment, laid: SequencePropagation) -> tuple[str, ...]:
     """The operators outside split work for which shares are gathered, and where they are."""
     found = (
         f"{family(node.target)} in {node.meta.get('module') or segment.name}"
         for node, decision in laid.propagation.decisions.items()
-        if isinstance(decision.output, Replicated)
+        if decision.output == REPLICATE
         if any(
-            isinstance(need, Replicated) and isinstance(laid.propagation.placements[n], Sharded)
+            need == REPLICATE and isinstance(laid.propagation.placements[n], Shard)
             for n, need in decision.needs.items()
         )
     )
     return tuple(dict.fromkeys(found))
 
 
-def _of_vocabulary(placed: Split, degree: int) -> str:
+def _of_vocabulary(placed: WeightPlacement, degree: int) -> str:
     """A split vocabulary in words, with the rows that it is filled up by."""
     (size,) = placed.parts
     padding = share_of(size, degree) * degree - size
     return f"vocabulary ({size} and {padding} of padding)" if padding else "vocabulary"
 
 
-def describe(placed: Split, outputs: Sequence[int]) -> str:
+def describe(placed: WeightPlacement, outputs: Sequence[int]) -> str:
     """An attribute in words: "column", "row", with the sizes of fused parts.
 
     Args:
@@ -169,6 +169,6 @@ def describe(placed: Split, outputs: Sequence[int]) -> str:
     words = "row" if outputs and placed.dim not in outputs else "column"
     if len(placed.parts) == 1:
         return words
-    whole = placed.whole if isinstance(placed, Mixed) else frozenset[int]()
+    whole = placed.whole if isinstance(placed, PartlySharded) else frozenset[int]()
     sizes = (f"{size} whole" if i in whole else str(size) for i, size in enumerate(placed.parts))
     return f"{words} ({', '.join(sizes)})"

@@ -12,15 +12,13 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.tensor_parallel.placement import (
     AXIS,
-    COPIED,
-    REPLICATED,
-    Copied,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
-    Mixed,
     Partial,
+    PartlySharded,
     Placement,
-    Replicated,
-    Sharded,
+    Shard,
     local_meta,
     need_of,
     where,
@@ -29,14 +27,14 @@ from merak.graph.tensor_parallel.propagate import Propagation
 from merak.ops.collectives import (
     copy_parts_to,
     copy_to,
-    gather_copied,
     gather_from,
-    leave_copied,
-    own_slice,
+    gather_with_partial_grad,
+    leave_partial_grad,
+    local_slice,
     reduce_from,
-    scatter_sum,
+    reduce_scatter_to,
+    replicate_to_partial,
     slice_to,
-    summand_of,
 )
 
 
@@ -95,9 +93,11 @@ class _Rewriter:
         placed = self.propagation.placements[node]
         if not isinstance(meta, TensorMeta) or not meta.requires_grad:
             return
-        if isinstance(placed, Copied):
-            self.env[node] = self.insert(copy_to, (self.env[node], AXIS), node, COPIED)
-        elif isinstance(placed, Mixed):
+        if placed == REPLICATE_PARTIAL_GRAD:
+            self.env[node] = self.insert(
+                copy_to, (self.env[node], AXIS), node, REPLICATE_PARTIAL_GRAD
+            )
+        elif isinstance(placed, PartlySharded):
             local = tuple(
                 size if i in placed.whole else size // self.degree
                 for i, size in enumerate(placed.parts)
@@ -122,7 +122,7 @@ class _Rewriter:
         assert callable(target)
         new = self.call(target, fx.map_arg(args, operand), fx.map_arg(kwargs, operand), node)
         new.meta = self.local(node)
-        if decision.output != REPLICATED:
+        if decision.output != REPLICATE:
             self.split.append(new)
         if getattr(getattr(target, "_schema", None), "is_mutable", False):
             self.converted.clear()  # conversions made before the write hold old numbers
@@ -130,7 +130,7 @@ class _Rewriter:
             return new
         new = self.call(reduce_from, (new, AXIS), {}, node)
         for step, further in decision.then:
-            whole = fx.map_arg(further, lambda n: self.convert(n, REPLICATED))
+            whole = fx.map_arg(further, lambda n: self.convert(n, REPLICATE))
             new = self.call(step, (new, *whole), {}, node)
         return new
 
@@ -152,11 +152,11 @@ class _Rewriter:
         if need is None or placed == need:
             return self.env[node]
         assert not isinstance(placed, tuple)
-        if isinstance(need, Copied) and not node.meta["tensor"].requires_grad:
-            return self.convert(node, REPLICATED)
-        if isinstance(placed, Copied) and not node.meta["tensor"].requires_grad:
-            placed = REPLICATED
-            if need == REPLICATED:
+        if need == REPLICATE_PARTIAL_GRAD and not node.meta["tensor"].requires_grad:
+            return self.convert(node, REPLICATE)
+        if placed == REPLICATE_PARTIAL_GRAD and not node.meta["tensor"].requires_grad:
+            placed = REPLICATE
+            if need == REPLICATE:
                 return self.env[node]
         if (node, need) not in self.converted:
             self.converted[node, need] = self.conversion(node, placed, need)
@@ -164,44 +164,44 @@ class _Rewriter:
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
         """A value that lies in one way, made to lie in another."""
-        if self.propagation.scatters and isinstance(placed, (Partial, Sharded)):
+        if self.propagation.scatters and isinstance(placed, (Partial, Shard)):
             scattered = self.scattered(node, placed, need)
             if scattered is not None:
                 return scattered
-        if isinstance(placed, Copied) and isinstance(need, Sharded):
+        if placed == REPLICATE_PARTIAL_GRAD and isinstance(need, Shard):
             args = (self.env[node], need.dim, need.parts, AXIS)
-            return self.insert(own_slice, args, node, need)
-        if isinstance(placed, Copied):
-            return self.insert(leave_copied, (self.env[node], AXIS), node, need)
+            return self.insert(local_slice, args, node, need)
+        if placed == REPLICATE_PARTIAL_GRAD:
+            return self.insert(leave_partial_grad, (self.env[node], AXIS), node, need)
         if isinstance(need, Partial):
-            return self.insert(summand_of, (self.convert(node, REPLICATED), AXIS), node, need)
-        if isinstance(need, Copied):
-            return self.insert(copy_to, (self.convert(node, REPLICATED), AXIS), node, need)
-        if isinstance(need, Sharded):
-            assert not isinstance(placed, Sharded), f"{node} is split along two dims"
-            whole = self.convert(node, REPLICATED)
+            return self.insert(
+                replicate_to_partial, (self.convert(node, REPLICATE), AXIS), node, need
+            )
+        if need == REPLICATE_PARTIAL_GRAD:
+            return self.insert(copy_to, (self.convert(node, REPLICATE), AXIS), node, need)
+        if isinstance(need, Shard):
+            assert not isinstance(placed, Shard), f"{node} is split along two dims"
+            whole = self.convert(node, REPLICATE)
             return self.insert(slice_to, (whole, need.dim, need.parts, AXIS), node, need)
         if isinstance(placed, Partial):
             return self.insert(reduce_from, (self.env[node], AXIS), node, need)
-        assert isinstance(placed, Sharded) and isinstance(need, Replicated)
+        assert isinstance(placed, Shard) and need == REPLICATE
         args = (self.env[node], placed.dim, placed.parts, AXIS)
         return self.insert(gather_from, args, node, need)
 
-    def scattered(
-        self, node: fx.Node, placed: Partial | Sharded, need: Placement
-    ) -> fx.Node | None:
+    def scattered(self, node: fx.Node, placed: Partial | Shard, need: Placement) -> fx.Node | None:
         """A conversion from or to shares with no all-reduce; None where there is no such."""
         if isinstance(placed, Partial):
-            if not isinstance(need, Sharded):
+            if not isinstance(need, Shard):
                 return None
             args = (self.env[node], need.dim, need.parts, AXIS)
-            return self.insert(scatter_sum, args, node, need)
-        if isinstance(need, Copied):
+            return self.insert(reduce_scatter_to, args, node, need)
+        if need == REPLICATE_PARTIAL_GRAD:
             args = (self.env[node], placed.dim, placed.parts, AXIS)
-            return self.insert(gather_copied, args, node, need)
-        if isinstance(need, Sharded):
-            args = (self.convert(node, COPIED), need.dim, need.parts, AXIS)
-            return self.insert(own_slice, args, node, need)
+            return self.insert(gather_with_partial_grad, args, node, need)
+        if isinstance(need, Shard):
+            args = (self.convert(node, REPLICATE_PARTIAL_GRAD), need.dim, need.parts, AXIS)
+            return self.insert(local_slice, args, node, need)
         return None
 
     def insert(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,11 +17,13 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from merak.core.errors import TraceError
+from merak.core.source_lines import is_library, with_text
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _DEPENDS_ON_VALUES = (*_NEEDS_VALUES, GuardOnDataDependentSymNode)
-_LIBRARIES = ("/torch/", "/merak/graph/", "/transformers/utils/", "<", "/contextlib.py")
 _SHARED_CODE = ("/transformers/modeling_utils.py", "/transformers/masking_utils.py")
+"""Code of transformers that is no single model's; an error in it is one of the line that calls it.
+"""
 
 
 class UntraceableError(TraceError):
@@ -125,15 +126,14 @@ def _place(model: nn.Module, loss_fn: Any, error: Exception) -> str:
         (frame.filename, frame.lineno or 0)
         for cause in causes(error)
         for frame in traceback.extract_tb(cause.__traceback__)
-        if not any(part in frame.filename for part in _LIBRARIES)
+        if not is_library(frame.filename)
     ]
     files = own_files(model, loss_fn)
     own = [frame for frame in frames if frame[0] in files]
     if not own and not frames:
         return _forward_of(model)
     file, line = (own or frames)[-1]
-    text = linecache.getline(file, line).strip()
-    return f"{file}:{line}: `{text}`" if text else f"{file}:{line}"
+    return with_text(f"{file}:{line}")
 
 
 def own_files(model: nn.Module, loss_fn: Any) -> set[str]:
@@ -142,7 +142,7 @@ def own_files(model: nn.Module, loss_fn: Any) -> set[str]:
     code = getattr(loss_fn, "__code__", None)
     files = {file for cls in classes if (file := _file(cls))}
     files |= {code.co_filename} if code is not None else set()
-    return {f for f in files if not any(part in f for part in (*_LIBRARIES, *_SHARED_CODE))}
+    return {f for f in files if not (is_library(f) or f.endswith(_SHARED_CODE))}
 
 
 def _file(cls: type) -> str | None:
@@ -157,8 +157,7 @@ def _forward_of(model: nn.Module) -> str:
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is None:
         return f"{type(model).__name__}.forward"
-    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return f"{code.co_filename}:{code.co_firstlineno}: `{text}`"
+    return with_text(f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def refuse_dynamic_shape(source: str, value: Any, modules: tuple[str, ...] = ()) -> None:
@@ -175,9 +174,7 @@ def refuse_dynamic_shape(source: str, value: Any, modules: tuple[str, ...] = ())
     many = value if isinstance(value, (tuple, list)) else (value,)
     for one in many:
         if isinstance(one, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in one.shape):
-            file, _, line = source.rpartition(":")
-            text = linecache.getline(file, int(line or 0)).strip() if file else ""
-            place = f"{source or 'an unknown line'}: `{text}`"
+            place = with_text(source) if source else "an unknown line"
             raise UntraceableError(
                 f"the model cannot be traced at {place}: the shape of a tensor depends there on "
                 "the values of another; use torch.where or a mask of fixed size instead of picking "

@@ -11,20 +11,20 @@ import torch
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta, requires_grad
+from merak.graph.ir.custom_operators import custom_operator
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.mutation import written_by
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.trace.autocast import SETTLED, write_out_autocast
 from merak.graph.trace.autograd.calls import is_autograd_call, is_gradient_switch
 from merak.graph.trace.autograd.expand import CONSTANT, expand_autograd
 from merak.graph.trace.autograd.steps import AUTOCAST
 from merak.graph.trace.explain import UntraceableError, refuse_dynamic_shape
-from merak.graph.trace.modes import packed_sequences as packed
+from merak.graph.trace.node_source import frames_of, line_of, modules_of
 from merak.graph.trace.opaque.dynamic_region import (
     DynamicSizes,
     gather_dynamic_regions,
     is_assertion,
 )
-from merak.graph.trace.source_lines import frames_of, line_of, modules_of
 from merak.graph.trace.verify import verify_constants
 
 aten = torch.ops.aten
@@ -44,7 +44,6 @@ _DROPOUTS = {
     f"aten.{name}.default" for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
 }
 _KNOWN_NAMESPACES = ("aten", "prim", "prims")
-_KNOWN_OPERATORS = {"merak.ctc_loss.default", *packed.OPERATORS}
 _NO_GRADIENT = {
     "aten.detach.default",
     "aten.zeros_like.default",
@@ -95,7 +94,7 @@ def clean_graph(
         gather_dynamic_regions(graph, line_of)
     for node in list(graph.nodes):
         _set_meta(node, sources, memory)
-    written = {a.meta["memory"] for n in graph.nodes for a in written_by(n)}
+    written = {a.meta["storage"] for n in graph.nodes for a in mutated_arguments(n)}
     for node in list(graph.nodes):
         if (replaced := _without_effect(node, written)) is not None:
             node.replace_all_uses_with(replaced)
@@ -133,8 +132,8 @@ def slice_neighbours(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> 
             taken = graph.call_function(aten.slice.Tensor, (x, dim, picked[0], picked[-1] + 1))
             copy = graph.call_function(aten.clone.default, (taken,))
         taken.meta, copy.meta = dict(node.meta), dict(node.meta)
-        if "memory" in x.meta:
-            taken.meta["memory"] = x.meta["memory"]
+        if "storage" in x.meta:
+            taken.meta["storage"] = x.meta["storage"]
         node.replace_all_uses_with(copy)
         graph.erase_node(node)
 
@@ -196,7 +195,9 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target.namespace not in _KNOWN_NAMESPACES and str(target) not in _KNOWN_OPERATORS:
+    own = custom_operator(target)
+    is_known = own.is_deterministic if own else target.namespace in _KNOWN_NAMESPACES
+    if not is_known:
         return True
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -291,7 +292,7 @@ def _same_tensor(node: fx.Node) -> fx.Node:
         and returned[0].alias_info is not None
         and returned[0].alias_info.is_write
     ):
-        return _same_tensor(written_by(node)[0])  # not always the first one: `out=`
+        return _same_tensor(mutated_arguments(node)[0])  # not always the first one: `out=`
     unchanged = str(node.target) in (_CONVERSIONS | _RETURN_THEMSELVES) and same and not copies
     return _same_tensor(source) if unchanged else node
 
@@ -320,11 +321,11 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
         "tensor": tensor,
         "source": where,
         "module": modules[-1] if modules else "",
-        "memory": number,
+        "storage": number,
     }
     if carries and node.op == "call_function":
-        for written in written_by(node):
-            memory.write(written.meta["memory"])
+        for written in mutated_arguments(node):
+            memory.write(written.meta["storage"])
 
 
 def tensor_meta(value: Any, requires_grad: bool) -> Any:
@@ -363,7 +364,7 @@ def _without_effect(node: fx.Node, written: set[int | None]) -> fx.Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
-    if name == "aten.alias.default" or (name in _COPIES and node.meta["memory"] not in written):
+    if name == "aten.alias.default" or (name in _COPIES and node.meta["storage"] not in written):
         return source
     if name == "aten.detach.default" and not requires_grad(source.meta["tensor"]):
         return source

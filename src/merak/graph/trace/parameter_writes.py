@@ -17,7 +17,7 @@ from torch import fx
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ParameterWrites
-from merak.graph.ir.mutation import Writes, find_writes, written_by
+from merak.graph.ir.mutation import Mutations, find_mutations, mutated_arguments
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def hoist_parameter_writes(
     Raises:
         TraceError: a write that would not be the same before the step.
     """
-    writes = find_writes(graph)
+    writes = find_mutations(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     found = [_write_of(memory, writes, order) for memory in writes.writers]
     own = [write for write in found if write is not None]
@@ -89,12 +89,12 @@ def hoist_parameter_writes(
     settled = tuple(map(_settled, own))
     for write in own:
         for writer in reversed(write.writers):
-            writer.replace_all_uses_with(written_by(writer)[0])
+            writer.replace_all_uses_with(mutated_arguments(writer)[0])
             graph.erase_node(writer)
     return settled
 
 
-def _write_of(memory: int, writes: Writes, order: Mapping[fx.Node, int]) -> _Write | None:
+def _write_of(memory: int, writes: Mutations, order: Mapping[fx.Node, int]) -> _Write | None:
     """What is written into some memory, if that is a parameter's."""
     members, writers = writes.members[memory], writes.writers[memory]
     sources = [m for m in members if m.op == "placeholder"]
@@ -108,23 +108,23 @@ def _write_of(memory: int, writes: Writes, order: Mapping[fx.Node, int]) -> _Wri
             continue
         cone.add(node)
         todo += node.all_input_nodes
-        if node.meta.get("memory") != memory:
-            todo += writes.writers.get(node.meta.get("memory", -1), ())
+        if node.meta.get("storage") != memory:
+            todo += writes.writers.get(node.meta.get("storage", -1), ())
     in_order = tuple(sorted(cone, key=order.__getitem__))
     return _Write(sources[0], tuple(writers), tuple(members), in_order, order)
 
 
-def _check(write: _Write, writes: Writes, constants: Mapping[str, torch.Tensor]) -> None:
+def _check(write: _Write, writes: Mutations, constants: Mapping[str, torch.Tensor]) -> None:
     """Refuse a write that would not be the same before the step."""
     for writer in write.writers:
         returns = writer.target._schema.returns  # type: ignore[union-attr]
         aliases = len(returns) == 1 and returns[0].alias_info is not None
-        if len(written_by(writer)) > 1 or not (aliases and returns[0].alias_info.is_write):
+        if len(mutated_arguments(writer)) > 1 or not (aliases and returns[0].alias_info.is_write):
             raise write.refusal("does more than that with one operator")
     if others := write.given(Kind.PARAMETER):
         raise write.refusal(f"what it writes depends on the parameter {others[0].meta['name']}")
     for buffer in write.given(Kind.BUFFER):
-        if buffer.meta.get("memory") in writes.writers:
+        if buffer.meta.get("storage") in writes.writers:
             raise write.refusal(f"what it writes depends on the buffer {buffer.meta['name']}")
     if any(torch.Tag.nondeterministic_seeded in _tags(node) for node in write.cone):
         raise write.refusal("what it writes depends on random numbers")

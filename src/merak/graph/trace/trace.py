@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.mutation import eliminate_dead_code, settle_writes
+from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
 from merak.graph.trace.autograd.calls import AutogradCalls
 from merak.graph.trace.autograd.func_transforms import func_by_autograd
 from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
@@ -248,7 +248,7 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     constants = lift(exported)
     sources = clean_graph(graph, constants, exported.picking)
     parameter_writes = hoist_parameter_writes(graph, constants)
-    settle_writes(graph)
+    repeat_buffer_mutations(graph)
     eliminate_dead_code(graph)
     slice_neighbours(graph, constants)
     refuse_seen_through(graph)

@@ -25,8 +25,7 @@ class Trace:
         columns: the batch it was traced with.
         sources: files whose code the trace ran through.
         num_conditions: how many choices by chance were answered for it; what they depend on, a
-        truth
-            each, the graph returns after the outputs. `graph.choices` makes them none.
+            truth each, the graph returns after the outputs. `graph.choices` makes them none.
         parameter_writes: what is written into parameters before the graph runs.
     """
 

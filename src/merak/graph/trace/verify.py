@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from merak.graph.ir.ir import Kind
 from merak.graph.trace.explain import UntraceableError
-from merak.graph.trace.source_lines import line_of, modules_of
+from merak.graph.trace.node_source import line_of, modules_of
 
 Finding = tuple[fx.Node, torch.Tensor]
 """A node that reads a tensor without numbers, and that tensor."""

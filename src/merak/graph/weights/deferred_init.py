@@ -34,7 +34,7 @@ EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_emp
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageView:
     """Where a tensor lies in its storage.
 
     Args:
@@ -53,12 +53,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class InitOperator:
     """One operator that wrote something.
 
     Args:
         op: what to call.
-        args: its arguments, with a `Place` for every tensor.
+        args: its arguments, with a `StorageView` for every tensor.
         kwargs: its keyword arguments, likewise.
         outputs: for each tensor it returned, its place; None where the storage was there before.
         reads: storages whose contents it may read.
@@ -70,42 +70,42 @@ class Record:
     op: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: tuple[Place | None, ...]
+    outputs: tuple[StorageView | None, ...]
     reads: frozenset[int]
     writes: frozenset[int]
     overwrites: int | None
     draws: bool
 
 
-class Tape:
+class InitTape:
     """The records of one construction, in order, and the storages they speak of."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[InitOperator] = []
         self.num_bytes: list[int] = []
         self.constants: dict[int, torch.Tensor] = {}
         self.unknown: set[int] = set()
         self._writers: dict[int, list[int]] = {}
 
-    def add(self, record: Record) -> None:
+    def add(self, record: InitOperator) -> None:
         """Append a record."""
         for storage in record.writes:
             self._writers.setdefault(storage, []).append(len(self.records))
         self.records.append(record)
 
-    def needed(self, place: Place) -> list[int]:
+    def needed(self, place: StorageView) -> list[int]:
         """The records that what lies at `place` depends on, in order, as indices."""
         return sorted(self._trace([place.storage])[0])
 
-    def knows(self, place: Place) -> bool:
+    def knows(self, place: StorageView) -> bool:
         """Whether everything that `place` depends on came about under the tape."""
         return not self.unknown & self.touched([place])
 
-    def touched(self, places: Iterable[Place]) -> set[int]:
+    def touched(self, places: Iterable[StorageView]) -> set[int]:
         """The storages that what lies at `places` depends on."""
         return self._trace([place.storage for place in places])[1]
 
-    def forget_all_but(self, places: Iterable[Place]) -> None:
+    def forget_all_but(self, places: Iterable[StorageView]) -> None:
         """Free the constants that none of `places` depends on."""
         kept = self.touched(places)
         self.constants = {k: value for k, value in self.constants.items() if k in kept}
@@ -130,12 +130,12 @@ class Tape:
         return chosen, touched
 
 
-class Recorder(TorchDispatchMode):
+class InitRecorder(TorchDispatchMode):
     """Writes every operator that creates or changes a tensor to a tape."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape()
+        self.tape = InitTape()
         self._storages: dict[StorageWeakRef, int] = {}
         self._labels: dict[int, str] = {}
         self._paused = False
@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):
                 function(tensor, *args)
         whole = self._covers(place)
         self.tape.add(
-            Record(
+            InitOperator(
                 op=function,
                 args=(place, *args),
                 kwargs={},
@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
         )
         return tensor
 
-    def place(self, tensor: torch.Tensor) -> Place:
+    def place(self, tensor: torch.Tensor) -> StorageView:
         """Where a tensor lies; a tensor the tape has not met is kept by value."""
         storage = tensor.untyped_storage()
         key = StorageWeakRef(storage)
@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):
                 with torch.no_grad():
                     self.tape.constants[number] = flat.set_(storage.clone())
         strides, offset = tensor.stride(), int(tensor.storage_offset())
-        return Place(number, tuple(tensor.shape), strides, offset, tensor.dtype)
+        return StorageView(number, tuple(tensor.shape), strides, offset, tensor.dtype)
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
         """Say what a tensor is, for messages."""
@@ -262,11 +262,11 @@ class Recorder(TorchDispatchMode):
         changed: frozenset[int],
     ) -> None:
         args, kwargs = tree_map(lambda x: self.place(x) if _is_tensor(x) else x, call)
-        reads = {x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, Place)}
+        reads = {x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, StorageView)}
         overwrites = self._overwritten(func, args)
         outputs = [self.place(t) for t in tree_leaves(result) if _is_tensor(t)]
         self.tape.add(
-            Record(
+            InitOperator(
                 op=func,
                 args=args,
                 kwargs=kwargs,
@@ -279,15 +279,15 @@ class Recorder(TorchDispatchMode):
         )
 
     def _overwritten(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> int | None:
-        if _base_name(func) not in OVERWRITES or not isinstance(args[0], Place):
+        if _base_name(func) not in OVERWRITES or not isinstance(args[0], StorageView):
             return None
         target = args[0]
-        others = {x.storage for x in tree_leaves(args[1:]) if isinstance(x, Place)}
+        others = {x.storage for x in tree_leaves(args[1:]) if isinstance(x, StorageView)}
         if target.storage in others or not self._covers(target):
             return None
         return target.storage
 
-    def _covers(self, place: Place) -> bool:
+    def _covers(self, place: StorageView) -> bool:
         """Whether a tensor is all of its storage (strides of an expanded tensor are refused)."""
         num_elements = 1
         for size in place.shape:
@@ -297,7 +297,7 @@ class Recorder(TorchDispatchMode):
 
 
 def replay(
-    tape: Tape, place: Place, device: torch.device, before_draw: Callable[[int], None]
+    tape: InitTape, place: StorageView, device: torch.device, before_draw: Callable[[int], None]
 ) -> torch.Tensor:
     """Make what lies at `place`, on a real device.
 
@@ -310,7 +310,7 @@ def replay(
     Returns:
         A tensor of that shape and dtype; memory that the constructor never wrote is zero.
     """
-    memory = _Memory(tape, device)
+    memory = _Storages(tape, device)
     with torch.no_grad():
         for index in tape.needed(place):
             record = tape.records[index]
@@ -329,19 +329,19 @@ def replay(
         return memory.tensor(place)
 
 
-class _Memory:
+class _Storages:
     """The storages of a replay on a real device, by their numbers on the tape."""
 
-    def __init__(self, tape: Tape, device: torch.device) -> None:
+    def __init__(self, tape: InitTape, device: torch.device) -> None:
         self._tape = tape
         self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def real(self, x: Any) -> Any:
         """The tensor at a place; anything else as it is."""
-        return self.tensor(x) if isinstance(x, Place) else x
+        return self.tensor(x) if isinstance(x, StorageView) else x
 
-    def tensor(self, place: Place) -> torch.Tensor:
+    def tensor(self, place: StorageView) -> torch.Tensor:
         """The tensor at a place."""
         if place.storage not in self._storages:
             self._storages[place.storage] = self._allocate(place.storage)
@@ -349,7 +349,7 @@ class _Memory:
         storage = self._storages[place.storage]
         return tensor.set_(storage, place.offset, place.shape, place.strides)
 
-    def bind(self, place: Place, tensor: torch.Tensor) -> None:
+    def bind(self, place: StorageView, tensor: torch.Tensor) -> None:
         """Let a tensor just made stand at its place."""
         storage = tensor.untyped_storage()
         layout = (tensor.stride(), tensor.storage_offset(), storage.nbytes())

@@ -20,15 +20,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from merak.core.errors import WeightsError
-from merak.graph.weights.deferred_init import Place, Recorder, Tape
+from merak.graph.weights.deferred_init import InitRecorder, InitTape, StorageView
 from merak.graph.weights.pretrained import skeletons
 
-ATTRIBUTE = "_merak_origin"
-"""Where a tensor without numbers keeps its `Origin`."""
+ORIGIN_ATTRIBUTE = "_merak_origin"
+"""Where a tensor without numbers keeps its `InitOrigin`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class InitOrigin:
     """Where the numbers of a tensor without numbers come from.
 
     Args:
@@ -36,20 +36,20 @@ class Origin:
         place: the tensor on the tape.
     """
 
-    tape: Tape
-    place: Place
+    tape: InitTape
+    place: StorageView
 
 
-def origin_of(tensor: torch.Tensor) -> Origin | None:
+def origin_of(tensor: torch.Tensor) -> InitOrigin | None:
     """Where the numbers of a parameter or buffer come from; None where nobody knows."""
-    origin = getattr(tensor, ATTRIBUTE, None)
-    assert origin is None or isinstance(origin, Origin)
+    origin = getattr(tensor, ORIGIN_ATTRIBUTE, None)
+    assert origin is None or isinstance(origin, InitOrigin)
     return origin
 
 
 def is_building() -> bool:
     """Whether this is inside `empty_weights`."""
-    return any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, InitRecorder) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextmanager
@@ -75,20 +75,20 @@ def empty_weights() -> Iterator[None]:
             "The default device is 'meta', where transformers leaves initialisation out; "
             "build the model under merak.empty_weights alone."
         )
-    recorder = Recorder()
+    recorder = InitRecorder()
     registered: list[torch.Tensor] = []
     with ExitStack() as stack:
         for hook in _hooks(recorder, registered):
             stack.callback(hook.remove)
         stack.enter_context(_patches(recorder))
         stack.enter_context(skeletons(recorder))
-        stack.enter_context(_Numbers())
+        stack.enter_context(_NumbersOnCpu())
         stack.enter_context(recorder)
         yield
     _attach_origins(recorder, registered)
 
 
-def _hooks(recorder: Recorder, registered: list[torch.Tensor]) -> Iterator[Any]:
+def _hooks(recorder: InitRecorder, registered: list[torch.Tensor]) -> Iterator[Any]:
     """Empty every parameter as a module takes it; list it and the buffers."""
 
     def take_parameter(
@@ -127,7 +127,7 @@ def _empty(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @contextmanager
-def _patches(recorder: Recorder) -> Iterator[None]:
+def _patches(recorder: InitRecorder) -> Iterator[None]:
     """Record as one step what draws again until it likes what it drew."""
     original: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
 
@@ -140,7 +140,7 @@ def _patches(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-class _Numbers(TorchFunctionMode):
+class _NumbersOnCpu(TorchFunctionMode):
     """Keeps numbers that would be lost because a parameter is on the meta device.
 
     `torch.nn.init` skips such tensors; here it must run, to be recorded. A list of numbers that
@@ -175,9 +175,9 @@ def _tensor_of_numbers(
     return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
 
 
-def _attach_origins(recorder: Recorder, registered: list[torch.Tensor]) -> None:
+def _attach_origins(recorder: InitRecorder, registered: list[torch.Tensor]) -> None:
     places = {id(t): recorder.place(t) for t in registered if t.is_meta}
     recorder.tape.forget_all_but(places.values())
     for tensor in registered:
         if tensor.is_meta:
-            setattr(tensor, ATTRIBUTE, Origin(recorder.tape, places[id(tensor)]))
+            setattr(tensor, ORIGIN_ATTRIBUTE, InitOrigin(recorder.tape, places[id(tensor)]))

@@ -14,7 +14,7 @@ from merak.graph.weights.rank_agreement import gather_objects
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class TensorHolders:
     """A tensor of the model, whole, and the ranks it is put together from.
 
     Args:
@@ -46,7 +46,7 @@ def first_names(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: firsts.setdefault(id(tensor), name) for name, tensor in named.items()}
 
 
-def whole_shape(tensor: torch.Tensor, shard: ParameterShard | None) -> tuple[int, ...]:
+def full_shape(tensor: torch.Tensor, shard: ParameterShard | None) -> tuple[int, ...]:
     """The shape of the whole that a rank's tensor is, or is a part of."""
     if shard is None:
         return tuple(tensor.shape)
@@ -54,7 +54,7 @@ def whole_shape(tensor: torch.Tensor, shard: ParameterShard | None) -> tuple[int
     return (*before, sum(shard.parts), *after)
 
 
-def part_shape(shape: tuple[int, ...], shard: ParameterShard | None) -> tuple[int, ...]:
+def shard_shape(shape: tuple[int, ...], shard: ParameterShard | None) -> tuple[int, ...]:
     """The shape of a rank's part of a whole."""
     if shard is None:
         return shape
@@ -73,8 +73,7 @@ class RankView:
         shards: layouts of the parameters of which it holds a part.
         shard_index: which part.
         optimizer_tensors: by name what the optimizer steps in the place of a parameter, where it is
-        not the
-            parameter itself.
+            not the parameter itself.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -90,7 +89,7 @@ class RankView:
         return self.optimizer_tensors.get(name) or OptimizerTensor(self.tensors[name])
 
 
-def view_of_rank(
+def rank_view(
     model: nn.Module,
     owned: Collection[str],
     shards: Mapping[str, ParameterShard],
@@ -114,9 +113,9 @@ def view_of_rank(
     )
 
 
-def find_holdings(
+def find_holders(
     model: nn.Module, owned: Collection[str], shards: Mapping[str, ParameterShard], mesh: Mesh
-) -> dict[str, Holding]:
+) -> dict[str, TensorHolders]:
     """Where every tensor of the state dict is, by its first name; the same on every rank.
 
     Args:
@@ -128,19 +127,19 @@ def find_holdings(
     Returns:
         The holdings. A buffer that nobody owns is rank 0's; a parameter that nobody has is absent.
     """
-    view = view_of_rank(model, owned, shards, mesh)
+    view = rank_view(model, owned, shards, mesh)
     first_of_group = mesh.dp_rank == 0 and mesh.tp_rank == 0
     ours = {
-        name: (whole_shape(tensor, view.shards.get(name)), tensor.dtype, view.shards.get(name))
+        name: (full_shape(tensor, view.shards.get(name)), tensor.dtype, view.shards.get(name))
         for name, tensor in view.tensors.items()
         if first_of_group and name in view.owned
     }
-    holdings: dict[str, Holding] = {}
+    holdings: dict[str, TensorHolders] = {}
     for rank, entries in reversed(list(enumerate(gather_objects(ours)))):
         for name, (shape, dtype, shard) in entries.items():
             ranks = range(rank, rank + (1 if shard is None else shard.degree))
-            holdings[name] = Holding(shape, dtype, shard, tuple(ranks))
+            holdings[name] = TensorHolders(shape, dtype, shard, tuple(ranks))
     for name in view.buffers:
         buffer = view.tensors[name]
-        holdings.setdefault(name, Holding(tuple(buffer.shape), buffer.dtype, None, (0,)))
+        holdings.setdefault(name, TensorHolders(tuple(buffer.shape), buffer.dtype, None, (0,)))
     return holdings

@@ -11,17 +11,17 @@ from torch import nn
 from merak.core.errors import WeightsError
 from merak.core.random import set_random_state
 from merak.core.shards import ParameterShard, fill_up, take
-from merak.graph.weights.deferred_init import Tape, replay
-from merak.graph.weights.empty_weights import ATTRIBUTE, Origin, is_building, origin_of
-from merak.graph.weights.pretrained import Stored
-from merak.graph.weights.rank_agreement import take_values_of_first_rank
+from merak.graph.weights.deferred_init import InitTape, replay
+from merak.graph.weights.empty_weights import ORIGIN_ATTRIBUTE, InitOrigin, is_building, origin_of
+from merak.graph.weights.pretrained import CheckpointTensor
+from merak.graph.weights.rank_agreement import broadcast_from_rank0
 
-Draws = Mapping[tuple[Tape, int], tuple[str, int]]
+RandomInits = Mapping[tuple[InitTape, int], tuple[str, int]]
 """(tape, index of a record that draws) → (the parameter it is for, which of its draws it is)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Maker:
+class _Materializer:
     """How tensors without numbers get them.
 
     Args:
@@ -32,7 +32,7 @@ class _Maker:
 
     device: torch.device
     seed: int
-    draws: Draws
+    draws: RandomInits
 
 
 def materialize(
@@ -70,8 +70,8 @@ def materialize(
     known = {name for aliases in tied.values() for name in aliases}
     if wanted - known:
         raise WeightsError(f"The model has no parameter {sorted(wanted - known)[0]!r}.")
-    take_values_of_first_rank(dict(_real_tensors(model)), device)
-    maker = _Maker(device, seed, _draws(model))
+    broadcast_from_rank0(dict(_real_tensors(model)), device)
+    maker = _Materializer(device, seed, _random_inits(model))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for parameter, aliases in tied.items():
             if wanted.isdisjoint(aliases):
@@ -96,9 +96,9 @@ def _real_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, tensor) for name, tensor in named if not tensor.is_meta)
 
 
-def _draws(model: nn.Module) -> Draws:
+def _random_inits(model: nn.Module) -> RandomInits:
     """Name every draw behind the model, the same on every rank whatever it holds."""
-    draws: dict[tuple[Tape, int], tuple[str, int]] = {}
+    draws: dict[tuple[InitTape, int], tuple[str, int]] = {}
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
             origin = origin_of(tensor)
@@ -116,7 +116,7 @@ def _value(
     name: str,
     shard: ParameterShard | None,
     shard_index: int,
-    maker: _Maker,
+    maker: _Materializer,
 ) -> torch.Tensor:
     if shard is not None and parameter.is_meta:
         stored = _stored(_known_origin(parameter, name))
@@ -129,16 +129,16 @@ def _value(
     return whole.to(maker.device, parameter.dtype)
 
 
-def _stored(origin: Origin) -> Stored | None:
+def _stored(origin: InitOrigin) -> CheckpointTensor | None:
     """What a parameter is in a checkpoint, if nothing was done to it after it was loaded."""
     needed = origin.tape.needed(origin.place)
     last = origin.tape.records[needed[-1]] if needed else None
     if last is None or last.args[0] != origin.place or len(needed) > 1:
         return None
-    return last.op if isinstance(last.op, Stored) else None
+    return last.op if isinstance(last.op, CheckpointTensor) else None
 
 
-def _make(tensor: torch.Tensor, name: str, maker: _Maker) -> torch.Tensor:
+def _make(tensor: torch.Tensor, name: str, maker: _Materializer) -> torch.Tensor:
     """The whole of a tensor without numbers."""
     origin = _known_origin(tensor, name)
 
@@ -148,7 +148,7 @@ def _make(tensor: torch.Tensor, name: str, maker: _Maker) -> torch.Tensor:
     return replay(origin.tape, origin.place, maker.device, before_draw)
 
 
-def _known_origin(tensor: torch.Tensor, name: str) -> Origin:
+def _known_origin(tensor: torch.Tensor, name: str) -> InitOrigin:
     origin = origin_of(tensor)
     if origin is None:
         raise WeightsError(
@@ -170,14 +170,16 @@ def _put(
     if value.data_ptr() == old.data_ptr() and value.device == old.device:
         return old
     new = nn.Parameter(value, requires_grad=old.requires_grad)
-    new.__dict__.update({k: v for k, v in old.__dict__.items() if k != ATTRIBUTE or new.is_meta})
+    new.__dict__.update(
+        {k: v for k, v in old.__dict__.items() if k != ORIGIN_ATTRIBUTE or new.is_meta}
+    )
     for name in names:
         path, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(path), attribute, new)
     return new
 
 
-def _materialize_buffers(model: nn.Module, maker: _Maker) -> None:
+def _materialize_buffers(model: nn.Module, maker: _Materializer) -> None:
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for path, module in model.named_modules():
         for attribute, buffer in module._buffers.items():

@@ -26,7 +26,7 @@ from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_
 
 from merak.core.errors import WeightsError
 from merak.core.rank0 import warn_on_rank0
-from merak.graph.weights.deferred_init import Recorder
+from merak.graph.weights.deferred_init import InitRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class CheckpointTensor:
     """A tensor whose numbers are in a checkpoint; called, it reads them into a real tensor.
 
     Args:
@@ -117,7 +117,7 @@ def read_entry(entry: Entry) -> torch.Tensor:
 
 
 @contextmanager
-def skeletons(recorder: Recorder) -> Iterator[None]:
+def skeletons(recorder: InitRecorder) -> Iterator[None]:
     """Let `from_pretrained` build models without reading their weights."""
     original = PreTrainedModel.__dict__["get_init_context"].__func__
 
@@ -190,7 +190,7 @@ class _Found:
         unexpected: keys that the model has no place for.
     """
 
-    stored: dict[str, Stored]
+    stored: dict[str, CheckpointTensor]
     shapes: dict[str, tuple[int, ...]]
     unexpected: set[str]
 
@@ -209,14 +209,14 @@ def _find(model: PreTrainedModel, entries: Sequence[Entry], load_config: Any) ->
         if name not in expected:
             found.unexpected.add(name)
         elif pattern is None:
-            found.stored[name] = Stored(name, entry)
+            found.stored[name] = CheckpointTensor(name, entry)
             found.shapes[name] = entry.shape
         else:
             groups.setdefault(name, []).append((pattern, entry))
     for name, members in groups.items():
         conversion = Conversion(by_pattern[members[0][0]], name, tuple(members), model)
         for target, shape in _try(conversion).items():
-            found.stored[target] = Stored(target, conversion)
+            found.stored[target] = CheckpointTensor(target, conversion)
             found.shapes[target] = shape
     used = [conversion for conversion in mapping if conversion.was_used()]
     setattr(model, "_weight_conversions", used)  # noqa: B010, save_pretrained turns them round
@@ -266,7 +266,7 @@ def _apply_dtypes(model: PreTrainedModel, plan: Mapping[str, torch.dtype] | None
 
 
 def _note(
-    model: PreTrainedModel, found: _Found, recorder: Recorder, ignore_mismatched: bool
+    model: PreTrainedModel, found: _Found, recorder: InitRecorder, ignore_mismatched: bool
 ) -> LoadStateDictInfo:
     """Put on the tape what is stored, and read buffers, which are real, at once."""
     expected = dict(model.state_dict(keep_vars=True))

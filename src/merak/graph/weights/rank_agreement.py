@@ -38,7 +38,7 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
-def take_values_of_first_rank(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+def broadcast_from_rank0(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Give real tensors rank 0's values on every rank, in place; equal ones do not travel.
 
     Args:
@@ -72,12 +72,13 @@ def _check_same_model(by_rank: Sequence[Mapping[str, tuple[Any, ...]]]) -> None:
         if differing:
             raise WeightsError(
                 f"Rank 0 and rank {rank} have built different models: {differing[0]} is "
-                f"{_say(first.get(differing[0]))} on rank 0 and {_say(here.get(differing[0]))} on "
-                f"rank {rank}; build the same model in the same way on every rank."
+                f"{_described(first.get(differing[0]))} on rank 0 and "
+                f"{_described(here.get(differing[0]))} on rank {rank}; "
+                "build the same model in the same way on every rank."
             )
 
 
-def _say(entry: tuple[Any, ...] | None) -> str:
+def _described(entry: tuple[Any, ...] | None) -> str:
     return "without weights or absent" if entry is None else f"{entry[1]} of shape {entry[0]}"
 
 

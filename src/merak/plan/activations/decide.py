@@ -87,7 +87,7 @@ def settle_recompute(forecast: Forecast, times: Times, profile: Profile) -> Fore
             decided = [_Decided(problem=str(error))]
         except Exception as error:
             # Code of the model's own may look at numbers, which tensors without them do not have.
-            problem = _unforeseen(error, not leaves_all or options.memory_budget_bytes is not None)
+            problem = _unforeseen(error, not leaves_all or options.memory_budget is not None)
             decided = [_Decided(problem=problem)]
     if mesh.device_mesh is not None:
         with waiting_for_first("what is recomputed"):
@@ -120,8 +120,8 @@ def _unforeseen(error: Exception, was_asked_for: bool) -> str | None:
 
 def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
     """What this rank may hold: as the user says, or its GPU's memory."""
-    if options.memory_budget_bytes is not None:
-        return options.memory_budget_bytes
+    if options.memory_budget is not None:
+        return options.memory_budget
     if mesh.device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(mesh.device).total_memory)
@@ -131,7 +131,7 @@ def common_budget(options: EngineOptions, mesh: Mesh) -> int | None:
     """What every rank may hold, with room for what nobody foresees; None if nobody knows."""
     known = [budget for budget in _on_all_ranks(_budget(options, mesh), mesh) if budget is not None]
     least = min(known, default=None)
-    if least is None or options.memory_budget_bytes is not None:
+    if least is None or options.memory_budget is not None:
         return least
     return int(_SHARE_TO_FILL * least)
 
@@ -171,7 +171,7 @@ def _to_fill(forecast: Forecast, argument: str, budget: int | None) -> int:
             f"{argument}='auto' fills a memory whose size is not known on the CPU; give "
             "memory_budget in bytes."
         )
-    given = forecast.options.memory_budget_bytes is not None
+    given = forecast.options.memory_budget is not None
     return budget if given else int(_SHARE_TO_FILL * budget)
 
 

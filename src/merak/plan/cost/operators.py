@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.opaque.operator import flops_of, loop_of, saved_bytes_of
+from merak.graph.trace.opaque.operator import cost_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ _FACTORS: Mapping[str, tuple[int, int, int | None]] = MappingProxyType(
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 _ACTIVATIONS = frozenset(("celu", "elu", "gelu", "log_sigmoid", "mish", "silu", "softplus"))
-_LOSSES = frozenset(("cross_entropy_loss", "cross_entropy_of_share"))
+_LOSSES = frozenset(("cross_entropy_loss", "vocab_parallel_cross_entropy"))
 _FUNCTIONS_BOTH_WAYS = _ACTIVATIONS | _LOSSES | {"cos", "log_softmax", "sin"}
 _FUNCTIONS = _FUNCTIONS_BOTH_WAYS | {"erf", "exp", "log", "logsumexp", "sigmoid", "softmax", "tanh"}
 """Operators that evaluate a function for every element, all of them forward."""
@@ -84,7 +84,7 @@ _EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
         # Log-probabilities are written and read; their sparse gradient is written, then spread.
         "cross_entropy_loss": (2, 2),
         # Shifted logits are written and read, twice; the gradient is computed in place.
-        "cross_entropy_of_share": (4, 2),
+        "vocab_parallel_cross_entropy": (4, 2),
         # Statistics first; the weight's gradient is a second pass.
         "batch_norm": (1, 2),
         "layer_norm": (0, 2),
@@ -143,10 +143,9 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
         return _product(node, name)
     special: dict[str, Callable[[fx.Node], NodeWork]] = {
         "einsum": _einsum,
-        "kept_module": _kept_module,
-        "picked": _kept_module,
+        "opaque_call": _opaque_call,
         "embedding": _embedding,
-        "embedding_of_share": _embedding,
+        "vocab_parallel_embedding": _embedding,
         "scaled_dot_product_attention": lambda node: _attention(node, device_type),
     }
     if name in special:
@@ -305,12 +304,13 @@ def _causal_share(num_queries: int, num_keys: int) -> float:
 # Everything else
 
 
-def _kept_module(node: fx.Node) -> NodeWork:
-    """A module kept whole: what its products were on made-up values, and its operands once."""
+def _opaque_call(node: fx.Node) -> NodeWork:
+    """An opaque call: the products found when it was probed, and its operands read once."""
     read, written = _inputs(node), outputs(node)
     typed = next((m for m in (*written, *read) if m.dtype.is_floating_point), None)
     dtype = torch.float32 if typed is None else typed.dtype
-    flops, saved_bytes, loop = float(flops_of(node)), saved_bytes_of(node), loop_of(node)
+    cost = cost_of(node)
+    flops, saved_bytes, loop = float(cost.flops), cost.saved_bytes, cost.loop
     if loop is not None:
         pairs = zip(loop.traffic, (flops, 2 * flops), loop.kernels, strict=True)
         forward, backward = (Work(t, f, dtype, kernels=k) for t, f, k in pairs)

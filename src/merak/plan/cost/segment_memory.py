@@ -29,7 +29,8 @@ class Output:
     """Where an output of a segment lies.
 
     Args:
-        num_bytes: of its storage; 0 where it lies in a parameter, buffer, column or derived value.
+        num_bytes: of its storage; 0 where it lies in a parameter, buffer, column or batch-only
+            value.
         root: the input, or the first output, in whose storage it lies; itself if its own.
         in_a_row: whether its numbers lie one after another; else it is copied to be sent.
     """

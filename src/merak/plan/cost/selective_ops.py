@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from merak.graph.ir.ir import Segment
-from merak.graph.ir.mutation import find_writes
-from merak.graph.program.selective import keep_operators
+from merak.graph.ir.mutation import find_mutations
+from merak.graph.program.selective import save_operators
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.live_storages import Storages
 from merak.plan.cost.operators import node_work, outputs
@@ -99,7 +99,7 @@ def _find(
 
 def _candidates(graph: fx.Graph) -> list[str]:
     """Operators of torch's whose results a gradient flows through and nobody writes into."""
-    written = {n for members in find_writes(graph).members.values() for n in members}
+    written = {n for members in find_mutations(graph).members.values() for n in members}
     return [
         node.name
         for node in graph.nodes
@@ -113,7 +113,7 @@ def _recorded_bytes(
     segment: Segment, names: Sequence[str], device: torch.device
 ) -> Mapping[str, int]:
     """What each of some operators would hold; views, and what cannot be kept, are left out."""
-    local, kept = keep_operators(segment, names)
+    local, kept = save_operators(segment, names)
     with torch.enable_grad(), kept.recording(device) as recording:
         FakeRun(local, device).call()
     sizes = {name: recording.num_bytes(name) for name in recording.results}
@@ -121,7 +121,7 @@ def _recorded_bytes(
 
 
 def _measure(segment: Segment, names: frozenset[str], share: float, device: torch.device) -> Dear:
-    local, kept = keep_operators(segment, names)
+    local, kept = save_operators(segment, names)
     run = FakeRun(local, device)
     with torch.enable_grad(), Storages(run.arguments) as storages:
         with kept.recording(device) as recording:

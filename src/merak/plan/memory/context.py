@@ -41,7 +41,7 @@ class Surroundings:
         program: the rank's stages, with the segments that keep their activations.
         memory: what each segment needs, by its number.
         partly: by segment that recomputes, the operators whose results it keeps.
-        derived_bytes: of the derived values of a microbatch.
+        derived_bytes: of the batch-only values of a microbatch.
         shared: parameters that several segments read, by name and pipe.
         sharing: what of gradients and optimizer each replica holds.
         bucket_bytes: gradients of parameters of so many bytes are summed over replicas as soon as

@@ -12,7 +12,7 @@ import torch
 
 from merak.core.mesh import Mesh, pretended
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.program.program import Program, offloading
+from merak.graph.program.program import Program, with_offloading
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemory, optimizer_memory
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory, storage_bytes
@@ -262,8 +262,8 @@ def _fake_device(device: torch.device) -> torch.device:
 def _keeping(program: Program, keeping: Keeping) -> Program:
     stages = {}
     for number, stage in program.stages.items():
-        own = [replace(s, kept=s.segment.index in keeping.kept) for s in stage.segments]
-        stages[number] = replace(stage, segments=tuple(offloading(own, keeping.offloaded)))
+        own = [replace(s, saved=s.segment.index in keeping.kept) for s in stage.segments]
+        stages[number] = replace(stage, segments=tuple(with_offloading(own, keeping.offloaded)))
     return replace(program, stages=stages)
 
 
@@ -294,10 +294,10 @@ def _trained(metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
 
 
 def _prologue_bytes(program: Program, device: torch.device) -> tuple[int, int]:
-    """Derived values that stay throughout, and those of one microbatch."""
+    """Batch-only values that stay throughout, and those of one microbatch."""
     fixed, varying = (
         sum(storage_bytes(prologue.segment, device).values()) if prologue.segment.outputs else 0
-        for prologue in (program.fixed, program.derived)
+        for prologue in (program.fixed, program.batch_only)
     )
     return fixed, varying
 
@@ -306,7 +306,7 @@ def _columns(program: Program) -> list[TensorMeta]:
     """What each column is that a position reads."""
     found: dict[str, TensorMeta] = {}
     segments = [s.segment for stage in program.stages.values() for s in stage.segments]
-    for segment in (*segments, program.derived.segment):
+    for segment in (*segments, program.batch_only.segment):
         for node in segment.graph.find_nodes(op="placeholder"):
             if node.meta["name"] in segment.columns:
                 found[node.meta["name"]] = node.meta["tensor"]

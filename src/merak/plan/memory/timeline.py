@@ -153,7 +153,7 @@ class Walk:
             for key in record.inputs:
                 self.ledger.again(key)
             memory = self.around.memory[segment.segment.index]
-            stays = (keeps_all or segment.kept) and segment.trains
+            stays = (keeps_all or segment.saved) and segment.trains
             dear = None if stays or not segment.trains else self._dear(segment)
             taken = memory.kept_forward_bytes if stays else memory.forward_bytes
             taken = taken if dear is None else dear.forward_bytes

@@ -63,7 +63,7 @@ def completions(config: PreTrainedConfig) -> Iterator[Fields]:
             yield fields
 
 
-def lacking(error: BaseException | None, config: PreTrainedConfig) -> Fields:
+def missing_field(error: BaseException | None, config: PreTrainedConfig) -> Fields:
     """A field that the model reads in one part of its config and that only other parts have.
 
     Args:

@@ -43,7 +43,7 @@ class Rank:
         forward = [("tied",), ("a", "frozen"), ("b", "tied")]
         rows = [(names, False) for names in forward]
         rows += [(names, True) for names in reversed(forward)]
-        self.order = [Unshard(tuple(self.modules[n] for n in names), back) for names, back in rows]
+        self.steps = [Unshard(tuple(self.modules[n] for n in names), back) for names, back in rows]
 
     def gather(self, every: torch.Tensor, one: torch.Tensor, group: object) -> None:
         assert every.numel() == 2 * one.numel()
@@ -61,8 +61,8 @@ class Rank:
 
     def run(self) -> None:
         """Every turn; as torch does, a backward sums what it meets last first."""
-        self.order.start(self.order)
-        for turn in self.order:
+        self.order.start(self.steps)
+        for turn in self.steps:
             self.order.mark()
             self.order.begin(turn.modules)
             assert all(module.is_whole for module in self.modules_of(turn))
@@ -76,7 +76,7 @@ class Rank:
     def abort_step(self) -> None:
         """The rest, from the marked turn on, in name only."""
         self.order.go_back()
-        for turn in self.order[self.num_over :]:
+        for turn in self.steps[self.num_over :]:
             self.order.begin(turn.modules, drained=True)
             self.order.end(turn.modules, drained=True)
 
@@ -139,7 +139,7 @@ def test_a_rank_that_gives_up_anywhere_owes_the_rest(
 
 def test_sums_without_a_gradient_are_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
-    back = rank.order[-1]
+    back = rank.steps[-1]
     rank.order.start([back])
     rank.order.begin(back.modules)
     rank.order.end(back.modules)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.program.index_ranges import IndexRange, find_ranges, problem_of
+from merak.graph.program.index_ranges import IndexRange, find_index_ranges, out_of_range
 from merak.graph.segment.build import GraphSource, build_graph
 
 IDS = TensorMeta((2, 6), torch.int64)
@@ -51,7 +51,7 @@ _CHANGES: dict[str, Any] = {
 
 def ranges_of(change: str, training: bool = True) -> tuple[IndexRange, ...]:
     columns = {"ids": IDS, "labels": IDS} | ({"mask": IDS} if change == "chosen" else {})
-    return find_ranges(build_graph(GraphSource(Lookup(change)), columns, training=training))
+    return find_index_ranges(build_graph(GraphSource(Lookup(change)), columns, training=training))
 
 
 def batch_of(ids: int = 1, labels: int = 1, place: int = 4, **more: Tensor) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def test_what_is_refused_fails_in_the_model(change: str, ids: int, place: int) -
     for mask in (0, 1) if change == "chosen" else (None,):
         if mask is not None:
             batch["mask"] = torch.full((2, 6), mask)
-        problem = problem_of(_known(change), batch)
+        problem = out_of_range(_known(change), batch)
         if change in ("masked in place", "remainder"):
             assert problem is None  # not plain to see; the look-up itself refuses it
         else:
@@ -96,24 +96,24 @@ def _known(change: str) -> tuple[IndexRange, ...]:
 
 def test_the_sentence() -> None:
     found = ranges_of("none")
-    assert problem_of(found, batch_of(9)) == (
+    assert out_of_range(found, batch_of(9)) == (
         "column 'ids' holds the index 9, but table.weight of 8 rows takes 0 to 7; use the "
         "tokenizer or labels that the model is made for, or a model with room for it."
     )
-    assert problem_of(found, batch_of(labels=5)) == (
+    assert out_of_range(found, batch_of(labels=5)) == (
         "column 'labels' holds the index 5, but the loss over 5 classes takes 0 to 4 (and -100, "
         "which does not count); use the tokenizer or labels that the model is made for, or a "
         "model with room for it."
     )
-    assert problem_of(found, batch_of(labels=-1)) is not None
-    assert problem_of(found, batch_of(labels=-100)) is None
-    assert problem_of(found, {"labels": batch_of()["labels"]}) is None  # as far as a rank reads
+    assert out_of_range(found, batch_of(labels=-1)) is not None
+    assert out_of_range(found, batch_of(labels=-100)) is None
+    assert out_of_range(found, {"labels": batch_of()["labels"]}) is None  # as far as a rank reads
 
 
 def test_shifted_labels() -> None:
     found = ranges_of("shifted")
-    assert problem_of(found, batch_of(labels=5, place=0)) is None  # which no position predicts
-    said = problem_of(found, batch_of(labels=5, place=3))
+    assert out_of_range(found, batch_of(labels=5, place=0)) is None  # which no position predicts
+    said = out_of_range(found, batch_of(labels=5, place=3))
     assert said is not None and "column 'labels' gives the index 5" in said
 
 

@@ -21,7 +21,7 @@ def test_a_mask_is_read_where_attention_is() -> None:
     middle = program_of(graph, [0, 3, size - 1, size], [1])
     assert middle.columns == ("attention_mask",)
     # The mask of the scores is made of the column here, and crosses no cut.
-    assert len(middle.derived.segment.outputs) >= 1
+    assert len(middle.batch_only.segment.outputs) >= 1
     assert len(middle.stages[1].received) == len(middle.stages[1].sent) == 1
 
 

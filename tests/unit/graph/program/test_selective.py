@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.program.program import Choices, compile_program
-from merak.graph.program.selective import Recording
+from merak.graph.program.program import ActivationChoices, compile_program
+from merak.graph.program.selective import SavedResults
 from tests.unit.engine.models import (
     Skips,
     buffers_of,
@@ -58,7 +58,7 @@ def run(model: torch.nn.Module, batch: Any, part: str | None) -> tuple[list[Any]
     graph = graph_of(model, batch)
     partly = {} if part is None else operators(graph, part)
     program = compile_program(
-        graph, [0, len(graph.segments)], {0: ()}, choices=Choices(partly=partly)
+        graph, [0, len(graph.segments)], {0: ()}, choices=ActivationChoices(selective=partly)
     )
     (stage,) = stages_of(model, graph, 1, set())
     microbatch = microbatch_of(program, batch, buffers_of(model, graph))
@@ -98,5 +98,5 @@ def test_kernels_of_kept_operators_run_once() -> None:
 
 
 def test_what_is_kept_is_counted_by_storage() -> None:
-    recording = Recording()
+    recording = SavedResults()
     assert recording.num_bytes("nothing") == 0

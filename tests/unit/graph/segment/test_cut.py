@@ -15,7 +15,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.segment.cut import shard, slice_outputs
+from merak.graph.segment.cut import cut_into_segments, slice_outputs
 from merak.graph.trace.call import Call, call_model
 from merak.graph.trace.trace import trace
 from tests.unit.graph import families, odd_models
@@ -127,13 +127,13 @@ def check_structure(graph: ModelGraph) -> None:
             Kind.BUFFER: segment.buffers,
             Kind.COLUMN: segment.columns,
             Kind.VALUE: segment.inputs,
-            Kind.DERIVED: segment.derived,
+            Kind.BATCH_ONLY: segment.batch_only,
         }
         said = [(kind, name) for kind, names in parts.items() for name in names]
         placeholders = segment.graph.find_nodes(op="placeholder")
         assert [(n.meta["kind"], n.meta["name"]) for n in placeholders] == said
         assert set(segment.inputs) <= known
-        assert set(segment.derived) <= set(graph.prologue.outputs)
+        assert set(segment.batch_only) <= set(graph.prologue.outputs)
         if segment is not graph.prologue:
             known |= set(segment.outputs)
     assert set(graph.outputs.values()) <= known
@@ -156,7 +156,7 @@ def test_masks_and_tables_are_recomputed_rather_than_sent() -> None:
     graph = built(families.llama(3), families.batch_for("llama", mask=True))
     layers = [s for s in graph.segments if "self_attn" in s.name]
     assert len(layers) == 3
-    assert all(segment.derived for segment in layers)
+    assert all(segment.batch_only for segment in layers)
     assert all(len(segment.inputs) == 1 for segment in layers)
 
 
@@ -181,7 +181,7 @@ class WritesAtOnce(Layers):
 
 def test_a_rank_computes_only_its_own_derived_values() -> None:
     graph = built(WritesAtOnce(), odd_models.rows())
-    wanted = [graph.segments[0].derived, graph.segments[1].derived]
+    wanted = [graph.segments[0].batch_only, graph.segments[1].batch_only]
     first, last = (slice_outputs(graph.prologue, names) for names in wanted)
     assert first.columns == ("x",)
     assert last.columns == ()  # though a write of the other's is in the prologue
@@ -242,13 +242,13 @@ def test_outputs_that_no_segment_makes_leave_with_the_last() -> None:
     assert graph.outputs["x"] in graph.segments[-1].outputs
     assert graph.outputs["weight"] in graph.segments[-1].outputs
     assert "a.weight" in graph.segments[-1].parameters
-    assert graph.outputs["doubled"] in graph.segments[-1].derived
+    assert graph.outputs["doubled"] in graph.segments[-1].batch_only
 
 
 def test_an_output_that_is_not_there() -> None:
     traced = trace(odd_models.Everything(), metas(odd_models.rows()))
     with pytest.raises(TraceError, match="returns no logits for the columns x; it returns loss, "):
-        shard(traced, outputs=("logits",))
+        cut_into_segments(traced, outputs=("logits",))
 
 
 def test_one_value_under_two_names() -> None:
@@ -299,19 +299,19 @@ def visits(layers: int, early: bool, patch: pytest.MonkeyPatch) -> int:
         count += 1
         return original(node)
 
-    from merak.graph.segment.liveness import Flow, Span
+    from merak.graph.segment.liveness import Liveness, Span
 
-    cut = Flow.cut
+    cut = Liveness.cut
 
-    def counted_cut(flow: Flow, span: Span, carried: frozenset[int]) -> list[Span]:
+    def counted_cut(flow: Liveness, span: Span, carried: frozenset[int]) -> list[Span]:
         nonlocal count
         count += span.stop - span.start
         return cut(flow, span, carried)
 
     with patch.context() as inside:
         inside.setattr(torch.fx.Node, "all_input_nodes", property(counted))
-        inside.setattr(Flow, "cut", counted_cut)
-        graph = shard(traced)
+        inside.setattr(Liveness, "cut", counted_cut)
+        graph = cut_into_segments(traced)
     assert len(graph.segments) >= layers - 2
     return count
 
@@ -330,7 +330,7 @@ def listing(graph: ModelGraph) -> str:
 
 
 def _block(segment: Segment) -> str:
-    parts = ("parameters", "buffers", "columns", "inputs", "derived", "outputs")
+    parts = ("parameters", "buffers", "columns", "inputs", "batch_only", "outputs")
     lines = [f"{segment.index} {segment.name or '(no module)'}"]
     for part in parts:
         names = getattr(segment, part)

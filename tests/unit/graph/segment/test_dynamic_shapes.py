@@ -13,7 +13,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment import dynamic_shapes as shapes
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.segment.dynamic_shapes import Graphs
+from merak.graph.segment.dynamic_shapes import GraphsByShape
 from tests.unit.graph.families import VOCABULARY, gpt2, llama, mixtral
 
 Columns = dict[str, TensorMeta]
@@ -42,7 +42,7 @@ def written(graph: ModelGraph) -> list[object]:
     return [names, list(graph.outputs), *(shapes._written_out(part.graph) for part in parts)]
 
 
-class Own(Graphs):
+class Own(GraphsByShape):
     """Counts the shapes that are traced as they are."""
 
     @property

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, fx
 
 from merak.graph.ir.operators import is_embedding, is_weight_gemm
-from merak.graph.segment.liveness import Flow, Span, analyse
+from merak.graph.segment.liveness import Liveness, Span, analyze_liveness
 from merak.graph.trace.trace import trace
 from tests.unit.graph import odd_models
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import metas
 
 
-def flow_of(readers: list[list[int]], uncuttable: frozenset[int] = frozenset()) -> Flow:
+def flow_of(readers: list[list[int]], uncuttable: frozenset[int] = frozenset()) -> Liveness:
     """A flow of nodes by the positions that each reads."""
     graph = fx.Graph()
     nodes = [graph.placeholder(f"n{i}") for i in range(len(readers))]
@@ -25,7 +25,7 @@ def flow_of(readers: list[list[int]], uncuttable: frozenset[int] = frozenset()) 
     for made, end in enumerate(last):
         if end > made:
             dying[end].append(made)
-    return Flow(tuple(nodes), (), tuple(last), tuple(map(tuple, dying)), uncuttable)
+    return Liveness(tuple(nodes), (), tuple(last), tuple(map(tuple, dying)), uncuttable)
 
 
 def bounds(spans: list[Span]) -> list[tuple[int, int]]:
@@ -64,7 +64,7 @@ def test_nothing_is_cut_into_one_empty_span() -> None:
 
 
 def test_tuples_stay_with_their_readers() -> None:
-    flow = analyse(trace(odd_models.Chunks(), metas(odd_models.rows())).graph)
+    flow = analyze_liveness(trace(odd_models.Chunks(), metas(odd_models.rows())).graph)
     chunk = next(i for i, n in enumerate(flow.main) if "chunk" in str(n.target))
     assert set(range(chunk, flow.last_use[chunk])) <= flow.uncuttable
 
@@ -77,17 +77,17 @@ class ActivationInPlace(Layers):
 
 
 def test_writes_stay_together_and_later_readers_need_not() -> None:
-    flow = analyse(trace(ActivationInPlace(), metas(odd_models.rows())).graph)
+    flow = analyze_liveness(trace(ActivationInPlace(), metas(odd_models.rows())).graph)
     names = [str(node.target).split(".")[1] for node in flow.main]
     assert names == ["linear", "mul_", "relu_", "linear", "add", "mean"]
     assert flow.uncuttable == {0, 1}
 
 
 def test_what_the_batch_alone_decides_is_derived() -> None:
-    flow = analyse(trace(odd_models.DerivedFirst(), metas(odd_models.rows())).graph)
-    derived = {str(node.target) for node in flow.derived}
-    assert {"aten.gt.Scalar", "aten.arange.default", "aten.stack.default"} <= derived
-    assert not any(is_weight_gemm(node) for node in flow.derived)
+    flow = analyze_liveness(trace(odd_models.DerivedFirst(), metas(odd_models.rows())).graph)
+    batch_only = {str(node.target) for node in flow.batch_only}
+    assert {"aten.gt.Scalar", "aten.arange.default", "aten.stack.default"} <= batch_only
+    assert not any(is_weight_gemm(node) for node in flow.batch_only)
 
 
 def test_gemms_and_embeddings_of_weights() -> None:

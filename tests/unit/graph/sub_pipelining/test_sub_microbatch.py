@@ -12,9 +12,9 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.sub_pipelining.leading_part import cuts
-from merak.graph.sub_pipelining.pieces import cut_at_sums, returned_names
-from merak.graph.sub_pipelining.sub_microbatch import Samples, halve
+from merak.graph.sub_pipelining.leading_part import leading_cuts
+from merak.graph.sub_pipelining.pieces import cut_at_all_reduces, returned_names
+from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column, Row
 from merak.ops.collectives import copy_to, reduce_from
@@ -78,7 +78,7 @@ def graph_of(model: nn.Module, batch: int = BATCH) -> ModelGraph:
 def arguments(segment: Segment, model: nn.Module, values: dict[str, torch.Tensor]) -> list[object]:
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    named = (*segment.columns, *segment.inputs, *segment.derived)
+    named = (*segment.columns, *segment.inputs, *segment.batch_only)
     return [
         *(parameters[name] for name in segment.parameters),
         *(buffers[name] for name in segment.buffers),
@@ -104,9 +104,9 @@ def test_two_halves_are_the_whole_dropout_included(batch: int) -> None:
         made = dict(zip(segment.outputs, whole, strict=True))
         if segment is graph.segments[-1]:
             with pytest.raises(ShardError):  # the loss is a mean over the samples
-                halve(segment, Samples(batch))
+                split_segment(segment, SampleDims(batch))
             break
-        halves = halve(segment, Samples(batch))
+        halves = split_segment(segment, SampleDims(batch))
         parts = []
         for own, start, stop in zip(halves.segments, (0, middle), (middle, batch), strict=True):
             local = {
@@ -128,7 +128,7 @@ def test_what_sees_several_samples_is_not_halved(across: str) -> None:
     refused = 0
     for segment in graph_of(Model(across)).segments[:-1]:
         try:
-            halve(segment, Samples(BATCH))
+            split_segment(segment, SampleDims(BATCH))
         except ShardError:
             refused += 1
     assert refused == 1
@@ -136,15 +136,15 @@ def test_what_sees_several_samples_is_not_halved(across: str) -> None:
 
 def test_a_single_sample_has_no_halves() -> None:
     with pytest.raises(ShardError, match="1 sample has no halves; give a microbatch two samples"):
-        halve(graph_of(Model(), 1).segments[0], Samples(1))
+        split_segment(graph_of(Model(), 1).segments[0], SampleDims(1))
 
 
 def test_a_block_is_cut_from_the_loss_behind_it() -> None:
     model = Model()
     segment = graph_of(model).segments[-1]
-    first, rest = next(cuts(segment, Samples(BATCH)))
+    first, rest = next(leading_cuts(segment, SampleDims(BATCH)))
     assert set(first.parameters) == set(segment.parameters) and not rest.parameters
-    halve(first, Samples(BATCH))
+    split_segment(first, SampleDims(BATCH))
     values = {name: torch.randn(BATCH, 8) for name in segment.inputs}
     (expected,) = call(segment, arguments(segment, model, values))
     made = call(first, arguments(first, model, values))
@@ -155,8 +155,8 @@ def test_a_block_is_cut_from_the_loss_behind_it() -> None:
 def test_a_block_is_not_cut_where_more_would_cross_or_draw() -> None:
     drawing = Model()
     drawing.blocks[-1] = nn.Sequential(Block("mean"), nn.Dropout(0.5))
-    assert not list(cuts(graph_of(drawing).segments[-1], Samples(BATCH)))
-    assert not list(cuts(graph_of(Growing()).segments[-1], Samples(BATCH)))
+    assert not list(leading_cuts(graph_of(drawing).segments[-1], SampleDims(BATCH)))
+    assert not list(leading_cuts(graph_of(Growing()).segments[-1], SampleDims(BATCH)))
 
 
 def test_pieces_are_cut_at_the_sums_and_hold_none() -> None:
@@ -165,7 +165,7 @@ def test_pieces_are_cut_at_the_sums_and_hold_none() -> None:
     crossings = []
     for whole in graph.segments:
         segment, _ = rewrite(whole)
-        pieces = cut_at_sums(segment)
+        pieces = cut_at_all_reduces(segment)
         inside = {node.target for piece in pieces for node in piece.segment.graph.nodes}
         assert not inside & {copy_to, reduce_from}
         made = set(segment.inputs)
@@ -173,5 +173,5 @@ def test_pieces_are_cut_at_the_sums_and_hold_none() -> None:
             assert set(piece.segment.inputs) <= made
             made |= {*piece.segment.outputs, *(c.result for c in piece.crossings)}
         assert set(returned_names(segment)) <= made
-        crossings += [c.sums_forward for p in pieces for c in p.crossings]
+        crossings += [c.in_forward for p in pieces for c in p.crossings]
     assert crossings == [False, True] * 3  # three blocks, one sum in each direction

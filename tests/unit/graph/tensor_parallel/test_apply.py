@@ -11,14 +11,14 @@ from merak.graph.tensor_parallel.apply import (
     tensor_parallel,
 )
 from merak.graph.tensor_parallel.features import Column, Features, Replicate, Row
-from merak.graph.tensor_parallel.placement import Sharded
-from merak.graph.tensor_parallel.search.auto_shard import Deriver
+from merak.graph.tensor_parallel.placement import Shard
+from merak.graph.tensor_parallel.search.auto_shard import AutoSharder
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
 
 
-def given(graph: ModelGraph, features: Features, degree: int) -> dict[str, Sharded]:
+def given(graph: ModelGraph, features: Features, degree: int) -> dict[str, Shard]:
     return given_weights(graph, attributes_for(graph, features), degree)
 
 
@@ -32,10 +32,10 @@ def test_ranks_equal_one_process(
     layers = model.config.num_hidden_layers
     norms = 2 * layers if family == "qwen3" else 0  # weights of the norms over a head
     lone = 1 if family == "bert" else 0  # the layer between the blocks and the head
-    ranks.num_calls.pop("summand_of", None)
+    ranks.num_calls.pop("replicate_to_partial", None)
     assert ranks.num_calls.pop("gather_from", 0) == lone
     split = 1 if family == "llama" else 0  # its table and head are large beside its blocks
-    assert ranks.num_calls.pop("cross_entropy_of_share", 0) == split
+    assert ranks.num_calls.pop("vocab_parallel_cross_entropy", 0) == split
     copies, sums = 2 * layers + norms + lone + split, 2 * layers + split
     assert ranks.num_calls == {"copy_to": copies, "reduce_from": sums}
 
@@ -116,7 +116,7 @@ def test_whole_heads_follow_split_ones(
 
 def test_degree_1_leaves_a_segment_as_it_is() -> None:
     graph = cases.traced(cases.build("gpt2", "sdpa"), cases.batch())
-    alone = TensorParallel(Deriver(graph.parameters, 1), {})
+    alone = TensorParallel(AutoSharder(graph.parameters, 1), {})
     assert alone(graph.segments[1]) == (graph.segments[1], {})
 
 

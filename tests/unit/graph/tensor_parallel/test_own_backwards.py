@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from merak.core.errors import ShardError
 from merak.graph.ir.ir import ModelGraph, Segment
-from merak.graph.sub_pipelining.sub_microbatch import Samples, halve
+from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column
 from tests.unit.graph import own_backwards as own
@@ -37,7 +37,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def functions_in(segment: Segment) -> list[fx.Node]:
-    return [n for n in segment.graph.nodes if n.target is torch.ops.merak.custom_function.default]
+    return [n for n in segment.graph.nodes if n.target is torch.ops.merak.autograd_function.default]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -77,9 +77,9 @@ def halved_gradients(
     segment: Segment, parameters: dict[str, torch.Tensor], values: dict[str, torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Gradients of a segment's parameters and inputs: whole, and in halves."""
-    halves = halve(segment, Samples(BATCH))
+    halves = split_segment(segment, SampleDims(BATCH))
     named = {**parameters, **values}
-    names = (*segment.parameters, *segment.columns, *segment.inputs, *segment.derived)
+    names = (*segment.parameters, *segment.columns, *segment.inputs, *segment.batch_only)
 
     def run(one: Segment, given: dict[str, torch.Tensor], rows: slice) -> list[torch.Tensor]:
         results = cases.run_graph(one.graph, [given[name] for name in names])
@@ -94,7 +94,7 @@ def halved_gradients(
     whole = {n: t.detach().requires_grad_() for n, t in named.items()}
     expected = run(segment, whole, slice(None))
     parts = []
-    for one, share in zip(halves.segments, halves.shares, strict=True):
+    for one, share in zip(halves.segments, halves.sub_microbatches, strict=True):
         rows = slice(share.start, share.stop)
         local = {
             n: (t[rows] if n in halves.dims else t).detach().requires_grad_()
@@ -113,7 +113,9 @@ def halved(graph: ModelGraph, model: nn.Module) -> Iterator[bool]:
     whole = cases.weights(model)
     values = columns()
     for segment in graph.segments[:-1]:
-        own_values = {n: values[n] for n in (*segment.columns, *segment.inputs, *segment.derived)}
+        own_values = {
+            n: values[n] for n in (*segment.columns, *segment.inputs, *segment.batch_only)
+        }
         own_weights = {n: whole[n] for n in segment.parameters}
         given = [*own_weights.values(), *own_values.values()]
         with torch.no_grad():
@@ -194,4 +196,4 @@ def test_operators_of_other_libraries_run_on_whole_tensors(
     for segment in cases.traced(model, columns()).segments:
         if any(str(node.target) == own_name for node in segment.graph.nodes):
             with pytest.raises(ShardError):
-                halve(segment, Samples(BATCH))
+                split_segment(segment, SampleDims(BATCH))

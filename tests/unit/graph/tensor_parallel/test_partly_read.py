@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from merak.core.errors import ShardError
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.sub_pipelining.sub_microbatch import Samples, halve
+from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.search.auto_shard import limits_of
 from tests.unit.graph import tensor_parallel_cases as cases
@@ -107,7 +107,7 @@ def test_what_is_read_is_what_one_process_reads(name: str, monkeypatch: pytest.M
     assert limits_of(graph)["up.weight"] >= 1
     for segment in graph.segments:
         try:
-            halve(segment, Samples(BATCH))
+            split_segment(segment, SampleDims(BATCH))
         except ShardError as error:
             assert str(error).endswith((".", "samples"))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from merak.core.errors import TraceError
-from merak.graph.ir.mutation import depending_on, find_writes, is_mutating, written_by
+from merak.graph.ir.mutation import depending_on, find_mutations, is_mutating, mutated_arguments
 from merak.graph.trace.normalize import is_random
 from merak.graph.trace.trace import trace
 from merak.graph.trace.traced import Trace
@@ -48,7 +48,7 @@ def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         call(aten.rrelu.default, "x", 0.1, 0.3, True),
         call(aten.scaled_dot_product_attention.default, "x", "x", "x", None, 0.1),
         call(aten.scaled_dot_product_attention.default, "x", "x", "x", dropout_p=0.1),
-        call(torch.ops.merak.custom_function.default, ["x"], "some:function", "[]"),
+        call(torch.ops.merak.autograd_function.default, ["x"], "some:function", "[]"),
     ],
     ids=lambda node: str(node.target),
 )
@@ -103,7 +103,7 @@ def test_what_operators_write(target: Any, args: tuple[Any, ...], count: int) ->
     graph = fx.Graph()
     x = graph.placeholder("x")
     node = graph.call_function(target, fx.node.map_aggregate(args, lambda a: x if a == "x" else a))
-    assert len(written_by(node)) == count
+    assert len(mutated_arguments(node)) == count
     assert is_mutating(node) == bool(count)
 
 
@@ -167,8 +167,8 @@ def test_views_of_what_a_gradient_is_written_into_carry_it() -> None:
     graph = traced(odd_models.WrittenBufferOfOnes()).graph
     (zeros,) = (n for n in graph.nodes if str(n.target) == "aten.zeros.default")
     assert zeros.meta["tensor"].requires_grad
-    (memory,) = find_writes(graph).writers
-    assert zeros.meta["memory"] == memory
+    (memory,) = find_mutations(graph).writers
+    assert zeros.meta["storage"] == memory
 
 
 def test_dependence_goes_through_writes() -> None:
@@ -245,7 +245,7 @@ def test_functions_that_other_ranks_could_not_call(model: nn.Module, said: str) 
 
 def test_a_function_is_one_operator() -> None:
     found = targets(traced(odd_models.OwnBackward()).graph)
-    assert "merak.custom_function.default" in found
+    assert "merak.autograd_function.default" in found
     assert "aten.sign.default" not in found
 
 

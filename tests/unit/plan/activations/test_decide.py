@@ -120,23 +120,23 @@ def test_auto_fills_a_budget() -> None:
     least, most = peak(forecast(), frozenset()), peak(forecast(recompute="off"))
     assert least < most
     budget = (least + most) // 2
-    found = forecast(recompute="auto", memory_budget_bytes=budget)
+    found = forecast(recompute="auto", memory_budget=budget)
     assert 0 < len(found.layout.kept) < 6
     assert peak(found) <= budget
-    assert len(forecast(recompute="auto", memory_budget_bytes=most).layout.kept) == 6
+    assert len(forecast(recompute="auto", memory_budget=most).layout.kept) == 6
 
 
 def test_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
     least, most = peak(forecast(), frozenset()), peak(forecast(recompute="off"))
     with pytest.raises(PlanError, match=r"needs .* at B\d \(parameters .*optimizer .*activations"):
-        forecast(memory_budget_bytes=most - 1)
+        forecast(memory_budget=most - 1)
     with pytest.raises(PlanError, match=r"'full' needs .* and offload.*, so use one of them"):
-        forecast(memory_budget_bytes=most - 1)
+        forecast(memory_budget=most - 1)
     with pytest.raises(PlanError, match=r"if everything recomputes; use pp=\d with recompute"):
-        forecast(memory_budget_bytes=least - 1)
+        forecast(memory_budget=least - 1)
     with pytest.raises(PlanError, match=r"no pp up to 6 fits; use a larger tp"):
-        forecast(memory_budget_bytes=1000, recompute="auto")
-    assert forecast(memory_budget_bytes=most).kept == frozenset(range(6))
+        forecast(memory_budget=1000, recompute="auto")
+    assert forecast(memory_budget=most).kept == frozenset(range(6))
 
 
 def test_degrees_that_are_said_to_fit_do() -> None:
@@ -150,7 +150,7 @@ def test_degrees_that_are_said_to_fit_do() -> None:
 
     budget = peak(planned()) - 1
     with pytest.raises(PlanError) as caught:
-        planned(memory_budget_bytes=budget)
+        planned(memory_budget=budget)
     found = re.search(
         r"use pp=(\d) with recompute='full', tp=(\d) or zero=(\d) with it, or a smaller",
         str(caught.value),
@@ -158,9 +158,9 @@ def test_degrees_that_are_said_to_fit_do() -> None:
     assert found is not None, caught.value
     pp, tp, zero = map(int, found.groups())
     for options in ({"pp": pp}, {"tp": tp}, {"zero": zero}):
-        planned(**options, memory_budget_bytes=budget)  # type: ignore[arg-type]
+        planned(**options, memory_budget=budget)  # type: ignore[arg-type]
     with pytest.raises(PlanError):
-        planned(memory_budget_bytes=budget, zero=zero - 1)
+        planned(memory_budget=budget, zero=zero - 1)
 
 
 def test_auto_without_a_budget_is_refused_on_the_cpu() -> None:
@@ -176,7 +176,7 @@ def test_a_memory_that_cannot_be_foreseen_stops_nobody_who_did_not_ask(
 
     monkeypatch.setattr("merak.plan.activations.forecast.MemoryModel", fail)
     with pytest.raises(PlanError, match=r"cannot be foreseen \(RuntimeError: no numbers"):
-        forecast(memory_budget_bytes=10**9)
+        forecast(memory_budget=10**9)
     # As on a GPU, whose memory is known without asking.
     monkeypatch.setattr("merak.plan.activations.decide._budget", lambda *_: 10**9)
     assert forecast().kept == frozenset(range(6))

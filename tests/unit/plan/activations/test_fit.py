@@ -38,8 +38,8 @@ def equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(graph: Any, *_: Any) -> list[SegmentTimes]:
         return [SegmentTimes(s.name, 1.0, 2.0) for s in graph.segments]
 
-    for room in ("build", "layout"):
-        monkeypatch.setattr(f"merak.engine.{room}.segment_times", times)
+    for module in ("engine.build", "plan.layout"):
+        monkeypatch.setattr(f"merak.{module}.segment_times", times)
 
 
 def forecast(pp: int = 2, **options: Any) -> Forecast:
@@ -76,7 +76,7 @@ def test_a_fast_way_to_the_host_leaves_nothing_to_recompute(schedule: str) -> No
         schedule=schedule,
         recompute="auto",
         offload_activations="auto",
-        memory_budget_bytes=budget,
+        memory_budget=budget,
         host_bytes_per_s=FAST,
     )
     assert max(peaks(found)) <= budget
@@ -86,7 +86,7 @@ def test_a_fast_way_to_the_host_leaves_nothing_to_recompute(schedule: str) -> No
 
 def test_a_slow_way_to_the_host_leaves_it_alone() -> None:
     budget = between()
-    asked = {"recompute": "auto", "memory_budget_bytes": budget}
+    asked = {"recompute": "auto", "memory_budget": budget}
     found = forecast(offload_activations="auto", host_bytes_per_s=SLOW, **asked)
     assert max(peaks(found)) <= budget
     assert not found.layout.offloaded
@@ -100,7 +100,7 @@ def test_in_between_the_iteration_is_shorter_than_with_either_alone() -> None:
     budget = between(0.1)
 
     def fitted(**options: Any) -> Forecast:
-        found = forecast(memory_budget_bytes=budget, host_bytes_per_s=rate, **options)
+        found = forecast(memory_budget=budget, host_bytes_per_s=rate, **options)
         assert max(peaks(found)) <= budget
         return found
 
@@ -112,8 +112,8 @@ def test_in_between_the_iteration_is_shorter_than_with_either_alone() -> None:
 def test_only_as_much_is_away_as_has_to_be() -> None:
     most = max(peaks(forecast(recompute="off")))
     asked = {"recompute": "off", "offload_activations": "auto", "host_bytes_per_s": FAST}
-    assert not forecast(memory_budget_bytes=most, **asked).layout.offloaded
-    found = forecast(memory_budget_bytes=most - 1, **asked)
+    assert not forecast(memory_budget=most, **asked).layout.offloaded
+    found = forecast(memory_budget=most - 1, **asked)
     some = found.layout.offloaded
     assert 1 <= len(some) < len(found.moved_bytes())
     assert found.kept == frozenset(range(found.layout.partition.num_segments))
@@ -121,7 +121,7 @@ def test_only_as_much_is_away_as_has_to_be() -> None:
 
 def test_a_list_of_what_recomputes_is_kept_to() -> None:
     budget = between()
-    found = forecast(recompute="1,2", offload_activations="auto", memory_budget_bytes=budget)
+    found = forecast(recompute="1,2", offload_activations="auto", memory_budget=budget)
     assert {1, 2}.isdisjoint(found.kept) and max(peaks(found)) <= budget
     assert len(found.kept) == found.layout.partition.num_segments - 2
 
@@ -129,7 +129,7 @@ def test_a_list_of_what_recomputes_is_kept_to() -> None:
 @pytest.mark.parametrize("recompute", ["auto", "off"])
 def test_what_fits_nowhere_is_refused(recompute: str) -> None:
     with pytest.raises(PlanError, match=r"pipeline position \d needs .* but may hold 1.0 kB"):
-        forecast(recompute=recompute, offload_activations="auto", memory_budget_bytes=1000)
+        forecast(recompute=recompute, offload_activations="auto", memory_budget=1000)
 
 
 def test_a_misfit_names_offloading_where_that_fits() -> None:
@@ -139,10 +139,10 @@ def test_a_misfit_names_offloading_where_that_fits() -> None:
     assert away < least
     only = r"; offload_activations='full' needs .* with .* of host memory, so use that or 'auto'\.$"
     with pytest.raises(PlanError, match=only):
-        forecast(**many, memory_budget_bytes=(away + least) // 2)
+        forecast(**many, memory_budget=(away + least) // 2)
     both = r"recompute='full' needs .* and offload_activations='full' needs .*, so use one of them"
     with pytest.raises(PlanError, match=both):
-        forecast(**many, memory_budget_bytes=least)
+        forecast(**many, memory_budget=least)
 
 
 def test_it_needs_to_know_the_memory() -> None:
@@ -153,4 +153,4 @@ def test_it_needs_to_know_the_memory() -> None:
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_nothing_kept_is_refused(recompute: str) -> None:
     with pytest.raises(PlanError, match="'auto' moves activations that are kept, but every seg"):
-        forecast(recompute=recompute, offload_activations="auto", memory_budget_bytes=10**9)
+        forecast(recompute=recompute, offload_activations="auto", memory_budget=10**9)

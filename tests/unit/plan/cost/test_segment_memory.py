@@ -25,7 +25,7 @@ def saved_bytes(stage, microbatch, weights, buffers):
             *(weights[name] for name in segment.parameters),
             *(buffers[name] for name in segment.buffers),
             *(microbatch.columns[name] for name in segment.columns),
-            *(microbatch.derived[name] for name in segment.derived),
+            *(microbatch.batch_only[name] for name in segment.batch_only),
         ]
         known = {t.untyped_storage()._cdata for t in (*inputs, *others)}
         seen = {}

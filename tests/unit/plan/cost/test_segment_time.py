@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.segment.cut import shard
+from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.trace import trace
 from merak.plan.balance import balance
 from merak.plan.cost.device import preset
@@ -55,7 +55,7 @@ def gpt2():
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **tokens))
-    return shard(trace(model.train(), COLUMNS), outputs=("loss",)).segments
+    return cut_into_segments(trace(model.train(), COLUMNS), outputs=("loss",)).segments
 
 
 def test_a_model_costs_what_its_layers_multiply(gpt2):
@@ -135,7 +135,9 @@ def test_gradients_are_summed_over_readers_and_microbatches():
         graph = trace(model, {"x": TensorMeta((3, 5), torch.float32)})
         free = {"memory_bytes_per_s": 1e30, "functions_per_s": 1e30, "overhead_s": 1.0}
         device = replace(DEVICE, **free, flops_per_s={"float32": 1e30})
-        return sum(round(c.backward_s) for c in segment_costs(shard(graph).segments, device))
+        return sum(
+            round(c.backward_s) for c in segment_costs(cut_into_segments(graph).segments, device)
+        )
 
     # Once: mul, neg, sqrt, abs, sum, and the weight's gradient added to earlier microbatches.
     assert backward_kernels(Once()) == 6

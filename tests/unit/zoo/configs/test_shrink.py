@@ -7,7 +7,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from merak.zoo.configs.fields import flat, text_part
-from merak.zoo.configs.fill_defaults import completions, lacking
+from merak.zoo.configs.fill_defaults import completions, missing_field
 from merak.zoo.configs.layers import nearer, of_each_kind
 from merak.zoo.configs.relations import agreeing, equally_wide, without_derived
 from merak.zoo.configs.shrink import VERSIONS, Wanted, attempts
@@ -257,8 +257,8 @@ def test_a_field_that_one_part_lacks_is_taken_from_another() -> None:
     config = transformers.DbrxConfig()
     with pytest.raises(AttributeError) as caught:
         _ = config.attn_config.rope_theta
-    assert lacking(caught.value, config)["attn_config"]["rope_theta"] == 10000.0
-    assert lacking(ValueError("else"), config) == {}
+    assert missing_field(caught.value, config)["attn_config"]["rope_theta"] == 10000.0
+    assert missing_field(ValueError("else"), config) == {}
 
 
 def test_layers_whose_outputs_are_taken_stay_as_many() -> None:

@@ -11,14 +11,14 @@ from torch import fx
 
 from merak.graph.tensor_parallel.placement import (
     AXIS,
-    COPIED,
     PARTIAL,
-    REPLICATED,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
     Operand,
     Operator,
     Placement,
-    Sharded,
+    Shard,
     shape_of,
 )
 from merak.ops.sharded_dropout import attend_sharded
@@ -43,27 +43,27 @@ def contract(op: Operator, operands: Sequence[Operand], result: Sequence[str | N
     split = {
         node: (labels[placed.dim], placed)
         for node, labels in operands
-        if isinstance(placed := op.placement(node), Sharded)
+        if isinstance(placed := op.placement(node), Shard)
     }
     label, lead = _leading_split(op, split, result)
     needs: dict[fx.Node, Placement] = {}
     for node, labels in operands:
         if node in split and split[node][0] != label:
-            needs[node] = COPIED
+            needs[node] = REPLICATE_PARTIAL_GRAD
         elif label in labels:
-            needs[node] = Sharded(labels.index(label), lead.parts, lead.origin)
+            needs[node] = Shard(labels.index(label), lead.parts, lead.origin)
         else:
-            needs[node] = COPIED
+            needs[node] = REPLICATE_PARTIAL_GRAD
     if label not in result:
         return Decision(PARTIAL, needs)
-    return Decision(Sharded(list(result).index(label), lead.parts, lead.origin), needs)
+    return Decision(Shard(list(result).index(label), lead.parts, lead.origin), needs)
 
 
 def _leading_split(
     op: Operator,
-    split: dict[fx.Node, tuple[str | None, Sharded]],
+    split: dict[fx.Node, tuple[str | None, Shard]],
     result: Sequence[str | None],
-) -> tuple[str | None, Sharded]:
+) -> tuple[str | None, Shard]:
     """The label that stays split; operands split along a summed label give way to one in result."""
     labels = {label for label, _ in split.values()}
     kept = labels if len(labels) == 1 else labels & set(result)
@@ -108,7 +108,7 @@ def _with_bias(op: Operator, decision: Decision, bias: fx.Node) -> Decision:
     """Where the result is a partial sum, every rank adds its share of the whole bias."""
     if decision.output != PARTIAL:
         return decision
-    if isinstance(op.placement(bias), Sharded):
+    if isinstance(op.placement(bias), Shard):
         raise op.error("adds a split bias to a sum over the ranks")
     return replace(decision, needs={**decision.needs, bias: PARTIAL})
 
@@ -129,7 +129,7 @@ def grouped(op: Operator) -> Decision:
         raise op.error("multiplies groups in another form than rows by a stack of weights")
     operands: list[Operand] = [(x, ("row", "in")), (weight, ("group", "in", "out"))]
     placed = [(labels, op.placement(n)) for n, labels in operands]
-    if any(isinstance(p, Sharded) and labels[p.dim] in ("row", "group") for labels, p in placed):
+    if any(isinstance(p, Shard) and labels[p.dim] in ("row", "group") for labels, p in placed):
         raise op.error("multiplies groups of rows that are split")
     return contract(op, operands, ("row", "out"))
 
@@ -142,7 +142,7 @@ def convolution(op: Operator) -> Decision:
     pixels = tuple(f"pixel{i}" for i in range(len(shape_of(x)) - 2))
     kernel = tuple(f"kernel{i}" for i in range(len(pixels)))
     operands: list[Operand] = [(x, ("row", "in", *pixels)), (weight, ("out", "in", *kernel))]
-    if any(p.dim > 1 for n in (x, weight) if isinstance(p := op.placement(n), Sharded)):
+    if any(p.dim > 1 for n in (x, weight) if isinstance(p := op.placement(n), Shard)):
         raise op.error("convolves pixels that are split")
     result = ("row", "out", *pixels)
     if bias is None:
@@ -207,16 +207,16 @@ def attention(op: Operator) -> Decision:
     mask, grouped = op.arg("attn_mask"), bool(op.arg("enable_gqa", False))
     lead = _split_heads(op, query, (key, value))
     kv_whole = grouped and all(
-        op.placement(n) == REPLICATED and shape_of(n)[lead.dim] % op.degree for n in (key, value)
+        op.placement(n) == REPLICATE and shape_of(n)[lead.dim] % op.degree for n in (key, value)
     )
     needs: dict[fx.Node, Placement] = {query: lead}
     for node in (key, value):
         size = shape_of(node)[lead.dim]
-        wanted = Sharded(lead.dim, (size,) if grouped else lead.parts, lead.origin)
-        if op.placement(node) not in (REPLICATED, wanted):
+        wanted = Shard(lead.dim, (size,) if grouped else lead.parts, lead.origin)
+        if op.placement(node) not in (REPLICATE, wanted):
             raise op.error("attends over queries, keys and values that are split differently")
-        one_for_all = size == 1 and not grouped and op.placement(node) == REPLICATED
-        needs[node] = COPIED if kv_whole or one_for_all else wanted
+        one_for_all = size == 1 and not grouped and op.placement(node) == REPLICATE
+        needs[node] = REPLICATE_PARTIAL_GRAD if kv_whole or one_for_all else wanted
         if not kv_whole and not one_for_all:
             op.local(size)
     if mask is not None:
@@ -235,28 +235,28 @@ def attention(op: Operator) -> Decision:
     return Decision(lead, needs, attend_sharded, args, kwargs)
 
 
-def _split_heads(op: Operator, query: fx.Node, others: Sequence[fx.Node]) -> Sharded:
+def _split_heads(op: Operator, query: fx.Node, others: Sequence[fx.Node]) -> Shard:
     """How the queries must lie: as they do, or as their whole heads are split like the keys'."""
-    split = [p for n in (query, *others) if isinstance(p := op.placement(n), Sharded)]
+    split = [p for n in (query, *others) if isinstance(p := op.placement(n), Shard)]
     if not split or split[0].dim >= len(shape_of(query)) - 2:
         raise op.error("attends over heads that are whole, or split inside")
     lead, grouped = split[0], bool(op.arg("enable_gqa", False))
-    if op.placement(query) == REPLICATED and grouped:
-        return Sharded(lead.dim, (shape_of(query)[lead.dim],), lead.origin)
+    if op.placement(query) == REPLICATE and grouped:
+        return Shard(lead.dim, (shape_of(query)[lead.dim],), lead.origin)
     if grouped and len(lead.parts) > 1:
         raise op.error("attends over fused query heads that share kv-heads")
     return lead
 
 
-def _mask_need(op: Operator, mask: fx.Node, num_dims: int, lead: Sharded) -> Placement:
+def _mask_need(op: Operator, mask: fx.Node, num_dims: int, lead: Shard) -> Placement:
     shape = shape_of(mask)
     dim = lead.dim - (num_dims - len(shape))
     placed = op.placement(mask)
     if dim < 0 or shape[dim] == 1:
-        if isinstance(placed, Sharded):
+        if isinstance(placed, Shard):
             raise op.error("has a mask that is split, but not by heads")
-        return COPIED
-    wanted = Sharded(dim, lead.parts, lead.origin)
-    if isinstance(placed, Sharded) and placed != wanted:
+        return REPLICATE_PARTIAL_GRAD
+    wanted = Shard(dim, lead.parts, lead.origin)
+    if isinstance(placed, Shard) and placed != wanted:
         raise op.error("has a mask that is split, but not by heads as the queries are")
     return wanted

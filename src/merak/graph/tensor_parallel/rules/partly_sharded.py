@@ -14,13 +14,13 @@ import torch
 from torch import fx
 
 from merak.graph.tensor_parallel.placement import (
-    COPIED,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
     Degree,
-    Mixed,
     Operator,
+    PartlySharded,
     Placement,
-    Sharded,
+    Shard,
     family,
     positive,
     shape_of,
@@ -30,7 +30,7 @@ from merak.graph.tensor_parallel.rules import gemm, views
 aten = torch.ops.aten
 
 
-def decide_mixed(op: Operator) -> Decision:
+def decide_partly_sharded(op: Operator) -> Decision:
     """What becomes of an operator that reads a value with split and whole parts.
 
     Raises:
@@ -42,24 +42,24 @@ def decide_mixed(op: Operator) -> Decision:
     return rule(op)
 
 
-def local_size(placed: Mixed, degree: Degree) -> int:
+def local_size(placed: PartlySharded, degree: Degree) -> int:
     """What a rank holds along the split dim."""
     sizes = enumerate(placed.parts)
     return sum(size if i in placed.whole else size // degree for i, size in sizes)
 
 
-def _operand(op: Operator) -> tuple[fx.Node, Mixed]:
+def _operand(op: Operator) -> tuple[fx.Node, PartlySharded]:
     for node in op.node.all_input_nodes:
         placed = op.raw(node)
-        if isinstance(placed, Mixed):
+        if isinstance(placed, PartlySharded):
             return node, placed
     raise AssertionError("the rule is for mixed operands")
 
 
-def _as_split(op: Operator, placed: Mixed) -> Operator:
+def _as_split(op: Operator, placed: PartlySharded) -> Operator:
     """The operator as if one rank held its value's parts."""
     node, _ = _operand(op)
-    alone = {**op.placements, node: Sharded(placed.dim, placed.parts, placed.origin)}
+    alone = {**op.placements, node: Shard(placed.dim, placed.parts, placed.origin)}
     return replace(op, placements=alone, degree=1)
 
 
@@ -69,7 +69,7 @@ def _same_parts(rule: Callable[[Operator], Decision]) -> Callable[[Operator], De
     def moved(op: Operator) -> Decision:
         _, placed = _operand(op)
         output = rule(_as_split(op, placed)).output
-        assert isinstance(output, Sharded)
+        assert isinstance(output, Shard)
         return Decision(replace(placed, dim=output.dim))
 
     return moved
@@ -83,18 +83,18 @@ def _product(op: Operator) -> Decision:
     bias = op.arg("bias") if name == "linear" else args[0] if name == "addmm" else None
     alone = op
     for node in op.node.all_input_nodes:
-        if isinstance(found := op.raw(node), Mixed):
+        if isinstance(found := op.raw(node), PartlySharded):
             if (found.parts, found.whole) != (placed.parts, placed.whole):
                 raise op.error("combines fused parts of different sizes")
-            split = Sharded(found.dim, found.parts, found.origin)
+            split = Shard(found.dim, found.parts, found.origin)
             alone = replace(alone, placements={**alone.placements, node: split})
     decision = _PRODUCTS[name](replace(alone, degree=1))
     output = decision.output
-    if not isinstance(output, Sharded) or output.parts != placed.parts:
+    if not isinstance(output, Shard) or output.parts != placed.parts:
         raise op.error("sums over fused parts of which only some are split")
-    needs: dict[fx.Node, Placement] = dict.fromkeys(op.node.all_input_nodes, COPIED)
-    needs |= {n: p for n in needs if isinstance(p := op.raw(n), Mixed)}
-    if bias is not None and bias not in (n for n in needs if isinstance(op.raw(n), Mixed)):
+    needs: dict[fx.Node, Placement] = dict.fromkeys(op.node.all_input_nodes, REPLICATE_PARTIAL_GRAD)
+    needs |= {n: p for n in needs if isinstance(p := op.raw(n), PartlySharded)}
+    if bias is not None and bias not in (n for n in needs if isinstance(op.raw(n), PartlySharded)):
         needs[bias] = replace(placed, dim=0)
     return Decision(replace(placed, dim=output.dim), needs)
 
@@ -102,26 +102,28 @@ def _product(op: Operator) -> Decision:
 def _view(op: Operator) -> Decision:
     node, placed = _operand(op)
     new = shape_of(op.node)
-    lies = Sharded(placed.dim, placed.parts, placed.origin)
+    lies = Shard(placed.dim, placed.parts, placed.origin)
     after = views.reshaped(shape_of(node), new, lies, 1)
     if after is None or len(after.parts) % len(placed.parts):
         raise op.error("reshapes a fused value of which only some parts are split")
     times, count = len(after.parts) // len(placed.parts), len(placed.parts)
     whole = frozenset(i + count * k for i in placed.whole for k in range(times))
-    output = Mixed(after.dim, after.parts, whole, placed.origin)
+    output = PartlySharded(after.dim, after.parts, whole, placed.origin)
     _check_divisible(op, output)
     sizes = list(new)
     sizes[after.dim] = local_size(output, op.degree)
     return Decision(output, target=aten.reshape.default, args=(node, sizes), kwargs={})
 
 
-def _check_divisible(op: Operator, placed: Mixed) -> None:
+def _check_divisible(op: Operator, placed: PartlySharded) -> None:
     split = [size for i, size in enumerate(placed.parts) if i not in placed.whole]
     for size in split:
         op.local(size)
 
 
-def _between(op: Operator, placed: Mixed, start: int, stop: int) -> tuple[Placement, int, int]:
+def _between(
+    op: Operator, placed: PartlySharded, start: int, stop: int
+) -> tuple[Placement, int, int]:
     """How the parts from `start` to `stop` lie, and where a rank has them."""
     edges = [sum(placed.parts[:i]) for i in range(len(placed.parts) + 1)]
     if start not in edges or stop not in edges or stop <= start:
@@ -132,10 +134,10 @@ def _between(op: Operator, placed: Mixed, start: int, stop: int) -> tuple[Placem
     whole = frozenset(i - first for i in placed.whole if first <= i < last)
     parts = placed.parts[first:last]
     if not whole:
-        return Sharded(placed.dim, parts, placed.origin), begin, end
+        return Shard(placed.dim, parts, placed.origin), begin, end
     if len(whole) == len(parts):
-        return COPIED, begin, end
-    return Mixed(placed.dim, parts, whole, placed.origin), begin, end
+        return REPLICATE_PARTIAL_GRAD, begin, end
+    return PartlySharded(placed.dim, parts, whole, placed.origin), begin, end
 
 
 def _slice(op: Operator) -> Decision:

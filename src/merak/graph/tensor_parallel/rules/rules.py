@@ -9,21 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.ir.mutation import is_mutating, written_by
+from merak.graph.ir.mutation import is_mutating, mutated_arguments
 from merak.graph.tensor_parallel.placement import (
     AXIS,
-    COPIED,
     PARTIAL,
-    REPLICATED,
-    Copied,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
-    Mixed,
     Operator,
     Partial,
+    PartlySharded,
     Placement,
-    Replicated,
     Rule,
-    Sharded,
+    Shard,
     family,
     is_opaque,
     listed_parts,
@@ -32,13 +30,13 @@ from merak.graph.tensor_parallel.placement import (
     shape_of,
 )
 from merak.graph.tensor_parallel.rules import gemm, views, vocabulary
-from merak.graph.tensor_parallel.rules.partly_sharded import decide_mixed
+from merak.graph.tensor_parallel.rules.partly_sharded import decide_partly_sharded
 from merak.graph.trace.modes.size_invariance import is_size_invariant
 from merak.ops.sharded_dropout import dropout_sharded
 
 aten = torch.ops.aten
 
-_WHOLE = Decision(REPLICATED)
+_WHOLE = Decision(REPLICATE)
 
 
 def decide(op: Operator) -> Decision:
@@ -58,8 +56,8 @@ def decide(op: Operator) -> Decision:
         return _WHOLE
     if family(op.node.target) == "getitem":
         return _getitem(op)
-    if any(isinstance(op.raw(n), Mixed) for n in operands):
-        return decide_mixed(op)
+    if any(isinstance(op.raw(n), PartlySharded) for n in operands):
+        return decide_partly_sharded(op)
     if any(isinstance(op.raw(n), Partial) for n in operands) and _carries_sums(op):
         return Decision(PARTIAL)
     if not op.sharded():
@@ -82,8 +80,8 @@ def _rule_of(target: Any) -> Rule | None:
 
 def _is_whole(op: Operator, operands: Sequence[fx.Node]) -> bool:
     """Whether nothing is split here, as nearly everywhere while one weight's split is followed."""
-    are_whole = all(op.placements[n] is REPLICATED for n in operands)
-    return are_whole and not op.copied and not is_mutating(op.node)
+    are_whole = all(op.placements[n] is REPLICATE for n in operands)
+    return are_whole and not op.in_split_work and not is_mutating(op.node)
 
 
 def _inside(op: Operator) -> Decision:
@@ -91,21 +89,23 @@ def _inside(op: Operator) -> Decision:
     if is_mutating(op.node):
         return _write(op)
     if is_opaque(op.node.target):
-        return Decision(REPLICATED, dict.fromkeys(op.node.all_input_nodes, REPLICATED))
-    copied = op.copied or any(isinstance(op.raw(n), Copied) for n in op.node.all_input_nodes)
-    return Decision(COPIED if copied else REPLICATED)
+        return Decision(REPLICATE, dict.fromkeys(op.node.all_input_nodes, REPLICATE))
+    copied = op.in_split_work or any(
+        op.raw(n) == REPLICATE_PARTIAL_GRAD for n in op.node.all_input_nodes
+    )
+    return Decision(REPLICATE_PARTIAL_GRAD if copied else REPLICATE)
 
 
 def _write(op: Operator) -> Decision:
     """A write into whole values: all that lies in the memory has its gradient in one way."""
-    written = written_by(op.node)
+    written = mutated_arguments(op.node)
     placed = {op.placements[n] for n in written}
-    placed = placed.union(*(op.in_memory.get(n.meta.get("memory"), ()) for n in written))
-    if placed == {COPIED} and not is_opaque(op.node.target):
-        return Decision(COPIED)
-    if COPIED in placed:
+    placed = placed.union(*(op.by_storage.get(n.meta.get("storage"), ()) for n in written))
+    if placed == {REPLICATE_PARTIAL_GRAD} and not is_opaque(op.node.target):
+        return Decision(REPLICATE_PARTIAL_GRAD)
+    if REPLICATE_PARTIAL_GRAD in placed:
         raise op.error("writes into a value that lies in two ways")
-    return Decision(REPLICATED)
+    return Decision(REPLICATE)
 
 
 def _carries_sums(op: Operator) -> bool:
@@ -141,24 +141,24 @@ def elementwise(op: Operator) -> Decision:
     for node in op.node.all_input_nodes:
         own = dim - (num_dims - len(shape_of(node)))
         if node not in split and own >= 0 and shape_of(node)[own] != 1:
-            needs[node] = Sharded(own, placed.parts, placed.origin)
+            needs[node] = Shard(own, placed.parts, placed.origin)
     written = op.node.args[0] if getattr(op.node.target, "_schema").is_mutable else None  # noqa: B009
     if isinstance(written, fx.Node) and written not in split:
         raise op.error("writes split values into a whole one")
-    return Decision(Sharded(dim, placed.parts, placed.origin), needs)
+    return Decision(Shard(dim, placed.parts, placed.origin), needs)
 
 
 def first_operand(op: Operator) -> Decision:
     """Type conversions and copies: the result lies as the first operand, others only say how."""
     placed = op.placement(op.node.args[0])
-    if isinstance(placed, Sharded):
+    if isinstance(placed, Shard):
         return Decision(placed)
-    return Decision(REPLICATED)
+    return Decision(REPLICATE)
 
 
 def shape_given(op: Operator) -> Decision:
     """new_zeros and the like: the operand only gives type and device."""
-    return Decision(REPLICATED)
+    return Decision(REPLICATE)
 
 
 def along_dim(op: Operator) -> Decision:
@@ -178,9 +178,9 @@ def gather(op: Operator) -> Decision:
     operand, index = op.arg("self"), op.arg("index")
     lead = next(iter(op.sharded().values()))
     if positive(op.arg("dim"), len(shape_of(operand))) == lead.dim:
-        return vocabulary.pick(op)
+        return vocabulary.gather(op)
     sizes = {shape_of(n)[lead.dim] for n in (operand, index)}
-    if len(sizes) > 1 or any(op.placement(n) not in (REPLICATED, lead) for n in (operand, index)):
+    if len(sizes) > 1 or any(op.placement(n) not in (REPLICATE, lead) for n in (operand, index)):
         raise op.error("picks by an index that is not split like the values")
     return Decision(lead, {operand: lead, index: lead})
 
@@ -190,7 +190,7 @@ def index_select(op: Operator) -> Decision:
     operand = op.arg("self")
     placed = op.placement(operand)
     dim = positive(op.arg("dim"), len(shape_of(operand)))
-    if not isinstance(placed, Sharded) or dim == placed.dim:
+    if not isinstance(placed, Shard) or dim == placed.dim:
         raise op.error(f"picks along dim {dim}, which is split, or by a split index")
     return Decision(placed)
 
@@ -203,14 +203,14 @@ def index(op: Operator) -> Decision:
     found = [d for d, i in enumerate(indices) if i is not None]
     tensors = [indices[d] for d in found]
     neighbours = found == list(range(found[0], found[0] + len(found)))
-    whole = all(op.placement(t) == REPLICATED for t in tensors)
-    if not isinstance(placed, Sharded) or placed.dim in found or not neighbours or not whole:
+    whole = all(op.placement(t) == REPLICATE for t in tensors)
+    if not isinstance(placed, Shard) or placed.dim in found or not neighbours or not whole:
         raise op.error("picks elements along a dim that is split, or by a split index")
     if any(t.meta["tensor"].dtype == torch.bool for t in tensors):
         raise op.error("picks elements of a split value by a mask")
     grown = max(len(shape_of(t)) for t in tensors) - len(found)
     dim = placed.dim if placed.dim < found[0] else placed.dim + grown
-    return Decision(Sharded(dim, placed.parts, placed.origin))
+    return Decision(Shard(dim, placed.parts, placed.origin))
 
 
 def last_two_dims(op: Operator) -> Decision:
@@ -225,7 +225,7 @@ def normalise(op: Operator) -> Decision:
     """layer_norm, rms_norm: the dims that are normalised must be whole."""
     operand = op.node.args[0]
     placed, num_normal = op.placement(operand), len(op.arg("normalized_shape"))
-    if not isinstance(placed, Sharded):
+    if not isinstance(placed, Shard):
         raise op.error("has split weights")
     if placed.dim >= len(shape_of(operand)) - num_normal:
         raise op.error(f"normalises over dim {placed.dim}, which is split")
@@ -244,7 +244,7 @@ def reduce(op: Operator) -> Decision:
     if placed.dim in dims:
         return _reduce_split(op)
     shift = 0 if op.arg("keepdim", False) else sum(d < placed.dim for d in dims)
-    after = Sharded(placed.dim - shift, placed.parts, placed.origin)
+    after = Shard(placed.dim - shift, placed.parts, placed.origin)
     results = op.node.meta["tensor"]
     return Decision((after,) * len(results) if isinstance(results, tuple) else after)
 
@@ -278,14 +278,14 @@ def split(op: Operator) -> Decision:
     if family(op.node.target) == "unbind":
         if dim == placed.dim:
             raise op.error(f"takes dim {dim} apart, which is split")
-        after = Sharded(placed.dim - (dim < placed.dim), placed.parts, placed.origin)
+        after = Shard(placed.dim - (dim < placed.dim), placed.parts, placed.origin)
         return Decision((after,) * len(results))
     if dim != placed.dim:
         return Decision((placed,) * len(results))
     sizes = [result.shape[dim] for result in results]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     outputs = tuple(
-        Sharded(dim, _parts_between(op, placed, a, a + n), placed.origin)
+        Shard(dim, _parts_between(op, placed, a, a + n), placed.origin)
         for a, n in zip(starts, sizes, strict=True)
     )
     args = (operand, [op.local(size) for size in sizes], dim)
@@ -308,7 +308,7 @@ def narrow(op: Operator) -> Decision:
         raise op.error(f"takes every {op.arg('step')}th element of a dim that is split")
     parts = _parts_between(op, placed, start, stop)
     args = (operand, dim, op.local(start), op.local(stop, placed))
-    after = Sharded(dim, parts, placed.origin)
+    after = Shard(dim, parts, placed.origin)
     return Decision(after, target=aten.slice.Tensor, args=args, kwargs={})
 
 
@@ -316,7 +316,7 @@ def _clamp(index: int, size: int) -> int:
     return max(0, min(positive(index, size), size))
 
 
-def _parts_between(op: Operator, placed: Sharded, start: int, stop: int) -> tuple[int, ...]:
+def _parts_between(op: Operator, placed: Shard, start: int, stop: int) -> tuple[int, ...]:
     """The fused parts from `start` to `stop`, which must be where parts begin or end."""
     edges = [sum(placed.parts[:i]) for i in range(len(placed.parts) + 1)]
     if start not in edges or stop not in edges:
@@ -335,7 +335,7 @@ def select(op: Operator) -> Decision:
     dim = positive(op.arg("dim"), len(shape_of(operand)))
     if dim == placed.dim:
         raise op.error(f"takes one index of dim {dim}, which is split")
-    return Decision(Sharded(placed.dim - (dim < placed.dim), placed.parts, placed.origin))
+    return Decision(Shard(placed.dim - (dim < placed.dim), placed.parts, placed.origin))
 
 
 def pad(op: Operator) -> Decision:
@@ -357,17 +357,17 @@ def concatenate(op: Operator) -> Decision:
     placed = [op.placement(t) for t in tensors]
     if dim != lead.dim:
         return _alike(op, tensors, lead, lead)
-    if not all(isinstance(p, Sharded) and p.dim == dim for p in placed):
+    if not all(isinstance(p, Shard) and p.dim == dim for p in placed):
         raise op.error(f"joins split and whole operands along dim {dim}")
-    parts = tuple(n for p in placed if isinstance(p, Sharded) for n in p.parts)
-    return Decision(Sharded(dim, parts, lead.origin))
+    parts = tuple(n for p in placed if isinstance(p, Shard) for n in p.parts)
+    return Decision(Shard(dim, parts, lead.origin))
 
 
 def stack(op: Operator) -> Decision:
     """stack: a new dim before or after the split one."""
     dim = positive(op.arg("dim", 0), len(shape_of(op.node)))
     lead = next(iter(op.sharded().values()))
-    after = Sharded(lead.dim + (dim <= lead.dim), lead.parts, lead.origin)
+    after = Shard(lead.dim + (dim <= lead.dim), lead.parts, lead.origin)
     return _alike(op, op.node.args[0], lead, after)
 
 
@@ -384,11 +384,11 @@ def custom(op: Operator) -> Decision:
     return replace(_alike(op, tensors, lead, lead), output=(lead,) * len(results))
 
 
-def _alike(op: Operator, tensors: Any, lead: Sharded, after: Sharded) -> Decision:
+def _alike(op: Operator, tensors: Any, lead: Shard, after: Shard) -> Decision:
     placed = [op.placement(t) for t in tensors]
-    if any(isinstance(p, Sharded) and p != lead for p in placed):
+    if any(isinstance(p, Shard) and p != lead for p in placed):
         raise op.error("joins operands that are split along different dims or fused parts")
-    whole = [t for t, p in zip(tensors, placed, strict=True) if isinstance(p, Replicated)]
+    whole = [t for t, p in zip(tensors, placed, strict=True) if p == REPLICATE]
     return Decision(after, dict.fromkeys(whole, lead))
 
 
@@ -436,7 +436,7 @@ _FAMILIES: dict[Rule, str] = {
     pad: "pad constant_pad_nd",
     concatenate: "cat concat",
     stack: "stack",
-    custom: "custom_function",
+    custom: "autograd_function",
 }
 
 RULES: dict[str, Rule] = {name: rule for rule, names in _FAMILIES.items() for name in names.split()}

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from merak.graph.tensor_parallel.placement import (
-    REPLICATED,
+    REPLICATE,
     Decision,
     Degree,
     Operator,
-    Sharded,
+    Shard,
     listed_parts,
     positive,
     shape_of,
@@ -22,9 +22,7 @@ from merak.graph.tensor_parallel.placement import (
 aten = torch.ops.aten
 
 
-def reshaped(
-    old: Sequence[int], new: Sequence[int], placed: Sharded, degree: Degree
-) -> Sharded | None:
+def reshaped(old: Sequence[int], new: Sequence[int], placed: Shard, degree: Degree) -> Shard | None:
     """How a split value lies after it is reshaped.
 
     Dims are merged and split in groups of equal size. Inside its group, a split dim with `left`
@@ -44,7 +42,7 @@ def reshaped(
         if placed.dim not in olds:
             continue
         if len(olds) == len(news) == 1:
-            return Sharded(news[0], placed.parts, placed.origin)
+            return Shard(news[0], placed.parts, placed.origin)
         left = math.prod(old[d] for d in olds if d < placed.dim)
         right = math.prod(old[d] for d in olds if d > placed.dim)
         flat = tuple(size * right for size in placed.parts) * left
@@ -53,7 +51,7 @@ def reshaped(
             right = math.prod(new[d] for d in news if d > dim)
             parts = _unflatten(flat, left, right, degree)
             if parts is not None and sum(parts) == new[dim]:
-                return Sharded(dim, parts, placed.origin)
+                return Shard(dim, parts, placed.origin)
     return None
 
 
@@ -86,9 +84,9 @@ def view(op: Operator) -> Decision:
     """view, reshape, flatten, view_as, …: rewritten to reshape with local sizes."""
     operand, new = op.node.args[0], shape_of(op.node)
     placed = op.placement(operand)
-    if not isinstance(placed, Sharded):  # view_as: only the shape comes from a split value
+    if not isinstance(placed, Shard):  # view_as: only the shape comes from a split value
         return Decision(
-            REPLICATED, target=aten.reshape.default, args=(operand, list(new)), kwargs={}
+            REPLICATE, target=aten.reshape.default, args=(operand, list(new)), kwargs={}
         )
     after = reshaped(shape_of(operand), new, placed, op.degree)
     if after is None:
@@ -110,28 +108,28 @@ def transpose(op: Operator) -> Decision:
     a = positive(op.arg("dim0", op.arg("axis0", 0)), num_dims)
     b = positive(op.arg("dim1", op.arg("axis1", 1)), num_dims)
     dim = {a: b, b: a}.get(placed.dim, placed.dim)
-    return Decision(Sharded(dim, placed.parts, placed.origin))
+    return Decision(Shard(dim, placed.parts, placed.origin))
 
 
 def reverse(op: Operator) -> Decision:
     """numpy_T: all dims in reverse order."""
     (operand, placed), *_ = op.sharded().items()
     dim = len(shape_of(operand)) - 1 - placed.dim
-    return Decision(Sharded(dim, placed.parts, placed.origin))
+    return Decision(Shard(dim, placed.parts, placed.origin))
 
 
 def permute(op: Operator) -> Decision:
     """permute: dims in another order."""
     (operand, placed), *_ = op.sharded().items()
     order = [positive(d, len(shape_of(operand))) for d in op.arg("dims")]
-    return Decision(Sharded(order.index(placed.dim), placed.parts, placed.origin))
+    return Decision(Shard(order.index(placed.dim), placed.parts, placed.origin))
 
 
 def unsqueeze(op: Operator) -> Decision:
     """unsqueeze: a new dim of size 1."""
     _, placed = next(iter(op.sharded().items()))
     new = positive(op.arg("dim"), len(shape_of(op.node)))
-    return Decision(Sharded(placed.dim + (new <= placed.dim), placed.parts, placed.origin))
+    return Decision(Shard(placed.dim + (new <= placed.dim), placed.parts, placed.origin))
 
 
 def squeeze(op: Operator) -> Decision:
@@ -144,7 +142,7 @@ def squeeze(op: Operator) -> Decision:
     if placed.dim in gone:
         raise op.error(f"takes dim {placed.dim} away, which is split")
     dim = placed.dim - sum(d < placed.dim for d in gone)
-    after = Sharded(dim, placed.parts, placed.origin)
+    after = Shard(dim, placed.parts, placed.origin)
     return Decision(after, target=aten.squeeze.dims, args=(operand, gone), kwargs={})
 
 
@@ -153,13 +151,13 @@ def expand(op: Operator) -> Decision:
     operand = op.node.args[0]
     placed = op.placement(operand)
     new = list(shape_of(op.node))
-    if not isinstance(placed, Sharded):  # expand_as: only the shape comes from a split value
-        return Decision(REPLICATED, target=aten.expand.default, args=(operand, new), kwargs={})
+    if not isinstance(placed, Shard):  # expand_as: only the shape comes from a split value
+        return Decision(REPLICATE, target=aten.expand.default, args=(operand, new), kwargs={})
     dim = placed.dim + len(new) - len(shape_of(operand))
     sizes = list(op.arg("size", new))
     if sizes[dim] != -1:
         sizes[dim] = op.local(new[dim])
-    after = Sharded(dim, placed.parts, placed.origin)
+    after = Shard(dim, placed.parts, placed.origin)
     return Decision(after, target=aten.expand.default, args=(operand, sizes), kwargs={})
 
 
@@ -168,7 +166,7 @@ def repeat(op: Operator) -> Decision:
     (operand, placed), *_ = op.sharded().items()
     repeats = op.arg("repeats")
     dim = placed.dim + len(repeats) - len(shape_of(operand))
-    return Decision(Sharded(dim, placed.parts * repeats[dim], placed.origin))
+    return Decision(Shard(dim, placed.parts * repeats[dim], placed.origin))
 
 
 def repeat_interleave(op: Operator) -> Decision:
@@ -180,4 +178,4 @@ def repeat_interleave(op: Operator) -> Decision:
     same = positive(dim, len(shape_of(operand))) != placed.dim
     parts = placed.parts if same else tuple(size * times for size in placed.parts)
     kept = {k: v for k, v in op.node.kwargs.items() if k != "output_size"}
-    return Decision(Sharded(placed.dim, parts, placed.origin), kwargs=kept)
+    return Decision(Shard(placed.dim, parts, placed.origin), kwargs=kept)

@@ -17,24 +17,24 @@ from torch import fx
 from merak.graph.tensor_parallel.placement import (
     AXIS,
     PARTIAL,
-    REPLICATED,
+    REPLICATE,
     Decision,
     Operator,
     Placement,
     Rule,
-    Sharded,
+    Shard,
     family,
     is_padded,
     positive,
     shape_of,
 )
-from merak.ops.vocab_parallel import cross_entropy_of_share, embedding_of_share
+from merak.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from merak.ops.vocab_parallel_reductions import (
-    log_softmax_of_share,
-    logsumexp_of_share,
-    nll_of_share,
-    pick_of_share,
-    sum_of_share,
+    vocab_parallel_gather,
+    vocab_parallel_log_softmax,
+    vocab_parallel_logsumexp,
+    vocab_parallel_nll,
+    vocab_parallel_sum,
 )
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def decide_padded(op: Operator, rule: Rule | None) -> Decision:
         ShardError: padding would count in its result or in a gradient.
     """
     name = family(op.node.target).rstrip("_")
-    over_classes = OVER_CLASSES.get(name)
+    over_classes = VOCAB_PARALLEL.get(name)
     if over_classes is not None and _runs_along_split(op):
         return over_classes(op)
     if rule is None or name not in _EACH_BY_ITSELF:
@@ -92,7 +92,7 @@ def _layout(op: Operator, operand: fx.Node, dim: int) -> tuple[int, int, str]:
     placed = op.placement(operand)
     if not isinstance(op.degree, int):
         raise op.error("must see all samples of a microbatch")
-    if not isinstance(placed, Sharded) or placed.dim != dim or len(placed.parts) > 1:
+    if not isinstance(placed, Shard) or placed.dim != dim or len(placed.parts) > 1:
         raise op.error(f"runs along dim {dim} of values that are split otherwise")
     return dim, placed.parts[0], AXIS
 
@@ -103,7 +103,7 @@ def embedding(op: Operator) -> Decision:
     _, size, axis = _layout(op, weight, 0)
     padding_idx, by_freq = op.arg("padding_idx", -1), op.arg("scale_grad_by_freq", False)
     args = (weight, indices, padding_idx, by_freq, op.arg("sparse", False), size, axis)
-    return Decision(PARTIAL, {indices: REPLICATED}, embedding_of_share, args, {})
+    return Decision(PARTIAL, {indices: REPLICATE}, vocab_parallel_embedding, args, {})
 
 
 def cross_entropy(op: Operator) -> Decision:
@@ -112,25 +112,25 @@ def cross_entropy(op: Operator) -> Decision:
     layout = _layout(op, logits, min(1, len(shape_of(logits)) - 1))
     if target.meta["tensor"].dtype.is_floating_point:
         raise op.error("takes a loss to probabilities of all classes")
-    needs: dict[fx.Node, Placement] = {target: REPLICATED}
-    needs |= {weight: REPLICATED} if weight is not None else {}
+    needs: dict[fx.Node, Placement] = {target: REPLICATE}
+    needs |= {weight: REPLICATE} if weight is not None else {}
     smoothing = op.arg("label_smoothing", 0.0)
     reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
     args = (logits, target, weight, reduction, ignored, smoothing, layout)
     positions = math.prod(shape_of(target))
     sums = (positions, (3 if smoothing else 2) * positions)
-    return Decision(REPLICATED, needs, cross_entropy_of_share, args, {}, sums=sums)
+    return Decision(REPLICATE, needs, vocab_parallel_cross_entropy, args, {}, sums=sums)
 
 
 def nll(op: Operator) -> Decision:
     """nll_loss over split classes: a summand of every rank."""
     operand, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
     layout = _layout(op, operand, min(1, len(shape_of(operand)) - 1))
-    needs: dict[fx.Node, Placement] = {target: REPLICATED}
-    needs |= {weight: REPLICATED} if weight is not None else {}
+    needs: dict[fx.Node, Placement] = {target: REPLICATE}
+    needs |= {weight: REPLICATE} if weight is not None else {}
     reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
     args = (operand, target, weight, reduction, ignored, layout)
-    return Decision(PARTIAL, needs, nll_of_share, args, {})
+    return Decision(PARTIAL, needs, vocab_parallel_nll, args, {})
 
 
 def log_softmax(op: Operator) -> Decision:
@@ -139,10 +139,10 @@ def log_softmax(op: Operator) -> Decision:
     shape = shape_of(operand)
     layout = _layout(op, operand, positive(op.arg("dim"), len(shape)))
     placed = op.placement(operand)
-    assert isinstance(placed, Sharded)
+    assert isinstance(placed, Shard)
     positions = math.prod(shape) // shape[placed.dim]
     args = (operand, op.arg("dtype"), layout)
-    return Decision(placed, {}, log_softmax_of_share, args, {}, sums=(positions, positions))
+    return Decision(placed, {}, vocab_parallel_log_softmax, args, {}, sums=(positions, positions))
 
 
 def logsumexp(op: Operator) -> Decision:
@@ -154,19 +154,21 @@ def logsumexp(op: Operator) -> Decision:
     layout = _layout(op, operand, positive(dims[0], len(shape)))
     positions = math.prod(shape) // shape[layout[0]]
     args = (operand, op.arg("keepdim", False), layout)
-    return Decision(REPLICATED, {}, logsumexp_of_share, args, {}, sums=(positions, positions))
+    return Decision(REPLICATE, {}, vocab_parallel_logsumexp, args, {}, sums=(positions, positions))
 
 
-def pick(op: Operator) -> Decision:
+def gather(op: Operator) -> Decision:
     """gather along the split dim, by a whole index: what the rank has, to be summed."""
     operand, index = op.arg("self"), op.arg("index")
     layout = _layout(op, operand, positive(op.arg("dim"), len(shape_of(operand))))
-    if op.placement(index) != REPLICATED:
+    if op.placement(index) != REPLICATE:
         raise op.error("picks by an index that is split")
-    return Decision(PARTIAL, {index: REPLICATED}, pick_of_share, (operand, index, layout), {})
+    return Decision(
+        PARTIAL, {index: REPLICATE}, vocab_parallel_gather, (operand, index, layout), {}
+    )
 
 
-def total(op: Operator) -> Decision:
+def reduce_sum(op: Operator) -> Decision:
     """sum and mean over a dim with padding, and others."""
     (operand, placed), *_ = op.sharded().items()
     shape = shape_of(operand)
@@ -178,18 +180,18 @@ def total(op: Operator) -> Decision:
     count = math.prod(shape[d] for d in dims)
     mean = family(op.node.target) == "mean"
     then = ((aten.div.Scalar, (count,)),) if mean else ()
-    return Decision(PARTIAL, {}, sum_of_share, args, {}, then=then)
+    return Decision(PARTIAL, {}, vocab_parallel_sum, args, {}, then=then)
 
 
-OVER_CLASSES: dict[str, Rule] = {
+VOCAB_PARALLEL: dict[str, Rule] = {
     "embedding": embedding,
     "cross_entropy_loss": cross_entropy,
     "nll_loss": nll,
     "nll_loss_nd": nll,
     "log_softmax": log_softmax,
     "logsumexp": logsumexp,
-    "gather": pick,
-    "sum": total,
-    "mean": total,
+    "gather": gather,
+    "sum": reduce_sum,
+    "mean": reduce_sum,
 }
 """What becomes of operators that run along a vocabulary, by their families."""

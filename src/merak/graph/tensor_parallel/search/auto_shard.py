@@ -17,7 +17,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
-from merak.graph.tensor_parallel.placement import Mixed, Sharded
+from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.search.cost import Transfer
 from merak.graph.tensor_parallel.search.search import Search
 from merak.graph.tensor_parallel.search.vocabularies import (
@@ -26,12 +26,12 @@ from merak.graph.tensor_parallel.search.vocabularies import (
     split_vocabularies,
 )
 
-Split = Sharded | Mixed
-Weights = Mapping[str, Split]
+WeightPlacement = Shard | PartlySharded
+WeightPlacements = Mapping[str, WeightPlacement]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SegmentTask:
     """What is asked about one segment.
 
     Args:
@@ -42,13 +42,13 @@ class Task:
     """
 
     segment: Segment
-    given: Weights
+    given: WeightPlacements
     kept: frozenset[str]
     heads: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentSplit:
+class SegmentSharding:
     """How one segment is split.
 
     Args:
@@ -57,13 +57,13 @@ class SegmentSplit:
         transfers: the collectives it then runs.
     """
 
-    weights: Weights
+    weights: WeightPlacements
     inside: frozenset[fx.Node]
     transfers: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Deriver:
+class AutoSharder:
     """Derives splits for segments of one model, and remembers them by the segments' structure.
 
     Args:
@@ -73,41 +73,43 @@ class Deriver:
 
     parameters: Mapping[str, TensorMeta]
     degree: int
-    _known: dict[Any, tuple[Segment, SegmentSplit]] = field(default_factory=dict)
+    _known: dict[Any, tuple[Segment, SegmentSharding]] = field(default_factory=dict)
 
-    def __call__(self, task: Task) -> SegmentSplit:
+    def __call__(self, task: SegmentTask) -> SegmentSharding:
         """Choose how the weights of a segment are split that are neither given nor kept."""
         key = tuple(structure_of(task))
         if key not in self._known:
             search = Search(task.segment, self.parameters, self.degree, task.kept, task.given)
             found = search.run(task.heads)
-            weights = {n: p for n, p in found.weights.items() if isinstance(p, Split)}
-            split = SegmentSplit(weights, found.inside, found.transfers)
+            weights = {n: p for n, p in found.weights.items() if isinstance(p, WeightPlacement)}
+            split = SegmentSharding(weights, found.inside, found.transfers)
             self._known[key] = (task.segment, split)
         return _carried_over(*self._known[key], task.segment)
 
 
-def derive(
-    model: ModelGraph, deriver: Deriver, given: Weights, kept: frozenset[str]
-) -> dict[str, Split]:
+def auto_shard(
+    model: ModelGraph, auto_sharder: AutoSharder, given: WeightPlacements, kept: frozenset[str]
+) -> dict[str, WeightPlacement]:
     """Choose how the weights of a model are split.
 
     Args:
         model: the traced model.
-        deriver: for this model's parameters and degree.
+        auto_sharder: for this model's parameters and degree.
         given: weights whose split is given, by name.
         kept: parameters that stay whole.
 
     Returns:
         The split parameters, by name. A parameter that several segments read is split in one way.
     """
-    chosen: dict[str, Split] = {**given}
-    chosen |= split_vocabularies(model, deriver.degree, given, kept)
+    chosen: dict[str, WeightPlacement] = {**given}
+    chosen |= split_vocabularies(model, auto_sharder.degree, given, kept)
     whole = kept | (embeddings(model) - chosen.keys())
     heads = frozenset(loss_weights(model))
     for segment in model.segments:
         own = {n: chosen[n] for n in segment.parameters if n in chosen}
-        split = deriver(Task(segment, own, whole.intersection(segment.parameters), heads))
+        split = auto_sharder(
+            SegmentTask(segment, own, whole.intersection(segment.parameters), heads)
+        )
         chosen |= split.weights
         whole |= frozenset(segment.parameters) - chosen.keys()
     return chosen
@@ -146,7 +148,7 @@ def limits_of(model: ModelGraph) -> dict[str, int]:
     known: dict[Any, tuple[int | None, ...]] = {}
     whole = frozenset(embeddings(model) | loss_weights(model))
     for segment in model.segments:
-        key = tuple(structure_of(Task(segment, {}, whole)))
+        key = tuple(structure_of(SegmentTask(segment, {}, whole)))
         if key not in known:
             limits = Search(segment, model.parameters, 1, whole, {}).limits()
             known[key] = tuple(limits.get(name) for name in segment.parameters)
@@ -155,7 +157,7 @@ def limits_of(model: ModelGraph) -> dict[str, int]:
     return found
 
 
-def structure_of(task: Task) -> Iterator[Any]:
+def structure_of(task: SegmentTask) -> Iterator[Any]:
     """What the answer depends on: the operators, their shapes, and what is given."""
     place = {node: i for i, node in enumerate(task.segment.graph.nodes)}
     for node in task.segment.graph.nodes:
@@ -172,11 +174,11 @@ def structure_of(task: Task) -> Iterator[Any]:
         yield node.op, shown, str(node.meta.get("tensor")), what
 
 
-def _carried_over(like: Segment, split: SegmentSplit, segment: Segment) -> SegmentSplit:
+def _carried_over(like: Segment, split: SegmentSharding, segment: Segment) -> SegmentSharding:
     """The split of a segment of the same structure."""
     if like is segment:
         return split
     names = dict(zip(like.parameters, segment.parameters, strict=True))
     nodes = dict(zip(like.graph.nodes, segment.graph.nodes, strict=True))
     weights = {names[n]: replace(p, origin=names[n]) for n, p in split.weights.items()}
-    return SegmentSplit(weights, frozenset(nodes[n] for n in split.inside), split.transfers)
+    return SegmentSharding(weights, frozenset(nodes[n] for n in split.inside), split.transfers)

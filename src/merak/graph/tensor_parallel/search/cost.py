@@ -13,14 +13,13 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.tensor_parallel.placement import (
-    REPLICATED,
-    Copied,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
-    Mixed,
     Partial,
+    PartlySharded,
     Placement,
-    Replicated,
-    Sharded,
+    Shard,
     need_of,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
@@ -76,7 +75,7 @@ def _needs(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node,
             for operand in operands_of(node, decision):
                 yield operand, need_of(operand, decision, propagation.placements)
             further = (n for _, args in decision.then for n in args if isinstance(n, fx.Node))
-            yield from ((n, REPLICATED) for n in further)
+            yield from ((n, REPLICATE) for n in further)
 
 
 def operands_of(node: fx.Node, decision: Decision) -> list[fx.Node]:
@@ -109,19 +108,21 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
     for node, need in conversions(graph, propagation):
         placed = propagation.placements[node]
         assert not isinstance(placed, tuple)
-        if isinstance(placed, Mixed) or isinstance(need, Mixed):
+        if isinstance(placed, PartlySharded) or isinstance(need, PartlySharded):
             raise ShardError(f"{node} would have to be joined from split and whole parts.")
         if isinstance(need, Partial):
             continue  # every rank takes its share
-        if propagation.scatters and (isinstance(placed, Sharded) or isinstance(need, Sharded)):
+        if propagation.scatters and (isinstance(placed, Shard) or isinstance(need, Shard)):
             # What is gathered for split work and what is gathered whole are two values.
             for kind in _kinds_scattered(placed, need, has_gradient(node)):
-                add(node, kind, isinstance(need, Replicated))
+                add(node, kind, need == REPLICATE)
             continue
         for kind in _kinds(placed, need, has_gradient(node)):
             add(node, kind)
     for node, placed in propagation.placements.items():
-        entered = isinstance(placed, (Copied, Mixed)) and node.op == "placeholder"
+        entered = (
+            placed == REPLICATE_PARTIAL_GRAD or isinstance(placed, PartlySharded)
+        ) and node.op == "placeholder"
         if entered and has_gradient(node):
             add(node, Collective.COPY)
     for node, decision in propagation.decisions.items():
@@ -132,15 +133,15 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
 
 
 def _kinds(placed: Placement, need: Placement, has_gradient: bool) -> Iterator[Collective]:
-    if isinstance(placed, Copied):
+    if placed == REPLICATE_PARTIAL_GRAD:
         return  # every rank has it whole, and owes a part of the gradient
     if isinstance(placed, Partial):
         yield Collective.REDUCE
-    elif isinstance(placed, Sharded):
+    elif isinstance(placed, Shard):
         yield Collective.GATHER
-    if isinstance(need, Copied) and has_gradient:
+    if need == REPLICATE_PARTIAL_GRAD and has_gradient:
         yield Collective.COPY
-    elif isinstance(need, Sharded) and has_gradient:
+    elif isinstance(need, Shard) and has_gradient:
         yield Collective.SLICE
 
 
@@ -150,11 +151,11 @@ def _kinds_scattered(
     """Conversions from and to shares, where sums become shares without being whole between."""
     if isinstance(placed, Partial):
         yield Collective.SCATTER
-    if isinstance(placed, Sharded):
+    if isinstance(placed, Shard):
         yield Collective.GATHER
-        if has_gradient and not isinstance(need, Replicated):
+        if has_gradient and need != REPLICATE:
             yield Collective.SPREAD
-    elif has_gradient and not isinstance(placed, Copied):
+    elif has_gradient and placed != REPLICATE_PARTIAL_GRAD:
         yield Collective.SLICE
 
 

@@ -12,7 +12,7 @@ from merak.graph.tensor_parallel.placement import (
     Decision,
     Degree,
     Operator,
-    Sharded,
+    Shard,
     family,
     positive,
     shape_of,
@@ -41,14 +41,14 @@ def fused_parts(graph: fx.Graph, name: str, dim: int, size: int) -> list[tuple[i
     """
     found: list[tuple[int, ...]] = [(size,)]
     while len(found) <= _MAX_REFINEMENTS:
-        finer = _finer(graph, name, Sharded(dim, found[-1], name))
+        finer = _finer(graph, name, Shard(dim, found[-1], name))
         if finer is None or finer in found:
             break
         found.append(finer)
     return found
 
 
-def _finer(graph: fx.Graph, name: str, placed: Sharded) -> tuple[int, ...] | None:
+def _finer(graph: fx.Graph, name: str, placed: Shard) -> tuple[int, ...] | None:
     refused: list[Operator] = []
 
     def rule(op: Operator) -> Decision:
@@ -69,7 +69,7 @@ def _finer(graph: fx.Graph, name: str, placed: Sharded) -> tuple[int, ...] | Non
     return None
 
 
-def _refined(placed: Sharded, size: int, edges: set[int]) -> tuple[int, ...] | None:
+def _refined(placed: Shard, size: int, edges: set[int]) -> tuple[int, ...] | None:
     """The parts of the weight, cut where the operator cuts a dim of `size` that it became."""
     total = sum(placed.parts)
     if not edges or total % size:
@@ -82,7 +82,7 @@ def _refined(placed: Sharded, size: int, edges: set[int]) -> tuple[int, ...] | N
 _CUTTING = frozenset("unbind select narrow slice split split_with_sizes chunk tensor_split".split())
 
 
-def _edges(op: Operator, operand: fx.Node, placed: Sharded) -> set[int]:
+def _edges(op: Operator, operand: fx.Node, placed: Shard) -> set[int]:
     """Where an operator cuts the split dim of its operand."""
     name, size = family(op.node.target), shape_of(operand)[placed.dim]
     if (
@@ -104,6 +104,6 @@ def _edges(op: Operator, operand: fx.Node, placed: Sharded) -> set[int]:
     return {sum(sizes[:i]) for i in range(len(sizes) + 1)}
 
 
-def divides(placed: Sharded, degree: Degree) -> bool:
+def divides(placed: Shard, degree: Degree) -> bool:
     """Whether every fused part has a share for each rank."""
     return math.gcd(*placed.parts) % degree == 0

@@ -18,7 +18,12 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.operators import is_weight_gemm
-from merak.graph.tensor_parallel.placement import Copied, Mixed, Placement, Sharded
+from merak.graph.tensor_parallel.placement import (
+    REPLICATE_PARTIAL_GRAD,
+    PartlySharded,
+    Placement,
+    Shard,
+)
 from merak.graph.tensor_parallel.propagate import (
     Propagation,
     capacities,
@@ -104,7 +109,7 @@ class Search:
         self._place = {node: i for i, node in enumerate(self.graph.nodes)}
         self._values = _sources(self.graph, self._place)
         self._alone: dict[tuple[str, Placement], Propagation | None] = {}
-        self._splits: dict[str, tuple[Sharded | Mixed, ...]] = {}
+        self._splits: dict[str, tuple[Shard | PartlySharded, ...]] = {}
 
     def run(self, followers: Collection[str] = ()) -> Found:
         """The best assignment found.
@@ -135,14 +140,14 @@ class Search:
             for out, _ in self.dims[name]:
                 along = [split for split in self.splits(name) if split.dim == out]
                 # Parts of which only the small ones are read cannot be split with these whole.
-                *_, finest = (split for split in along if isinstance(split, Sharded))
+                *_, finest = (split for split in along if isinstance(split, Shard))
                 for split in dict.fromkeys((along[-1], finest)):
                     if (pieces := self._pieces(name, split)) is not None:
                         found[name] = pieces
                         break
         return found
 
-    def _pieces(self, name: str, split: Sharded | Mixed) -> int | None:
+    def _pieces(self, name: str, split: Shard | PartlySharded) -> int | None:
         """Into how many pieces a split weight's outputs can be cut; None where none are split."""
         layout = self.alone(name, split)
         return None if layout is None else capacities(layout).get(name)
@@ -186,22 +191,22 @@ class Search:
                 break
             before = len(chosen)
             for node, need in conversions(self.graph, layout):
-                if isinstance(need, Mixed) or (
-                    isinstance(need, Sharded) and self._fits(need, weights)
+                if isinstance(need, PartlySharded) or (
+                    isinstance(need, Shard) and self._fits(need, weights)
                 ):
                     chosen |= self._sources(node, need, chosen)
             if len(chosen) == before:
                 break
         return chosen
 
-    def _fits(self, need: Sharded, weights: Assignment) -> bool:
+    def _fits(self, need: Shard, weights: Assignment) -> bool:
         """Whether weights may be split so: evenly, or like a vocabulary that is padded."""
         if divides(need, self.degree):
             return True
-        return any(isinstance(p, Sharded) and p.parts == need.parts for p in weights.values())
+        return any(isinstance(p, Shard) and p.parts == need.parts for p in weights.values())
 
     def _sources(
-        self, node: fx.Node, need: Sharded | Mixed, chosen: Assignment
+        self, node: fx.Node, need: Shard | PartlySharded, chosen: Assignment
     ) -> dict[str, Placement]:
         """The weights that make a value lie as it must."""
         found: dict[str, Placement] = {}
@@ -237,10 +242,14 @@ class Search:
         return {
             node
             for node, need in conversions(self.graph, layout)
-            if isinstance(need, (Copied, Sharded))
-            and not isinstance(layout.placements[node], (Copied, Sharded))
-            and has_gradient(node)
-            and node not in self._weights
+            if need == REPLICATE_PARTIAL_GRAD
+            or (
+                isinstance(need, Shard)
+                and layout.placements[node] != REPLICATE_PARTIAL_GRAD
+                and not isinstance(layout.placements[node], Shard)
+                and has_gradient(node)
+                and node not in self._weights
+            )
         }
 
     def _common(self, late: set[fx.Node]) -> Iterator[fx.Node]:
@@ -265,15 +274,15 @@ class Search:
     def _is_made_from(self, node: fx.Node, source: fx.Node) -> bool:
         return bool(self._values[node] >> self._place[source] & 1)
 
-    def splits(self, name: str) -> tuple[Sharded | Mixed, ...]:
+    def splits(self, name: str) -> tuple[Shard | PartlySharded, ...]:
         """The ways to split a parameter that the degree divides."""
         if name not in self._splits:
-            found: list[Sharded] = []
+            found: list[Shard] = []
             for dim, size in enumerate(self.shapes[name]):
                 all_parts: list[tuple[int, ...]] = [(size,)]
                 if any(dim == out for out, _ in self.dims[name]):
                     all_parts = fused_parts(self.graph, name, dim, size)
-                found += [Sharded(dim, parts, name) for parts in all_parts]
+                found += [Shard(dim, parts, name) for parts in all_parts]
             mixed = (m for s in found if (m := _small_parts_whole(s, self.degree)))
             self._splits[name] = (*(s for s in found if divides(s, self.degree)), *mixed)
         return self._splits[name]
@@ -333,18 +342,18 @@ class Search:
 
 def _whole_share(placed: Placement | None) -> float:
     """How much of a parameter every rank holds."""
-    if isinstance(placed, Mixed):
+    if isinstance(placed, PartlySharded):
         return sum(placed.parts[i] for i in placed.whole) / sum(placed.parts)
-    return 0.0 if isinstance(placed, Sharded) else 1.0
+    return 0.0 if isinstance(placed, Shard) else 1.0
 
 
-def _small_parts_whole(placed: Sharded, degree: int) -> Mixed | None:
+def _small_parts_whole(placed: Shard, degree: int) -> PartlySharded | None:
     """The largest fused parts split and the others whole, as one kv-head for many queries."""
     largest = max(placed.parts)
     whole = frozenset(i for i, size in enumerate(placed.parts) if size < largest)
     if not whole or largest % degree:
         return None
-    return Mixed(placed.dim, placed.parts, whole, placed.origin)
+    return PartlySharded(placed.dim, placed.parts, whole, placed.origin)
 
 
 def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.operators import is_embedding, is_weight_gemm
-from merak.graph.tensor_parallel.placement import Placement, Sharded
+from merak.graph.tensor_parallel.placement import Placement, Shard
 from merak.graph.tensor_parallel.propagate import vocabulary_dim, weight_dims
 from merak.graph.tensor_parallel.search.cost import Collective, parameter_nodes
 from merak.graph.tensor_parallel.search.search import SAVED_PER_BLOCK, Found, Search
@@ -26,7 +26,7 @@ from merak.graph.tensor_parallel.search.search import SAVED_PER_BLOCK, Found, Se
 
 def split_vocabularies(
     model: ModelGraph, degree: int, given: Mapping[str, Placement], kept: frozenset[str]
-) -> dict[str, Sharded]:
+) -> dict[str, Shard]:
     """Choose the vocabularies that are split, each with the biases of its head.
 
     Args:
@@ -46,7 +46,7 @@ def split_vocabularies(
         if name in given or sizes[name] >= unit:
             group = _Group(model, degree, name, chosen, kept)
             chosen |= group.followers() if name in given else group.priced(sizes[name] / unit)
-    return {n: p for n, p in chosen.items() if n not in given and isinstance(p, Sharded)}
+    return {n: p for n, p in chosen.items() if n not in given and isinstance(p, Shard)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class _Group:
             cost -= sum(map(search.price, before.transfers))
         return group if cost < worth else {}
 
-    def placed(self) -> Sharded | None:
+    def placed(self) -> Shard | None:
         """How it would be split; None where segments use it in different ways."""
         nodes = [parameter_nodes(segment.graph)[self.name] for segment in self.readers()]
         dims = {vocabulary_dim(node) for node in nodes}
         dim = dims.pop() if len(dims) == 1 else None
         if dim is None:
             return None
-        return Sharded(dim, (self.model.parameters[self.name].shape[dim],), self.name)
+        return Shard(dim, (self.model.parameters[self.name].shape[dim],), self.name)
 
     def followers(self, group: Mapping[str, Placement] | None = None) -> dict[str, Placement]:
         """Biases that the head adds to outputs which are split."""
@@ -107,7 +107,7 @@ class _Group:
             own = {n: p for n, p in split.items() if n in search.nodes}
             for name, placed in search.close(own).items():
                 is_bias = len(self.model.parameters[name].shape) == 1 and name not in split
-                if is_bias and isinstance(placed, Sharded) and isinstance(lead, Sharded):
+                if is_bias and isinstance(placed, Shard) and isinstance(lead, Shard):
                     found |= {name: placed} if placed.parts == lead.parts else {}
         return found
 

@@ -19,16 +19,16 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.tensor_parallel.placement import (
+    REPLICATE,
     Partial,
-    Replicated,
-    Sharded,
+    Shard,
     local_meta,
     shape_of,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
 from merak.graph.tensor_parallel.rewrite import rewrite
 from merak.graph.tensor_parallel.rules.views import reshaped
-from merak.graph.tensor_parallel.search.auto_shard import SegmentSplit, Task, structure_of
+from merak.graph.tensor_parallel.search.auto_shard import SegmentSharding, SegmentTask, structure_of
 from merak.graph.tensor_parallel.search.cost import (
     ALL_REDUCES,
     Transfer,
@@ -36,9 +36,14 @@ from merak.graph.tensor_parallel.search.cost import (
     transfers,
     weights_only,
 )
-from merak.graph.tensor_parallel.sequence.propagate import Choice, Laid, lay_shares, output_nodes
+from merak.graph.tensor_parallel.sequence.propagate import (
+    SequenceChoice,
+    SequencePropagation,
+    output_nodes,
+    propagate_sequence,
+)
 
-Split = Callable[[Segment], SegmentSplit]
+Split = Callable[[Segment], SegmentSharding]
 
 _LEAVES_WHOLE = 1.5
 """What a result that leaves whole costs the segments that read it, in gathers of it."""
@@ -57,7 +62,7 @@ _WORTH_OTHER_DIM = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentShares:
+class SegmentSequencePlan:
     """How one segment runs on shares.
 
     Args:
@@ -68,11 +73,11 @@ class SegmentShares:
         leaving: the results that leave in shares, by name.
     """
 
-    laid: Laid
+    laid: SequencePropagation
     transfers: tuple[Transfer, ...]
     cost: float
-    choice: Choice
-    leaving: Mapping[str, Sharded] = field(default_factory=dict)
+    choice: SequenceChoice
+    leaving: Mapping[str, Shard] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,8 @@ class SequencePlan:
         values: the values between segments that lie in shares.
     """
 
-    segments: Mapping[int, SegmentShares]
-    values: Mapping[str, Sharded]
+    segments: Mapping[int, SegmentSequencePlan]
+    values: Mapping[str, Shard]
 
     @property
     def cost(self) -> float:
@@ -134,20 +139,23 @@ class _Planner:
         self.degree = degree
         self.longest_first = longest_first
         self.returned = frozenset(model.outputs.values())
-        self.values: dict[str, Sharded] = {}
-        self._known: dict[Any, tuple[Segment, Choice]] = {}
+        self.values: dict[str, Shard] = {}
+        self._known: dict[Any, tuple[Segment, SequenceChoice]] = {}
 
     def run(self) -> SequencePlan:
-        found: dict[int, SegmentShares] = {}
+        found: dict[int, SegmentSequencePlan] = {}
         for segment in self.model.segments:
             found[segment.index] = self.segment(segment)
             self.values |= found[segment.index].leaving
         return SequencePlan(found, self.values)
 
-    def segment(self, segment: Segment) -> SegmentShares:
+    def segment(self, segment: Segment) -> SegmentSequencePlan:
         """How one segment shares the sequence out; as segments like it do."""
         judge = _Judge(segment, self)
-        key = (judge.likeness(), *structure_of(Task(segment, judge.split.weights, frozenset())))
+        key = (
+            judge.likeness(),
+            *structure_of(SegmentTask(segment, judge.split.weights, frozenset())),
+        )
         if key in self._known:
             like, choice = self._known[key]
             found = judge(_carried_over(choice, like, segment))
@@ -185,36 +193,36 @@ class _Judge:
         entering = tuple(self.entering.get(n) for n in self.graph.find_nodes(op="placeholder"))
         return entering, tuple(node in self.crossing for node in output_nodes(self.graph))
 
-    def leaving(self, laid: Propagation) -> dict[str, Sharded]:
+    def leaving(self, laid: Propagation) -> dict[str, Shard]:
         """The results that lie in shares."""
         placed = {name: laid.leaving(node) for node, name in self.crossing.items()}
-        return {name: p for name, p in placed.items() if isinstance(p, Sharded)}
+        return {name: p for name, p in placed.items() if isinstance(p, Shard)}
 
-    def best(self) -> SegmentShares:
+    def best(self) -> SegmentSequencePlan:
         """The choice with the least traffic that can be written down."""
         inside, entering = self.split.inside, frozenset(self.entering)
-        starts = [Choice(inside), Choice(), Choice(inside, {}, entering)]
+        starts = [SequenceChoice(inside), SequenceChoice(), SequenceChoice(inside, {}, entering)]
         found = [best for start in starts if (best := self.improved(start)) is not None]
         for candidate in sorted(found, key=lambda found: found.cost):
             if self.runs(candidate):
                 return candidate
-        last = self(Choice(inside, {}, entering))
+        last = self(SequenceChoice(inside, {}, entering))
         assert last is not None, "what runs without shares runs where they are gathered at once"
         return last
 
-    def __call__(self, choice: Choice) -> SegmentShares | None:
+    def __call__(self, choice: SequenceChoice) -> SegmentSequencePlan | None:
         """What a choice costs; None where it cannot be."""
         try:
-            laid = lay_shares(
+            laid = propagate_sequence(
                 self.graph, self.split, self.entering, choice, self.degree, self.crossing
             )
             needed = tuple(transfers(self.graph, laid.propagation))
         except ShardError:
             return None
         cost = sum(map(self.price, needed)) + sum(self.weight_of_whole(laid))
-        return SegmentShares(laid, needed, cost, choice)
+        return SegmentSequencePlan(laid, needed, cost, choice)
 
-    def runs(self, found: SegmentShares) -> bool:
+    def runs(self, found: SegmentSequencePlan) -> bool:
         """Whether the operators take their shares."""
         try:
             rewrite(self.graph, found.laid.propagation, self.degree)
@@ -226,10 +234,10 @@ class _Judge:
         size = transfer.numel * (2.0 if transfer.kind in ALL_REDUCES else 1.0)
         return size if transfer.of_weights else size + _PER_COLLECTIVE * self.scale
 
-    def weight_of_whole(self, laid: Laid) -> Iterator[float]:
+    def weight_of_whole(self, laid: SequencePropagation) -> Iterator[float]:
         """What it costs to hold values whole, and to hand them on."""
         for node, placed in laid.propagation.placements.items():
-            if self.is_activation(node) and not isinstance(placed, Sharded):
+            if self.is_activation(node) and not isinstance(placed, Shard):
                 yield _KEPT_WHOLE * math.prod(shape_of(node))
         for node in self.crossing:
             if self.may_leave_shared(node) and node not in laid.propagation.outputs:
@@ -247,7 +255,7 @@ class _Judge:
             return False
         return node.op == "call_function" and meta.dtype.is_floating_point
 
-    def improved(self, start: Choice) -> SegmentShares | None:
+    def improved(self, start: SequenceChoice) -> SegmentSequencePlan | None:
         """The best that is reached by letting one value after another become shares."""
         best = self(start)
         for _ in range(_ROUNDS):
@@ -260,7 +268,7 @@ class _Judge:
             best = nearest
         return best
 
-    def neighbours(self, found: SegmentShares) -> Iterator[Choice]:
+    def neighbours(self, found: SegmentSequencePlan) -> Iterator[SequenceChoice]:
         """The choices in which one more value becomes shares."""
         landing = found.choice.landing
         for node in self.sites(found.laid.propagation):
@@ -271,18 +279,18 @@ class _Judge:
     def sites(self, laid: Propagation) -> Iterator[fx.Node]:
         """Sums that are otherwise made whole, and whole values that may be shared out."""
         for node, need in conversions(self.graph, laid):
-            if isinstance(laid.placements[node], Partial) and not isinstance(need, Sharded):
+            if isinstance(laid.placements[node], Partial) and not isinstance(need, Shard):
                 yield node
         sizes = {math.prod(shape_of(node)) for node in self.crossing}
         for node in self.graph.nodes:
-            if not self.is_activation(node) or not isinstance(laid.placements[node], Replicated):
+            if not self.is_activation(node) or laid.placements[node] != REPLICATE:
                 continue
             if self.may_leave_shared(node) or (
                 not self.entering and math.prod(shape_of(node)) in sizes
             ):
                 yield node
 
-    def ways(self, node: fx.Node) -> Iterator[Sharded]:
+    def ways(self, node: fx.Node) -> Iterator[Shard]:
         """How a value may be shared out: like what enters, then along dims by preference."""
         shape = shape_of(node)
         for source, placed in self.entering.items():
@@ -295,13 +303,13 @@ class _Judge:
             dims.sort(key=lambda dim: (-shape[dim], -dim))
         for dim in dims:
             if shape[dim] % self.degree == 0:
-                yield Sharded(dim, (shape[dim],))
+                yield Shard(dim, (shape[dim],))
 
 
-def _carried_over(choice: Choice, like: Segment, segment: Segment) -> Choice:
+def _carried_over(choice: SequenceChoice, like: Segment, segment: Segment) -> SequenceChoice:
     """The choice for a segment of the same structure."""
     nodes = dict(zip(like.graph.nodes, segment.graph.nodes, strict=True))
-    return Choice(
+    return SequenceChoice(
         frozenset(nodes[n] for n in choice.inside),
         {nodes[n]: placed for n, placed in choice.landing.items()},
         frozenset(nodes[n] for n in choice.whole),

@@ -1,6 +1,6 @@
 """Sequence parallelism: between the products that are split, values lie in shares of the sequence.
 
-A rule that stands before those of tensor parallelism. A value in shares (`Sharded` along a dim of
+A rule that stands before those of tensor parallelism. A value in shares (`Shard` along a dim of
 tokens) stays so through every operator that treats the tokens one by one, which the same rules
 tell; it is gathered where an operator works on split weights or must see all tokens. Sums over the
 ranks and whole values become shares where `landing` says, for those of their readers that can work
@@ -20,32 +20,30 @@ from typing import Any
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.mutation import is_mutating, written_by
+from merak.graph.ir.mutation import is_mutating, mutated_arguments
 from merak.graph.tensor_parallel.placement import (
-    COPIED,
     PARTIAL,
-    REPLICATED,
-    Copied,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
-    Mixed,
     Operator,
-    Placed,
+    PartlySharded,
     Placement,
-    Replicated,
-    Sharded,
+    ResultPlacement,
+    Shard,
     family,
     shape_of,
 )
 from merak.graph.tensor_parallel.propagate import Propagation, decide_or_gather, propagate
 from merak.graph.tensor_parallel.rules.rules import decide
-from merak.graph.tensor_parallel.search.auto_shard import SegmentSplit
+from merak.graph.tensor_parallel.search.auto_shard import SegmentSharding
 from merak.graph.tensor_parallel.search.cost import has_gradient, weights_only
 
-Landing = Mapping[fx.Node, Sharded]
+Landing = Mapping[fx.Node, Shard]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SequenceChoice:
     """How one segment runs on shares.
 
     Args:
@@ -60,26 +58,26 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class SequencePropagation:
     """A segment's values under a choice.
 
     Args:
         propagation: how they lie.
-        shares: those that lie in shares of the sequence, landed ones aside.
+        sharded: those that lie in shares of the sequence, landed ones aside.
     """
 
     propagation: Propagation
-    shares: frozenset[fx.Node]
+    sharded: frozenset[fx.Node]
 
 
-def lay_shares(
+def propagate_sequence(
     graph: fx.Graph,
-    split: SegmentSplit,
-    entering: Mapping[fx.Node, Sharded],
-    choice: Choice,
+    split: SegmentSharding,
+    entering: Mapping[fx.Node, Shard],
+    choice: SequenceChoice,
     degree: int,
     leaving: Collection[fx.Node],
-) -> Laid:
+) -> SequencePropagation:
     """Carry the split of the weights and the shares of the sequence through a segment.
 
     Args:
@@ -93,25 +91,27 @@ def lay_shares(
     Raises:
         ShardError: an operator that cannot work so.
     """
-    rule = _ShareRule(weights_only(graph), entering.keys() - choice.whole, choice)
+    rule = _SequenceRule(weights_only(graph), entering.keys() - choice.whole, choice)
     weights: Mapping[str, Placement] = split.weights
     laid = propagate(graph, weights, degree, rule, choice.inside, entering)
     outputs: dict[fx.Node, Placement] = {}
     for node in leaving:
         placed = choice.landing.get(node)
-        if node in rule.shares or node in choice.whole:
+        if node in rule.sharded or node in choice.whole:
             placed = _one(laid.placements[node])
         if placed is not None:
             outputs[node] = placed
-    return Laid(replace(laid, outputs=outputs, scatters=True), frozenset(rule.shares))
+    return SequencePropagation(
+        replace(laid, outputs=outputs, scatters=True), frozenset(rule.sharded)
+    )
 
 
-def _one(placed: Placed) -> Sharded:
-    assert isinstance(placed, Sharded)
+def _one(placed: ResultPlacement) -> Shard:
+    assert isinstance(placed, Shard)
     return placed
 
 
-class _ShareRule:
+class _SequenceRule:
     """Decides about operators, some of whose operands lie in shares.
 
     Args:
@@ -121,48 +121,51 @@ class _ShareRule:
     """
 
     def __init__(
-        self, weights: Collection[fx.Node], entering: Collection[fx.Node], choice: Choice
+        self, weights: Collection[fx.Node], entering: Collection[fx.Node], choice: SequenceChoice
     ) -> None:
         self.weights = weights
         self.landing = choice.landing
         self.gathered = choice.whole
-        self.shares = set(entering)
+        self.sharded = set(entering)
 
     def __call__(self, op: Operator) -> Decision:
         if family(op.node.target) == "getitem":
-            if op.node.args[0] in self.shares:
-                self.shares.add(op.node)
+            if op.node.args[0] in self.sharded:
+                self.sharded.add(op.node)
             return decide(op)
         operands = op.node.all_input_nodes
-        own = {n: op.placements[n] for n in operands if n in self.shares or n in self.gathered}
-        landed: dict[fx.Node, Placed] = {}
+        own = {n: op.placements[n] for n in operands if n in self.sharded or n in self.gathered}
+        landed: dict[fx.Node, ResultPlacement] = {}
         if not is_mutating(op.node):
             landed = {n: self.landing[n] for n in operands if n in self.landing}
         if not own and (not landed or decide_or_gather(op).output == PARTIAL):
             return decide_or_gather(op)
-        if not op.copied and not self.gathered.intersection(own):
+        if not op.in_split_work and not self.gathered.intersection(own):
             decision = self._on_shares(op, {**own, **landed}, landed)
             if decision is not None:
                 return decision
         return self._on_whole(op, own)
 
     def _on_shares(
-        self, op: Operator, split: Mapping[fx.Node, Placed], landed: Mapping[fx.Node, Placed]
+        self,
+        op: Operator,
+        split: Mapping[fx.Node, ResultPlacement],
+        landed: Mapping[fx.Node, ResultPlacement],
     ) -> Decision | None:
         """Every rank for its own tokens; None where the operator must see them all."""
         operands = [n for n in op.node.all_input_nodes if n not in split]
-        if any(isinstance(op.raw(n), (Sharded, Mixed)) for n in operands):
+        if any(isinstance(op.raw(n), (Shard, PartlySharded)) for n in operands):
             return None  # work on split weights
         trial = replace(op, placements=ChainMap(dict(landed), dict(op.placements)))
         try:
             decision = decide(trial)
         except ShardError:
             return None
-        needs = {n: p for n, p in landed.items() if isinstance(p, Sharded)} | dict(decision.needs)
-        if isinstance(decision.output, Replicated) or self._is_dear(op, split, needs):
+        needs = {n: p for n, p in landed.items() if isinstance(p, Shard)} | dict(decision.needs)
+        if decision.output == REPLICATE or self._is_dear(op, split, needs):
             return None
         if decision.output != PARTIAL:
-            self.shares.add(op.node)
+            self.sharded.add(op.node)
         return replace(decision, needs=needs)
 
     def _is_dear(
@@ -170,18 +173,20 @@ class _ShareRule:
     ) -> bool:
         """Whether gradients of weights, summed over the ranks, outweigh gathering the shares."""
         whole = [n for n in op.node.all_input_nodes if n not in split and n in self.weights]
-        summed = [n for n in whole if isinstance(op.raw(n), Replicated) and has_gradient(n)]
-        summed = [n for n in summed if isinstance(needs.get(n, COPIED), Copied)]
+        summed = [n for n in whole if op.raw(n) == REPLICATE and has_gradient(n)]
+        summed = [
+            n for n in summed if needs.get(n, REPLICATE_PARTIAL_GRAD) == REPLICATE_PARTIAL_GRAD
+        ]
         gathered = max((math.prod(shape_of(n)) for n in split), default=0)
         return 2 * sum(math.prod(shape_of(n)) for n in summed) > gathered
 
-    def _on_whole(self, op: Operator, own: Mapping[fx.Node, Placed]) -> Decision:
+    def _on_whole(self, op: Operator, own: Mapping[fx.Node, ResultPlacement]) -> Decision:
         """The operator as if its shares were whole, which they then must be."""
-        if any(written in own for written in written_by(op.node)):
+        if any(written in own for written in mutated_arguments(op.node)):
             raise op.error("writes into a value that lies in shares of the sequence")
-        whole: dict[fx.Node, Placed] = dict.fromkeys(own, REPLICATED)
+        whole: dict[fx.Node, ResultPlacement] = dict.fromkeys(own, REPLICATE)
         decision = decide_or_gather(replace(op, placements=ChainMap(whole, dict(op.placements))))
-        need = REPLICATED if isinstance(decision.output, Replicated) else COPIED
+        need = REPLICATE if decision.output == REPLICATE else REPLICATE_PARTIAL_GRAD
         needs: dict[fx.Node, Placement] = dict.fromkeys(own, need)
         return replace(decision, needs={**needs, **decision.needs})
 

@@ -9,7 +9,6 @@ of the backward. So is `requires_grad_()` on what is no parameter: from there on
 from __future__ import annotations
 
 import json
-import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -23,19 +22,14 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import TraceError
+from merak.core.source_lines import is_library, is_tracing_code, model_line, with_text
+from merak.graph.ir.custom_operators import Role, register, role_of
 from merak.graph.trace.explain import UntraceableError
-
-_LIBRARY = torch.library.Library("merak", "FRAGMENT")
-_LIBRARY.define(
-    "autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, str what) -> Tensor[]"
-)
-_LIBRARY.define("track_gradient_(Tensor(a!) tensor, bool on) -> Tensor(a!)")
 
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _SWITCHES = (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD)
 _FLAGS = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
-_LIBRARIES = ("/torch/", "/merak/graph/")
 
 
 def _grad(
@@ -49,8 +43,14 @@ def _track(tensor: torch.Tensor, on: bool) -> torch.Tensor:
         return tensor.requires_grad_(on)
 
 
-_LIBRARY.impl("autograd_grad", _grad, "CompositeImplicitAutograd")
-_LIBRARY.impl("track_gradient_", _track, "CompositeImplicitAutograd")
+AUTOGRAD_GRAD = register(
+    "autograd_grad(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, str what) -> Tensor[]",
+    Role.AUTOGRAD_CALL,
+    _grad,
+)
+TRACK_GRADIENT = register(
+    "track_gradient_(Tensor(a!) tensor, bool on) -> Tensor(a!)", Role.GRADIENT_SWITCH, _track
+)
 
 
 def differentiate(
@@ -87,17 +87,17 @@ def differentiate(
 
 def is_autograd_call(node: fx.Node) -> bool:
     """Whether a node stands for a call of `torch.autograd.grad`."""
-    return node.target is torch.ops.merak.autograd_grad.default
+    return role_of(node) is Role.AUTOGRAD_CALL
 
 
 def is_function(node: fx.Node) -> bool:
     """Whether a node applies an autograd function of the model."""
-    return str(node.target) == "merak.custom_function.default"
+    return role_of(node) is Role.AUTOGRAD_FUNCTION
 
 
 def is_gradient_switch(node: fx.Node) -> bool:
     """Whether a node stands for `requires_grad_()` on a tensor."""
-    return node.target is torch.ops.merak.track_gradient_.default
+    return role_of(node) is Role.GRADIENT_SWITCH
 
 
 def is_recording() -> bool:
@@ -147,7 +147,7 @@ class AutogradCalls(TorchFunctionMode):
 
     def _switch(self, tensor: torch.Tensor, on: bool) -> None:
         if not isinstance(tensor, nn.Parameter):
-            torch.ops.merak.track_gradient_(tensor, bool(on))
+            TRACK_GRADIENT(tensor, bool(on))
             return
         if on and not tensor.requires_grad and id(tensor) not in self._frozen:
             refuse_call(
@@ -207,7 +207,7 @@ class AutogradCalls(TorchFunctionMode):
         text = json.dumps(what)
         gradients = [gradient for gradient in given if gradient is not None]
         used = self._used(outputs, inputs, gradients, text)
-        made = iter(torch.ops.merak.autograd_grad(outputs, inputs, gradients, text))
+        made = iter(AUTOGRAD_GRAD(outputs, inputs, gradients, text))
         found = [next(made) if is_used else None for is_used in used]
         if materialize_grads:
             pairs = zip(found, inputs, strict=True)
@@ -290,16 +290,6 @@ def _leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         seen.update(found)
 
 
-def users_place() -> str:
-    """File, line and text of the model's code that runs now."""
-    frame = sys._getframe(1)
-    while frame.f_back and any(part in frame.f_code.co_filename for part in _LIBRARIES):
-        frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, line).strip()
-    return f"{file}:{line}: `{text}`" if text else f"{file}:{line}"
-
-
 def refuse_call(what: str, instead: str = "") -> None:
     """Raise for a call of autograd that no operator can stand for.
 
@@ -310,7 +300,7 @@ def refuse_call(what: str, instead: str = "") -> None:
     Raises:
         UntraceableError: always.
     """
-    place = users_place()
+    place = with_text(model_line())
     fix = instead or "take them one by one"
     raise UntraceableError(
         f"the model cannot be traced at {place}: it {what} while it runs; {fix}, or do it in the "
@@ -319,17 +309,17 @@ def refuse_call(what: str, instead: str = "") -> None:
     )
 
 
-def _is_on_the_way(code: CodeType) -> bool:
-    """Whether code is Merak's, or one of the modes that a call goes through."""
-    return code.co_name == "__torch_function__" or "/merak/graph/" in code.co_filename
+def _is_mode(code: CodeType) -> bool:
+    """Whether code is Merak's, or one of the function modes that a call passes through."""
+    return code.co_name == "__torch_function__" or is_tracing_code(code.co_filename)
 
 
 def _refuse_parameter_gradient() -> None:
     """A parameter's gradient is a state of the training: a trace would freeze that it has none."""
     frame = sys._getframe(1)
-    while frame.f_back and _is_on_the_way(frame.f_code):
+    while frame.f_back and _is_mode(frame.f_code):
         frame = frame.f_back
-    if "/torch/" not in frame.f_code.co_filename:  # torch asks everything when it copies a tensor
+    if not is_library(frame.f_code.co_filename):  # torch reads all attributes to copy a tensor
         refuse_call(
             "reads the .grad of a parameter",
             "take the gradient that you need with torch.autograd.grad",

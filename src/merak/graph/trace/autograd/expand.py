@@ -20,7 +20,7 @@ from merak.graph.ir.ir import Kind
 from merak.graph.trace.autograd.calls import is_autograd_call, is_function, is_gradient_switch
 from merak.graph.trace.autograd.steps import Step, Steps, run_steps
 from merak.graph.trace.explain import UntraceableError
-from merak.graph.trace.source_lines import line_of, modules_of
+from merak.graph.trace.node_source import line_of, modules_of
 
 aten = torch.ops.aten
 

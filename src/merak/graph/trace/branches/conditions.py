@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TraceError
+from merak.core.source_lines import is_library
 from merak.graph.trace.branches.host_random import is_kept_whole, refuse_draw
 
 Interval = tuple[float, float]
@@ -44,7 +45,6 @@ _DRAWS = frozenset(
 )
 _BOUNDS = {"a": "low", "b": "high", "low": "low", "high": "high"}
 _TRUTHS = (torch.Tensor.__bool__, torch.Tensor.item)
-_LIBRARIES = ("/torch/", "/numpy/", "/merak/")
 _NUMBERS = (
     (random, "random"), (random, "uniform"), (np.random, "random"), (np.random, "rand"),
     (np.random, "random_sample"), (np.random, "uniform"),
@@ -252,7 +252,7 @@ def _of_model(
         frame = sys._getframe(1)
         if threading.get_ident() != tracing:
             return original(*args, **kwargs)
-        if any(part in frame.f_code.co_filename for part in _LIBRARIES) or is_kept_whole(frame):
+        if is_library(frame.f_code.co_filename) or is_kept_whole(frame):
             return original(*args, **kwargs)
         if name == "seed":
             draws.seed(owner, next(iter((*args, *kwargs.values())), None))
@@ -261,7 +261,7 @@ def _of_model(
         bounds = (*args, *kwargs.values())
         if ours and len(bounds) <= most and all(isinstance(b, (int, float)) for b in bounds):
             return ours(*args, **{_BOUNDS[key]: bound for key, bound in kwargs.items()})
-        refuse_draw(frame, _LIBRARIES)
+        refuse_draw(frame)
         return original(*args, **kwargs)
 
     return draw

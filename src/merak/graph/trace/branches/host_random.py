@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import random
 import sys
 import threading
@@ -24,23 +23,18 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TraceError
-from merak.graph.trace.branches.rng_stream import draw_from_stream, is_stream_draw
-
-_LIBRARY = torch.library.Library("merak", "FRAGMENT")
-_LIBRARY.define(
-    "host_random(Tensor[] tensors, str function, str arguments, int[] shape, ScalarType dtype) "
-    "-> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
+from merak.core.source_lines import is_library
+from merak.graph.ir.custom_operators import (
+    Role,
+    pack_arguments,
+    register,
+    role_of,
+    unpack_arguments,
 )
-
-_OPERATOR = "merak.host_random.default"
-
-_TENSOR = ["tensor"]
-"""Stands for a tensor among a function's arguments."""
+from merak.graph.trace.branches.rng_stream import draw_from_stream, is_stream_draw
 
 _TRIALS = 3
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -59,19 +53,18 @@ class HostRandomError(TraceError):
         self.function = function
 
 
-def refuse_draw(frame: FrameType | None, libraries: Sequence[str]) -> None:
+def refuse_draw(frame: FrameType | None) -> None:
     """A model's code draws on the host: find the function that might be kept whole for it.
 
     Args:
         frame: that of the code.
-        libraries: parts of paths of code that is no part of a model.
 
     Raises:
         HostRandomError: if a module of the model is behind it.
     """
     where, function = "", None
     while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
-        if not any(part in frame.f_code.co_filename for part in libraries):
+        if not is_library(frame.f_code.co_filename):
             where = where or f"{frame.f_code.co_filename}:{frame.f_lineno}"
             function = _name_of(frame) or function
         frame = frame.f_back
@@ -128,18 +121,22 @@ def _without_numbers(
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-_LIBRARY.impl("host_random", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("merak::host_random", _without_numbers, lib=_LIBRARY)
+HOST_RANDOM = register(
+    "host_random(Tensor[] tensors, str function, str arguments, int[] shape, ScalarType dtype) "
+    "-> Tensor",
+    Role.HOST_RANDOM,
+    _run,
+    fake=_without_numbers,
+    is_seeded=True,
+    callee=1,
+)
 
 
 def _called(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: str, seed: int
 ) -> torch.Tensor | None:
     """A function's array as a tensor; None if it gives none."""
-    leaves, spec = json.loads(arguments)
-    left = iter(tensors)
-    plain = [next(left) if a == _TENSOR else a for a in leaves]
-    args, kwargs = tree_unflatten(plain, treespec_loads(spec))
+    args, kwargs = unpack_arguments(tensors, arguments)
     with _drawing(seed):
         made = function(*args, **kwargs)
     if isinstance(made, np.ndarray):
@@ -215,22 +212,16 @@ class HostRandomFunctions(TorchFunctionMode):
             if threading.get_ident() != tracing:
                 return function(*args, **kwargs)
             sizes = tuple(tuple(a) if isinstance(a, torch.Size) else a for a in args)
-            leaves, spec = tree_flatten((sizes, kwargs))
-            tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
-            plain = [_TENSOR if isinstance(a, torch.Tensor) else a for a in leaves]
-            if not all(a is _TENSOR or _is_plain(a) for a in plain):
+            packed = pack_arguments(sizes, kwargs)
+            if packed is None:
                 raise _refusal(name, "takes arguments that are no tensors, numbers or strings")
-            arguments = json.dumps([plain, treespec_dumps(spec)])
+            tensors, arguments = packed
             shape, dtype = _tried(name, function, tensors, arguments)
-            made = torch.ops.merak.host_random(tensors, name, arguments, shape, dtype)
+            made = HOST_RANDOM(tensors, name, arguments, shape, dtype)
             self._arrays[made] = None
             return made
 
         return recorded
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def _tried(
@@ -268,7 +259,7 @@ def seed_host_random(graph: fx.Graph) -> None:
     """Let the functions draw from streams of their own, apart from those of choices."""
     number = sum(is_stream_draw(node) for node in graph.nodes)
     for node in graph.nodes:
-        if str(node.target) == _OPERATOR:
+        if role_of(node) is Role.HOST_RANDOM:
             number += 1
-            node.args = (number, _OPERATOR, *node.args)
+            node.args = (number, str(node.target), *node.args)
             node.target = draw_from_stream

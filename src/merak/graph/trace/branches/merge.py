@@ -11,7 +11,7 @@ from torch import fx
 
 from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.mutation import eliminate_dead_code, written_by
+from merak.graph.ir.mutation import eliminate_dead_code, mutated_arguments
 from merak.graph.ir.operators import is_weight_gemm
 from merak.graph.trace.branches.flags import mark_condition
 from merak.graph.trace.branches.graph_diff import GraphDiff, SkippedNode, conditions_of
@@ -59,7 +59,7 @@ def _insert(
         with graph.inserting_after(point):
             ways = (before, point) if leaves_out else (point, before)
             taken = graph.call_function(aten.where.self, (condition, *ways))
-        taken.meta = {**point.meta, "memory": None}
+        taken.meta = {**point.meta, "storage": None}
         for user in list(point.users):
             if user is not taken:
                 user.replace_input_with(point, taken)
@@ -105,16 +105,16 @@ def _refuse_writes(
     """What a dropped layer writes must be its own, and nobody may write into what passes it."""
     firsts = {d.choice: places[choices[d.choice]] for d in found.dropped}
     passing = {
-        n.meta.get("memory"): firsts[d.choice]
+        n.meta.get("storage"): firsts[d.choice]
         for d in found.dropped
         for n in (d.made, d.instead)
-        if n.meta.get("memory") is not None
+        if n.meta.get("storage") is not None
     }
     for node in graph.nodes:
-        for written in written_by(node):
-            memory = written.meta.get("memory")
+        for written in mutated_arguments(node):
+            memory = written.meta.get("storage")
             outside = node in found.inside and any(
-                n.meta.get("memory") == memory and n not in found.inside
+                n.meta.get("storage") == memory and n not in found.inside
                 for n in graph.nodes
                 if n.op != "output"
             )
@@ -151,6 +151,6 @@ def _draw_apart(graph: fx.Graph, choices: Sequence[fx.Node]) -> None:
             number += 1
             node.args = (number, str(node.target), *node.args)
             node.target = draw_from_stream
-            node.meta["memory"] = None
+            node.meta["storage"] = None
     for choice in choices:
         mark_condition(choice)

@@ -1,15 +1,14 @@
 """Autograd functions with a backward of their own: kept whole in the trace, as one operator.
 
 A trace sees only what a function's forward does, so its own backward would be lost. While a model
-is traced, `Function.apply` therefore calls the operator `merak::custom_function` instead, which the
-trace records, and which applies the function when the segment runs.
+is traced, `Function.apply` therefore calls the operator `merak::autograd_function` instead, which
+the trace records, and which applies the function when the segment runs.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,17 +23,15 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import requires_grad
+from merak.graph.ir.custom_operators import Role, pack_arguments, register, unpack_arguments
 from merak.graph.trace.autograd.calls import is_recording
 from merak.graph.trace.explain import UntraceableError
-
-_LIBRARY = torch.library.Library("merak", "DEF")
-_LIBRARY.define("custom_function(Tensor[] tensors, str function, str arguments) -> Tensor[]")
 
 _APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
 
 def named_function(function: str) -> type[Function]:
-    """The autograd function of a name, as `merak::custom_function` has it."""
+    """The autograd function of a name, as `merak::autograd_function` has it."""
     module, _, path = function.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -46,20 +43,24 @@ def named_function(function: str) -> type[Function]:
 def call_function(
     tensors: Sequence[torch.Tensor], function: str, arguments: str
 ) -> list[torch.Tensor]:
-    """Apply an autograd function, as the operator `merak::custom_function` does.
+    """Apply an autograd function, as the operator `merak::autograd_function` does.
 
     Args:
         tensors: its tensors.
         function: its name, "module:class".
-        arguments: all its arguments as JSON, with `["tensor"]` in the place of every tensor.
+        arguments: all its arguments, as of `pack_arguments`.
     """
-    left = iter(tensors)
-    plain = [next(left) if a == ["tensor"] else a[0] for a in json.loads(arguments)]
-    result = _APPLY(named_function(function), *plain)
+    args, _ = unpack_arguments(tensors, arguments)
+    result = _APPLY(named_function(function), *args)
     return list(result) if isinstance(result, tuple) else [result]
 
 
-_LIBRARY.impl("custom_function", call_function, "CompositeImplicitAutograd")
+AUTOGRAD_FUNCTION = register(
+    "autograd_function(Tensor[] tensors, str function, str arguments) -> Tensor[]",
+    Role.AUTOGRAD_FUNCTION,
+    call_function,
+    callee=1,
+)
 
 
 @contextmanager
@@ -102,13 +103,12 @@ def _plain_checkpoints() -> Iterator[None]:
 def _recorded(
     model: torch.nn.Module, cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
     name = f"{cls.__module__}:{cls.__qualname__}"
-    plain = [["tensor"] if isinstance(a, torch.Tensor) else [a] for a in args]
+    packed = pack_arguments(args, kwargs)
     problem = "is defined inside a function" if "<locals>" in name else ""
-    if kwargs or not all(_is_plain(a) for a in args):
+    if packed is None or kwargs or any(isinstance(a, (list, tuple, dict)) for a in args):
         problem = "takes arguments that are neither tensors nor plain numbers and strings"
-    if problem:
+    if packed is None or problem:
         what = f"the autograd function {cls.__qualname__}, which {problem}"
         raise UntraceableError(
             f"{type(model).__name__} calls {what}; define it at the top of a module and pass it "
@@ -124,12 +124,8 @@ def _recorded(
         return result
 
     with mock.patch.dict(globals(), {"_APPLY": seen}):
-        results = torch.ops.merak.custom_function(tensors, name, json.dumps(plain))
+        results = AUTOGRAD_FUNCTION(packed[0], name, packed[1])
     return results[0] if single[0] else tuple(results)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
 
 
 def refuse_seen_through(graph: fx.Graph) -> None:

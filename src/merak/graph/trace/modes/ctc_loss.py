@@ -19,11 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-_LIBRARY = torch.library.Library("merak", "FRAGMENT")
-_LIBRARY.define(
-    "ctc_loss(Tensor log_probs, Tensor targets, Tensor? mask, Tensor input_lengths, "
-    "Tensor target_lengths, int blank, str reduction, bool zero_infinity, bool cudnn) -> Tensor"
-)
+from merak.graph.ir.custom_operators import Role, register
 
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select)
 _PASSING = frozenset("to long int cpu contiguous detach clone".split())
@@ -52,9 +48,6 @@ def _run(
         )
 
 
-_LIBRARY.impl("ctc_loss", _run, "CompositeImplicitAutograd")
-
-
 def _without_numbers(
     log_probs: torch.Tensor, targets: torch.Tensor, reduction: str
 ) -> torch.Tensor:
@@ -64,6 +57,15 @@ def _without_numbers(
     states = log_probs[..., :1].expand(*log_probs.shape[:-1], 2 * longest + 1).exp()
     each = log_probs.square().sum((0, -1)) + states.sum((0, -1))
     return each if reduction == "none" else each.sum()
+
+
+CTC_LOSS = register(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor? mask, Tensor input_lengths, "
+    "Tensor target_lengths, int blank, str reduction, bool zero_infinity, bool cudnn) -> Tensor",
+    Role.KERNEL,
+    _run,
+    is_deterministic=True,
+)
 
 
 class CtcLosses(TorchFunctionMode):
@@ -109,7 +111,7 @@ class CtcLosses(TorchFunctionMode):
         if not isinstance(found["log_probs"], FakeTensor):
             return ctc_loss(*call.args, **call.kwargs)
         targets, mask = self._picked.get(found["targets"], (found["targets"], None))
-        recorded: torch.Tensor = torch.ops.merak.ctc_loss(
+        recorded: torch.Tensor = CTC_LOSS(
             found["log_probs"],
             targets,
             mask,

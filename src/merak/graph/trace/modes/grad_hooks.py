@@ -6,7 +6,6 @@ the gradient of a tensor.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from merak.core.errors import TraceError
+from merak.core.source_lines import model_line
 from merak.graph.trace.explain import UntraceableError
 from merak.graph.trace.opaque.selection import OpaqueSelection
 
@@ -23,7 +23,6 @@ _REGISTER = (
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
 )
-_LIBRARIES = ("/torch/", "/merak/graph/")
 WHY = "its backward hooks, which no trace sees"
 
 
@@ -72,10 +71,7 @@ class TensorHooks(TorchFunctionMode):
             UntraceableError: a tensor of the model is hooked.
         """
         if func in _REGISTER and isinstance(args[0], FakeTensor):
-            frame = sys._getframe(1)
-            while frame.f_back and any(part in frame.f_code.co_filename for part in _LIBRARIES):
-                frame = frame.f_back
-            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            where = model_line()
             raise UntraceableError(
                 f"{where} hooks the gradient of a tensor in the forward of the model itself, "
                 "which no trace sees; do it in the forward of a module of its own, which is then "

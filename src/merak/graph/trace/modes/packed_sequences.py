@@ -18,20 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TrainingError
-
-_LIBRARY = torch.library.Library("merak", "FRAGMENT")
-_LIBRARY.define("pack_padded(Tensor x, Tensor lengths, bool batch_first) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    "pad_packed(Tensor data, Tensor counts, bool batch_first, float padding_value, int length, "
-    "bool is_longest) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "packed_rnn(str kind, Tensor data, Tensor counts, Tensor[] states, Tensor[] weights, "
-    "bool biases, int layers, float dropout, bool train, bool bidirectional) -> Tensor[]",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-OPERATORS = frozenset(f"merak.{n}.default" for n in ("pack_padded", "pad_packed", "packed_rnn"))
-"""Their names; none draws, but for dropout between the layers."""
+from merak.graph.ir.custom_operators import Role, register
 
 _pack: Callable[..., Any] = torch._VF._pack_padded_sequence
 _unpack: Callable[..., Any] = torch._VF._pad_packed_sequence
@@ -114,12 +101,27 @@ def _packed_rnn(
     return [pad(output, (0, 0, 0, len(data) - len(output))), *last]
 
 
-for _name, _function in (
-    ("pack_padded", _pack_padded),
-    ("pad_packed", _pad_packed),
-    ("packed_rnn", _packed_rnn),
-):
-    _LIBRARY.impl(_name, _function, "CompositeImplicitAutograd")
+PACK_PADDED = register(
+    "pack_padded(Tensor x, Tensor lengths, bool batch_first) -> (Tensor, Tensor)",
+    Role.KERNEL,
+    _pack_padded,
+    is_deterministic=True,
+)
+PAD_PACKED = register(
+    "pad_packed(Tensor data, Tensor counts, bool batch_first, float padding_value, int length, "
+    "bool is_longest) -> (Tensor, Tensor)",
+    Role.KERNEL,
+    _pad_packed,
+    is_deterministic=True,
+)
+PACKED_RNN = register(
+    "packed_rnn(str kind, Tensor data, Tensor counts, Tensor[] states, Tensor[] weights, "
+    "bool biases, int layers, float dropout, bool train, bool bidirectional) -> Tensor[]",
+    Role.KERNEL,
+    _packed_rnn,
+    is_deterministic=True,  # but for its dropout between layers, of which its tag speaks
+    is_seeded=True,
+)
 
 
 class _Longest(int):
@@ -162,7 +164,7 @@ class PackedSequences(TorchFunctionMode):
     def _packed(
         self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        data, counts = torch.ops.merak.pack_padded(x, lengths, batch_first)
+        data, counts = PACK_PADDED(x, lengths, batch_first)
         self.is_used = True
         self._rows[data] = None
         self._counts[counts] = x.shape[0 if batch_first else 1]
@@ -178,13 +180,13 @@ class PackedSequences(TorchFunctionMode):
     ) -> Any:
         is_longest = isinstance(length, _Longest)
         how = (batch_first, float(padding_value), int(length), is_longest)
-        return torch.ops.merak.pad_packed(data, counts, *how)
+        return PAD_PACKED(data, counts, *how)
 
     def _ran(
         self, kind: str, data: torch.Tensor, counts: torch.Tensor, states: Any, *how: Any
     ) -> Any:
         states = list(states) if isinstance(states, (tuple, list)) else [states]
-        output, *last = torch.ops.merak.packed_rnn(kind, data, counts, states, *how)
+        output, *last = PACKED_RNN(kind, data, counts, states, *how)
         self._rows[output] = None
         return output, *last
 

@@ -65,7 +65,7 @@ def is_size_invariant(
     Args:
         tensors: its operands, of one shape.
         local: the shape of a shard of each.
-        function: where it is, as `merak::custom_function` names it.
+        function: where it is, as `merak::autograd_function` names it.
         arguments: its arguments, as there.
     """
     # Of a function that is defined anew under its name, as in a notebook, nothing is known.

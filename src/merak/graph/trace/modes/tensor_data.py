@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from merak.core.errors import TraceError
+from merak.core.source_lines import model_line
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_LIBRARIES = ("/torch/", "/merak/graph/")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -35,15 +34,7 @@ class DetachedData(TorchFunctionMode):
             return args[0].detach()
         if func == _SET_DATA:
             raise TraceError(
-                f"{_users_line()} assigns to the `.data` of a tensor while the model "
+                f"{model_line()} assigns to the `.data` of a tensor while the model "
                 "runs, which a trace would lose; write with copy_() under torch.no_grad()."
             )
         return func(*args, **(kwargs or {}))
-
-
-def _users_line() -> str:
-    """File and line of the model's code that runs now."""
-    frame = sys._getframe(1)
-    while frame.f_back and any(part in frame.f_code.co_filename for part in _LIBRARIES):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -25,15 +25,15 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from merak.core.rank0 import warn_on_rank0
+from merak.core.source_lines import is_library
 
 logger = logging.getLogger(__name__)
 
 Place = tuple[str, int]
 """A file and the number of a line in it."""
 
-_LIBRARIES = ("/torch/", "/merak/graph/", "<")
-_CHECKING = ("/torch/distributions/", "/torch/nn/functional.py")
-"""Code of torch that checks the numbers of what it is given, as a model's own does."""
+_CHECKING = ("/torch/distributions/", "/torch/nn/functional.py", "/transformers/utils/")
+"""Library code that checks the values of its arguments, as a model's own code does."""
 _SPEAKERS = ("logger", "logging", "warnings")
 
 
@@ -130,7 +130,7 @@ def _own_line(frame: FrameType | None) -> Place:
 
 
 def _is_inner(file: str) -> bool:
-    return any(part in file for part in _LIBRARIES) and not any(part in file for part in _CHECKING)
+    return is_library(file) and not any(part in file for part in _CHECKING)
 
 
 def passing(tree: ast.AST, line: int) -> bool | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from merak.graph.ir.mutation import find_writes
+from merak.graph.ir.mutation import find_mutations
 from merak.graph.trace.opaque.operator import OpaqueCall, is_opaque, operands
 from merak.graph.trace.opaque.probe import CannotBeOpaque
 
@@ -31,7 +31,7 @@ def refuse_lost_writes(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = {
         memory: max(order[node] for node in writers)
-        for memory, writers in find_writes(graph).writers.items()
+        for memory, writers in find_mutations(graph).writers.items()
     }
     for node in graph.nodes:
         if is_opaque(node):
@@ -64,9 +64,9 @@ def _refuse(node: fx.Node, written_later: set[int]) -> None:
 def _memory(node: fx.Node) -> Iterator[tuple[int, int | None]]:
     """The memory of every tensor of a call, by its number, and of every result, by ~number."""
     for i, operand in enumerate(operands(node)):
-        yield i, operand.meta.get("memory")
+        yield i, operand.meta.get("storage")
     for user in node.users:
         if user.target is operator.getitem:
             place = user.args[1]
             assert isinstance(place, int)
-            yield ~place, user.meta.get("memory")
+            yield ~place, user.meta.get("storage")

@@ -8,7 +8,6 @@ sample, the mean, the loss. When a segment runs, these operators run as they wer
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,24 +23,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from merak.core.errors import TrainingError
-from merak.graph.ir.mutation import written_by
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.serialize import may_call, pack, unpack
 from merak.graph.trace.explain import refuse_dynamic_shape
-from merak.graph.trace.opaque.operator import fake_outputs_of
+from merak.graph.trace.opaque.operator import OPAQUE_CALL, CallCost, fake_call, is_dynamic_region
 from merak.graph.trace.opaque.out_of_place import write_out_of_place
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PRODUCTS = frozenset(f"aten.{n}" for n in "linear mm bmm matmul addmm baddbmm".split())
-
-_LIBRARY = torch.library.Library("merak", "FRAGMENT")
-_LIBRARY.define("picked(Tensor[] tensors, str what) -> Tensor[]")
-
-
-def _pretend(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
-    return fake_outputs_of(what, tensors)
-
-
-_LIBRARY.impl("picked", _pretend, "CompositeImplicitAutograd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +40,7 @@ class DynamicRegion:
 
     Args:
         nodes: their graph, as `merak.graph.ir.serialize` has it; its placeholders are the node's
-        tensors.
+            tensors.
         outputs: sizes of the tensors that it returns.
         line: of the model's code, where they begin.
     """
@@ -88,18 +78,15 @@ class AssumeNonEmpty(TorchFunctionMode):
         return result
 
 
-def is_dynamic_region(node: fx.Node) -> bool:
-    """Whether a node stands for operators on what is picked by values."""
-    return node.target is torch.ops.merak.picked.default
-
-
 def dynamic_region_function(region: DynamicRegion) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The function that such an operator becomes when its graph is to run."""
     forward = fx.GraphModule(torch.nn.Module(), unpack(region.nodes)).forward
 
-    def picked(tensors: Sequence[torch.Tensor], what: str) -> tuple[torch.Tensor, ...]:
+    def dynamic_region(
+        written: list[torch.Tensor], tensors: list[torch.Tensor], cost: str
+    ) -> tuple[torch.Tensor, ...]:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return tuple(fake_outputs_of(what, tensors))
+            return tuple(fake_call(written, tensors, cost))
         made: tuple[torch.Tensor, ...] = forward(*tensors)
         if tuple(tuple(one.shape) for one in made) != region.outputs:
             raise TrainingError(
@@ -109,7 +96,7 @@ def dynamic_region_function(region: DynamicRegion) -> Callable[..., tuple[torch.
             )
         return made
 
-    return picked
+    return dynamic_region
 
 
 @may_call
@@ -138,7 +125,7 @@ def gather_dynamic_regions(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -
         UntraceableError: what is picked is returned, or written, by the model.
     """
     for node in reversed(list(graph.nodes)):
-        if not node.users and _is_about_sizes(node) and not written_by(node):
+        if not node.users and _is_about_sizes(node) and not mutated_arguments(node):
             graph.erase_node(node)
     write_out_of_place(graph, _is_open)
     regions = []
@@ -273,11 +260,11 @@ def _call(
     late = _readers(leaving, set(inside))
     ahead = [node for node in graph.nodes if node in late and order[node] < order[last]]
     vals = [node.meta["val"] for node in leaving]
-    outputs = [(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in vals]
+    outputs = tuple(TensorMeta(tuple(v.shape), v.dtype) for v in vals)
     known = _bound(given)
-    what = {"outputs": outputs, "saved": _saved(inside, known), "flops": _flops(inside, known)}
+    cost = CallCost(outputs, _saved(inside, known), _flops(inside, known))
     with graph.inserting_after(last):
-        call = graph.call_function(torch.ops.merak.picked.default, (list(given), json.dumps(what)))
+        call = graph.call_function(OPAQUE_CALL, ([], list(given), cost.to_json()))
     call.meta = {k: v for k, v in inside[0].meta.items() if k in _TOLD} | {"val": tuple(vals)}
     for node in reversed(ahead):
         call.append(node)
@@ -310,7 +297,7 @@ def _refuse(
     touched = {_storage(n) for m in moved for n in (m, *m.all_input_nodes)} - {None}
     outer = {_storage(n) for n in graph.nodes if n not in members} - {None}
     for node in list(graph.nodes)[first : last + 1]:
-        written = {_storage(argument) for argument in written_by(node)}
+        written = {_storage(argument) for argument in mutated_arguments(node)}
         if written & (outer if node in members else touched):
             refuse_dynamic_shape(line_of(inside[0]), _first_open(inside))
     for node in leaving:

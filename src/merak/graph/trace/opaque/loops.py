@@ -7,7 +7,6 @@ its first passes, so that what it stands in can be one opaque operator.
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from merak.core.source_lines import is_library, with_text
 from merak.graph.trace.explain import UntraceableError
 from merak.graph.trace.opaque.functions import function_name
 
@@ -36,7 +36,6 @@ MOST_OPERATORS = 50_000
 Place = tuple[str, str]
 """The code that a loop stands in: its file and its qualified name."""
 
-_LIBRARIES = ("/torch/", "/merak/graph/", "<")
 _MODES = frozenset(("__torch_function__", "__torch_dispatch__"))
 
 
@@ -212,10 +211,8 @@ class Loops(TorchFunctionMode):
         stack = self._stack[: at + 1]
         frame = stack[-1].frame
         modules = [self._paths.get(id(vars(a.module)), "") for a in stack if a.module is not None]
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         return LoopFound(
-            f"{where}: `{text}`" if text else where,
+            with_text(f"{frame.f_code.co_filename}:{frame.f_lineno}"),
             tuple(dict.fromkeys(path for path in modules if path)),
             _place(frame),
             _functions(stack),
@@ -258,7 +255,7 @@ def _place(frame: FrameType) -> Place:
 
 
 def _is_library(frame: FrameType) -> bool:
-    return any(part in frame.f_code.co_filename for part in _LIBRARIES)
+    return is_library(frame.f_code.co_filename)
 
 
 def _weights(module: nn.Module) -> tuple[torch.Tensor, ...]:

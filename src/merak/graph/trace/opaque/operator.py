@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +18,11 @@ from torch import fx, nn
 from torch.autograd import Function
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.custom_operators import Role, register, role_of
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.trace.opaque.functions import FunctionModule, is_function
 
 T = TypeVar("T")
-
-_LIBRARY = torch.library.Library("merak", "FRAGMENT")
-_LIBRARY.define("kept_module(Tensor[] tensors, str what) -> Tensor[]")
-_LIBRARY.define("kept_module_(Tensor(a!)[] written, Tensor[] tensors, str what) -> Tensor[]")
 
 
 class ModuleRef:
@@ -120,6 +117,51 @@ class OpaqueCall:
         return tuple(i for i in self.written if i >= len(self.states))
 
 
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """What an opaque call returns and takes, as its operator has it in JSON.
+
+    Args:
+        outputs: shape and type of each of its outputs.
+        saved_bytes: what its backward needs beside its operands.
+        flops: of the matrix products of its forward.
+        loop: its cost, where it loops over a sequence.
+        number: of the call in its trace; none once the call is in the node's meta.
+    """
+
+    outputs: tuple[TensorMeta, ...]
+    saved_bytes: int
+    flops: int
+    loop: LoopCost | None = None
+    number: int | None = None
+
+    def to_json(self) -> str:
+        """The cost as text; calls that are alike have the same."""
+        outputs = [(meta.shape, str(meta.dtype).removeprefix("torch.")) for meta in self.outputs]
+        found = {"outputs": outputs, "saved": self.saved_bytes, "flops": self.flops}
+        if self.loop is not None:
+            found["loop"] = astuple(self.loop)
+        if self.number is not None:
+            found["number"] = self.number
+        return json.dumps(found)
+
+    @classmethod
+    def from_json(cls, text: str) -> CallCost:
+        """The cost that `to_json` has written."""
+        found = json.loads(text)
+        loop = None
+        if "loop" in found:
+            plain, forward, backward, kernels, traffic = found["loop"]
+            loop = LoopCost(plain, forward, backward, tuple(kernels), tuple(traffic))
+        outputs = tuple(TensorMeta(tuple(s), getattr(torch, d)) for s, d in found["outputs"])
+        return cls(outputs, found["saved"], found["flops"], loop, found.get("number"))
+
+
+def cost_of(node: fx.Node) -> CallCost:
+    """The cost of an opaque call or data-dependent region."""
+    return CallCost.from_json(str(node.args[-1]))
+
+
 def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) -> Any:
     """Record the call in a trace; see `attach_calls`.
 
@@ -131,74 +173,49 @@ def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) 
     Returns:
         Its outputs.
     """
-    outputs = [(meta.shape, str(meta.dtype).removeprefix("torch.")) for meta in call.outputs]
-    what = {"number": number, "outputs": outputs, "saved": call.saved_bytes, "flops": call.flops}
-    if call.loop is not None:
-        what["loop"] = astuple(call.loop)
-    text = json.dumps(what)
-    if not call.written:
-        return torch.ops.merak.kept_module(list(tensors), text)
+    cost = CallCost(call.outputs, call.saved_bytes, call.flops, call.loop, number)
     written = [tensors[i] for i in call.written]
     others = [t for i, t in enumerate(tensors) if i not in call.written]
-    return torch.ops.merak.kept_module_(written, others, text)
+    return OPAQUE_CALL(written, others, cost.to_json())
 
 
 def attach_calls(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
-    """Note at every operator of an exported module which call it is."""
+    """Put the recorded calls into the meta of an exported module's operators."""
     for part in module.modules():
         if not isinstance(part, fx.GraphModule):
             continue
         for node in part.graph.nodes:
             if is_opaque(node):
-                *tensors, text = node.args
-                what = json.loads(text)
-                node.meta["opaque"] = calls[what.pop("number")]
+                cost = cost_of(node)
+                assert cost.number is not None
+                node.meta["opaque"] = calls[cost.number]
                 # Without the number, calls of modules that are alike are alike.
-                node.args = (*tensors, json.dumps(what))
+                node.args = (*node.args[:-1], replace(cost, number=None).to_json())
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a node calls a module that is kept whole."""
-    return node.target in (
-        torch.ops.merak.kept_module.default,
-        torch.ops.merak.kept_module_.default,
-    )
+    """Whether a node calls an opaque module or function."""
+    return role_of(node) is Role.OPAQUE_CALL and "region" not in node.meta
+
+
+def is_dynamic_region(node: fx.Node) -> bool:
+    """Whether a node stands for a data-dependent region."""
+    return role_of(node) is Role.OPAQUE_CALL and "region" in node.meta
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensors of a call, in the order of `OpaqueCall`."""
-    lists: Any = node.args[:-1]
-    return in_order(node.meta["opaque"], lists)
+    written: Any
+    others: Any
+    written, others, _ = node.args
+    return in_order(node.meta["opaque"], written, others)
 
 
-def in_order(call: OpaqueCall, lists: Sequence[Sequence[T]]) -> list[T]:
-    """What the operator is given, of which what is written comes first, as `OpaqueCall` has it."""
-    given = iter(lists[0] if call.written else ())
-    rest = iter(lists[-1])
-    count = sum(map(len, lists))
-    return [next(given) if i in call.written else next(rest) for i in range(count)]
-
-
-def flops_of(node: fx.Node) -> int:
-    """FLOPs of the forward of a module that is kept whole."""
-    return int(json.loads(str(node.args[-1]))["flops"])
-
-
-def saved_bytes_of(node: fx.Node) -> int:
-    """Bytes that the backward of a module that is kept whole needs beside its operands."""
-    return int(json.loads(str(node.args[-1]))["saved"])
-
-
-def loop_of(node: fx.Node) -> LoopCost | None:
-    """What an opaque call costs that loops over a sequence; None for any other."""
-    return _loop(json.loads(str(node.args[-1])))
-
-
-def _loop(what: dict[str, Any]) -> LoopCost | None:
-    if "loop" not in what:
-        return None
-    plain, forward, backward, kernels, traffic = what["loop"]
-    return LoopCost(plain, forward, backward, tuple(kernels), tuple(traffic))
+def in_order(call: OpaqueCall, written: Sequence[T], others: Sequence[T]) -> list[T]:
+    """The operator's tensors in the order of `OpaqueCall`: the operator has written ones first."""
+    first, rest = iter(written), iter(others)
+    count = len(written) + len(others)
+    return [next(first) if i in call.written else next(rest) for i in range(count)]
 
 
 def opaque_nodes(graph: ModelGraph) -> list[fx.Node]:
@@ -285,22 +302,16 @@ def fake_outputs(
     return list(_Pretended.apply(outputs, sizes, *tensors))  # type: ignore[no-untyped-call]
 
 
-def fake_outputs_of(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same by what an operator says of itself."""
-    said = json.loads(what)
-    outputs = [TensorMeta(tuple(s), getattr(torch, d)) for s, d in said["outputs"]]
-    return fake_outputs(outputs, said["saved"], tensors, _loop(said))
-
-
-def _without_writes(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
-    return fake_outputs_of(what, tensors)
-
-
-def _with_writes(
-    written: list[torch.Tensor], tensors: list[torch.Tensor], what: str
+def fake_call(
+    written: list[torch.Tensor], tensors: list[torch.Tensor], text: str
 ) -> list[torch.Tensor]:
-    return fake_outputs_of(what, [*written, *tensors])
+    """The operator itself, which computes nothing: its outputs have the cost's shapes."""
+    cost = CallCost.from_json(text)
+    return fake_outputs(cost.outputs, cost.saved_bytes, [*written, *tensors], cost.loop)
 
 
-_LIBRARY.impl("kept_module", _without_writes, "CompositeImplicitAutograd")
-_LIBRARY.impl("kept_module_", _with_writes, "CompositeImplicitAutograd")
+OPAQUE_CALL = register(
+    "opaque_call(Tensor(a!)[] written, Tensor[] tensors, str cost) -> Tensor[]",
+    Role.OPAQUE_CALL,
+    fake_call,
+)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.ir.mutation import written_by
+from merak.graph.ir.mutation import mutated_arguments
 
 aten = torch.ops.aten
 
@@ -44,12 +44,14 @@ def write_out_of_place(graph: fx.Graph, is_open: Callable[[fx.Node], bool]) -> N
         graph: as exported, with fake tensors as `val`; changed in place.
         is_open: whether a size of what a node yields depends on values.
     """
-    writes = [n for n in graph.nodes if any(map(is_open, n.all_input_nodes)) and written_by(n)]
+    writes = [
+        n for n in graph.nodes if any(map(is_open, n.all_input_nodes)) and mutated_arguments(n)
+    ]
     if not writes:
         return
     rewriting = _Rewriting(graph)
     for node in writes:
-        (written, *others) = written_by(node)
+        (written, *others) = mutated_arguments(node)
         functional = _functional(node.target)
         if functional is not None and not others and not is_open(written):
             rewriting.replace(node, written, functional)

@@ -22,10 +22,12 @@ _NOT_ATTRIBUTES = frozenset(nn.Module().__dict__)
 def opaque_function(call: OpaqueCall) -> Callable[..., list[torch.Tensor]]:
     """The function that a kept operator becomes when its graph is to run."""
 
-    def kept_module(*args: Any) -> list[torch.Tensor]:
-        return run(call, in_order(call, args[:-1]))
+    def opaque_call(
+        written: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], cost: str
+    ) -> list[torch.Tensor]:
+        return run(call, in_order(call, written, tensors))
 
-    return kept_module
+    return opaque_call
 
 
 def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,9 +18,9 @@ from merak.core.shards import ParameterShard, join, take
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column, Replicate
-from merak.graph.tensor_parallel.placement import Sharded
-from merak.graph.tensor_parallel.report import left_whole
-from merak.graph.tensor_parallel.search.auto_shard import Deriver, Task, derive
+from merak.graph.tensor_parallel.placement import Shard
+from merak.graph.tensor_parallel.report import replication_warning
+from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, SegmentTask, auto_shard
 from merak.graph.tensor_parallel.search.cost import FORWARD, Collective, Transfer
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
@@ -39,13 +39,13 @@ def blocks_of(name: str) -> int:
     return {"t5": 10, "bart": 10, "swin": 8}.get(name, 2 if name in parallel else 4)
 
 
-def collectives(graph: ModelGraph, weights: dict[str, Sharded], degree: int) -> list[Transfer]:
-    deriver = Deriver(graph.parameters, degree)
+def collectives(graph: ModelGraph, weights: dict[str, Shard], degree: int) -> list[Transfer]:
+    deriver = AutoSharder(graph.parameters, degree)
     return [
         transfer
         for segment in graph.segments
         for transfer in deriver(
-            Task(
+            SegmentTask(
                 segment,
                 {n: weights[n] for n in segment.parameters if n in weights},
                 frozenset(segment.parameters),
@@ -55,7 +55,7 @@ def collectives(graph: ModelGraph, weights: dict[str, Sharded], degree: int) -> 
     ]
 
 
-def share_split(graph: ModelGraph, weights: dict[str, Sharded], block: str) -> float:
+def share_split(graph: ModelGraph, weights: dict[str, Shard], block: str) -> float:
     sizes = {n: math.prod(m.shape) for n, m in graph.parameters.items() if block in n}
     return sum(size for n, size in sizes.items() if n in weights) / sum(sizes.values())
 
@@ -69,7 +69,7 @@ def test_most_of_a_block_is_split_with_few_collectives(name: str) -> None:
 
 def check_split(name: str, graph: ModelGraph, degree: int) -> None:
     architecture = ARCHITECTURES[name]
-    weights = derive(graph, Deriver(graph.parameters, degree), {}, frozenset())
+    weights = auto_shard(graph, AutoSharder(graph.parameters, degree), {}, frozenset())
     assert share_split(graph, weights, architecture.block) >= 0.95
     found = collectives(graph, weights, degree)
     blocks, alone = blocks_of(name), ALONE.get(name, 0)
@@ -93,8 +93,8 @@ def test_identical_segments_are_searched_once() -> None:
     )
     answers = []
     for graph in (few, many):
-        deriver = Deriver(graph.parameters, 2)
-        answers.append(derive(graph, deriver, {}, frozenset()))
+        deriver = AutoSharder(graph.parameters, 2)
+        answers.append(auto_shard(graph, deriver, {}, frozenset()))
         assert len(deriver._known) == 5  # embedding, attention, two feed-forwards, head
     assert len(answers[1]) == 3 * len(answers[0])
 
@@ -212,7 +212,7 @@ def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(
     graph = cases.traced(model, batch)
     parallel = tensor_parallel(graph, None, 2)
     assert not any(".layers." in name for name in parallel.weights)
-    assert f"tp=2 splits {split} this model" in str(left_whole(graph, parallel))
+    assert f"tp=2 splits {split} this model" in str(replication_warning(graph, parallel))
     assert_parity(model, batch, None, 2, monkeypatch)
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment.cut import shard
+from merak.graph.segment.cut import cut_into_segments
 from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
 from merak.graph.tensor_parallel.features import Replicate, Vocabulary
-from merak.graph.tensor_parallel.placement import Sharded
-from merak.graph.tensor_parallel.report import report_splits
+from merak.graph.tensor_parallel.placement import Shard
+from merak.graph.tensor_parallel.report import report_sharding
 from merak.graph.trace.trace import trace
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
@@ -76,7 +76,7 @@ def test_a_feature_dict_forces_it(name: str, monkeypatch: pytest.MonkeyPatch) ->
     ranks = assert_parity(
         architecture.build(vocab_size=41), architecture.batch(), features, 2, monkeypatch
     )
-    assert ranks.num_calls["cross_entropy_of_share"] == 1
+    assert ranks.num_calls["vocab_parallel_cross_entropy"] == 1
     assert ranks.num_calls.pop("gather_from", 0) == 0
 
 
@@ -84,7 +84,7 @@ def test_a_bias_follows_its_head_and_a_feature_dict_can_forbid_both() -> None:
     graph = traced("bert", 41)
     table, bias = "bert.embeddings.word_embeddings.weight", "cls.predictions.bias"
     weights = tensor_parallel(graph, {"word_embeddings": Vocabulary()}, 2).weights
-    assert weights[table] == weights[bias] == Sharded(0, (41,))
+    assert weights[table] == weights[bias] == Shard(0, (41,))
     kept = tensor_parallel(traced("bert", LARGE), {"word_embeddings": Replicate()}, 2).weights
     assert not kept.keys() & {table, bias}
 
@@ -94,17 +94,17 @@ def test_logits_are_whole_where_they_are_asked_for() -> None:
     model, columns = architecture.build(vocab_size=LARGE), architecture.batch()
     parallel = tensor_parallel(cases.traced(model, columns), None, 2)
     metas = {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in columns.items()}
-    all_outputs = shard(trace(model.eval(), metas))
+    all_outputs = cut_into_segments(trace(model.eval(), metas))
     head, _ = parallel(all_outputs.segments[-1])
     targets = [getattr(node.target, "__name__", "") for node in head.graph.nodes]
-    assert targets.count("gather_from") == targets.count("cross_entropy_of_share") == 1
+    assert targets.count("gather_from") == targets.count("vocab_parallel_cross_entropy") == 1
     (output,) = head.graph.find_nodes(op="output")
     assert {node.meta["tensor"].shape for node in output.args[0]} >= {(2, 8, LARGE), ()}
 
 
 def test_the_report_names_it() -> None:
     graph = traced("llama", LARGE)
-    first, *_, last = report_splits(graph, tensor_parallel(graph, None, 2))
+    first, *_, last = report_sharding(graph, tensor_parallel(graph, None, 2))
     assert first.split == {"model.embed_tokens.weight": "vocabulary (307 and 1 of padding)"}
     assert last.split == {"lm_head.weight": "vocabulary (307 and 1 of padding)"}
     # The loss sums twice inside, the gradient of what enters the head once.

@@ -45,8 +45,8 @@ def test_no_all_reduce_is_left_between_blocks(name: str, monkeypatch: pytest.Mon
     assert all_reduces(whole) >= 2 * BLOCKS[name]
     assert all_reduces(shared) == 0
     calls = assert_parity(model, columns, None, 2, monkeypatch, sequence=True).num_calls
-    assert calls["scatter_sum"] == BLOCKS[name]
-    assert calls["gather_copied"] >= BLOCKS[name]
+    assert calls["reduce_scatter_to"] == BLOCKS[name]
+    assert calls["gather_with_partial_grad"] >= BLOCKS[name]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "swin", "deberta_v2"])
@@ -77,7 +77,7 @@ def test_lengths_that_do_not_divide(
     columns = {"input_ids": ids, "labels": ids}
     model = cases.build("gpt2", "sdpa", dropout=0.2)
     calls = assert_parity(model, columns, None, 2, monkeypatch, sequence=True).num_calls
-    assert calls.get("scatter_sum", 0) == (4 if shares else 0)
+    assert calls.get("reduce_scatter_to", 0) == (4 if shares else 0)
     assert calls.get("reduce_from", 0) == (0 if shares else 4)
 
 

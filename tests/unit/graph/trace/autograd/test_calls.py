@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from merak.core.errors import TraceError
 from merak.graph.segment.build import GraphSource
-from merak.graph.segment.dynamic_shapes import Graphs
+from merak.graph.segment.dynamic_shapes import GraphsByShape
 from merak.graph.trace.call import Call, call_model
 from merak.graph.trace.opaque.operator import opaque_calls
 from tests.unit.graph import gradient_models as g
@@ -197,7 +197,7 @@ def line_of(text: str, file: str = __file__) -> int:
 
 def test_other_shapes_come_from_one_trace() -> None:
     model = g.Penalised()
-    graphs = Graphs(GraphSource(model), training=True)
+    graphs = GraphsByShape(GraphSource(model), training=True)
     for rows in (4, 3, 5, 6):
         batch = {n: torch.cat([t, t])[:rows] for n, t in batch_for("x", "other").items()}
         graph = graphs(metas(batch))

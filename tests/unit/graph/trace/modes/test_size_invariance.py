@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch.autograd import Function
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.custom_operators import pack_arguments
 from merak.graph.trace.modes.size_invariance import is_size_invariant
 from tests.unit.graph import own_backwards as own
+
+
+def arguments(*args: object) -> str:
+    packed = pack_arguments(args, {})
+    assert packed is not None
+    return packed[1]
 
 
 def may_split(function: type[Function], *more: object, dim: int = 1) -> bool:
     """Of an operand of 4 x 32."""
     local = (2, 32) if dim == 0 else (4, 16)
     name = f"{function.__module__}:{function.__qualname__}"
-    arguments = json.dumps([["tensor"], *([value] for value in more)])
     operand = TensorMeta((4, 32), torch.float32, requires_grad=True)
-    return is_size_invariant((operand,), local, name, arguments)
+    return is_size_invariant((operand,), local, name, arguments(torch.zeros(()), *more))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -47,7 +51,7 @@ def test_what_sees_one_dim_is_split_along_others() -> None:
 def test_operands_of_several_shapes_are_kept_whole() -> None:
     metas = [TensorMeta(shape, torch.float32, requires_grad=True) for shape in ((4, 32), (32,))]
     name = f"{own.Passing.__module__}:Passing"
-    assert not is_size_invariant(metas, (4, 16), name, json.dumps([["tensor"], ["tensor"]]))
+    assert not is_size_invariant(metas, (4, 16), name, arguments(torch.zeros(()), torch.zeros(())))
 
 
 def test_the_models_tensors_are_not_changed_by_the_trial() -> None:
@@ -61,4 +65,4 @@ def test_a_function_that_is_defined_anew_is_tried_anew(monkeypatch: pytest.Monke
     monkeypatch.setattr(own, "Passing", own.SizeInBackward)
     name = f"{own.__name__}:Passing"
     operand = TensorMeta((4, 32), torch.float32, requires_grad=True)
-    assert not is_size_invariant((operand,), (4, 16), name, json.dumps([["tensor"]]))
+    assert not is_size_invariant((operand,), (4, 16), name, arguments(torch.zeros(())))

@@ -15,7 +15,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.opaque.dynamic_region import is_dynamic_region
+from merak.graph.trace.opaque.operator import is_dynamic_region
 
 SAMPLES, LENGTH, WORDS, WIDTH = 3, 5, 7, 4
 COLUMNS = {
@@ -113,7 +113,7 @@ def run(graph: ModelGraph, model: nn.Module, given: Batch) -> torch.Tensor:
     parameters = dict(model.named_parameters())
     for part in (graph.prologue, *graph.segments):
         program = compile_segment(part, graph.values)
-        names = (*part.parameters, *part.columns, *part.inputs, *part.derived)
+        names = (*part.parameters, *part.columns, *part.inputs, *part.batch_only)
         everything = {**parameters, **given, **values}
         made = program.function(*(everything[name] for name in names))
         values.update(zip(part.outputs, made, strict=True))

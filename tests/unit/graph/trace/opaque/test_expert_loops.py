@@ -10,8 +10,7 @@ from merak.core.errors import TraceError
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.codegen import runnable
-from merak.graph.trace.opaque.dynamic_region import is_dynamic_region
-from merak.graph.trace.opaque.operator import opaque_nodes
+from merak.graph.trace.opaque.operator import is_dynamic_region, opaque_nodes
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.expert_loops import (
     EXPERTS,

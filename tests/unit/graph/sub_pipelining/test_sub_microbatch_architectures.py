@@ -12,7 +12,12 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.sub_pipelining.sub_microbatch import Halves, Samples, halve, samples_of
+from merak.graph.sub_pipelining.sub_microbatch import (
+    SampleDims,
+    SubMicrobatchSegments,
+    find_sample_dims,
+    split_segment,
+)
 from tests.unit.graph.architectures import ARCHITECTURES
 
 Values = Mapping[str, torch.Tensor]
@@ -27,16 +32,16 @@ WHOLE = {
 
 def run(segment: Segment, weights: Values, values: Values) -> tuple[torch.Tensor, ...]:
     named = (*segment.parameters, *segment.buffers)
-    read = (*segment.columns, *segment.inputs, *segment.derived)
+    read = (*segment.columns, *segment.inputs, *segment.batch_only)
     given = [*(weights[n] for n in named), *(values[n] for n in read)]
     result: tuple[torch.Tensor, ...] = fx.GraphModule(nn.Module(), segment.graph)(*given)
     return result
 
 
-def joined(halves: Halves, weights: Values, values: Values) -> list[torch.Tensor]:
+def joined(halves: SubMicrobatchSegments, weights: Values, values: Values) -> list[torch.Tensor]:
     """What both halves give, put together."""
     parts = []
-    for own, share in zip(halves.segments, halves.shares, strict=True):
+    for own, share in zip(halves.segments, halves.sub_microbatches, strict=True):
         local = dict(values)
         for name in local.keys() & halves.dims.keys():
             dim = halves.dims[name]
@@ -51,12 +56,12 @@ def joined(halves: Halves, weights: Values, values: Values) -> list[torch.Tensor
 
 def kept_whole(graph: ModelGraph, weights: Values, values: dict[str, torch.Tensor]) -> set[str]:
     """Compare all segments that can be halved; those that cannot."""
-    samples: Samples = samples_of(graph.segments, 3)
+    samples: SampleDims = find_sample_dims(graph.segments, 3)
     left = set()
     for segment in graph.segments:
         whole = run(segment, weights, values)
         try:
-            halves = halve(segment, samples)
+            halves = split_segment(segment, samples)
         except ShardError:
             left.add(segment.name)
         else:
@@ -75,6 +80,6 @@ def test_three_samples_in_halves_give_what_the_whole_gives(name: str) -> None:
     graph = build_graph(GraphSource(model), columns, training=True)
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
     with torch.no_grad():
-        derived = run(graph.prologue, weights, batch)
-        values = {**batch, **dict(zip(graph.prologue.outputs, derived, strict=True))}
+        batch_only = run(graph.prologue, weights, batch)
+        values = {**batch, **dict(zip(graph.prologue.outputs, batch_only, strict=True))}
         assert kept_whole(graph, weights, values) == WHOLE[name]

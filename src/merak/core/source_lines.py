@@ -1,0 +1,106 @@
+"""Lines of a model's code and of the user's script: the one list of code that is neither.
+
+While a model is traced, its own code may well be an installed package's, such as a model of
+transformers; only what every model runs through is library code there. In a training script that
+fails, all installed code is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from importlib.util import find_spec
+from types import FrameType
+
+MERAK = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""Merak's own package."""
+
+_TRACING = os.path.join(MERAK, "graph") + os.sep
+
+
+def _folder(package: str, *inner: str) -> tuple[str, ...]:
+    """The folder of a package, which is not imported for that; none where it is not installed."""
+    spec = find_spec(package)
+    found = spec.submodule_search_locations if spec is not None else None
+    return (os.path.join(found[0], *inner) + os.sep,) if found else ()
+
+
+LIBRARIES: tuple[str, ...] = (
+    *_folder("torch"),  # runs beneath every line of a model
+    *_folder("numpy"),  # its generators call each other
+    *_folder("transformers", "utils"),  # decorators around every forward
+    contextlib.__file__,  # decorators of torch
+    _TRACING,  # takes the place of functions that a model calls
+)
+"""Beginnings of paths of code that every model runs through; no line of it is a model's own."""
+
+_INSTALLED = (MERAK, sysconfig.get_path("stdlib") + os.sep)
+_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def is_tracing_code(file: str) -> bool:
+    """Whether a source file is Merak's own graph code."""
+    return file.startswith(_TRACING)
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file is code that every model runs through, or is generated."""
+    return file.startswith(LIBRARIES) or is_generated(file)
+
+
+def is_installed(file: str) -> bool:
+    """Whether a source file is Python's, Merak's or another installed package's, or generated."""
+    in_packages = any(folder in file for folder in _PACKAGE_FOLDERS)
+    return in_packages or file.startswith(_INSTALLED) or is_generated(file)
+
+
+def is_generated(file: str) -> bool:
+    """Whether code is in no file, such as a graph's or what is built into Python."""
+    return file.startswith("<") and file != "<stdin>"  # which is a script of the user
+
+
+def model_frame(frame: FrameType | None = None) -> FrameType:
+    """The innermost call of a model's own code that is under way.
+
+    Args:
+        frame: where to begin; by default the caller's.
+
+    Returns:
+        The outermost call, where all are library code.
+    """
+    frame = frame or sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def model_line(frame: FrameType | None = None) -> str:
+    """File and number of the line of a model's own code that runs now, as "file:number".
+
+    Args:
+        frame: where to begin; by default the caller's.
+    """
+    found = model_frame(frame or sys._getframe(1))
+    return f"{found.f_code.co_filename}:{found.f_lineno}"
+
+
+def with_text(line: str) -> str:
+    """A line, given as "file:number", with the text that stands there."""
+    file, _, number = line.rpartition(":")
+    text = linecache.getline(file, int(number)).strip() if file and number.isdecimal() else ""
+    return f"{line}: `{text}`" if text else line
+
+
+def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """The innermost line of the user's script on a stack, as "file:number"; empty if none is.
+
+    Args:
+        frames: the outermost first.
+    """
+    own = [f for f in frames if not is_installed(f.filename) and os.path.isfile(f.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

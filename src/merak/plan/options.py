@@ -1,0 +1,254 @@
+"""Options of a parallel training job, each written once: name, type, default, range and help.
+
+`EngineOptions` inherits them; `MerakArguments` and the requests of the command line take single
+ones by name (`taken`). What a page, a `--help` or a range check says of an option comes from here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from merak.core.errors import ArgumentsError
+from merak.plan.recompute_spec import Recompute
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of gradients that are reduced together: as in torch's DistributedDataParallel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Range of the values that a numeric option may have; NaN is in no range.
+
+    Args:
+        least: the smallest.
+        most: the largest.
+        advice: what to use instead of a value outside.
+        problem: what a value outside is, after the option and its value.
+    """
+
+    least: float
+    most: float
+    advice: str
+    problem: str = "is out of range"
+
+    def holds(self, value: float) -> bool:
+        """Tell whether a number lies in it."""
+        return self.least <= float(value) <= self.most
+
+
+LARGEST = sys.float_info.max
+SMALLEST = math.nextafter(0, 1)
+
+_BUCKET = Range(1, LARGEST, "use a whole number of 1 or more", "is not a size of a bucket")
+_SECONDS = Range(SMALLEST, math.inf, "use a number of seconds above 0", "is not a time to wait")
+_SHAPES = Range(1, LARGEST, "use 1 or more", "is no number of shapes to keep")
+_RATE = Range(SMALLEST, LARGEST, "use a number of bytes per second above 0", "is no rate")
+_BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
+
+
+def option(
+    default: Any,
+    placeholder: str,
+    help: str,
+    *,
+    choices: Sequence[Any] = (),
+    within: Range | None = None,
+) -> Any:
+    """Field of an options dataclass.
+
+    Args:
+        default: its value where none is given.
+        placeholder: what `--help` shows for the value; empty for a flag.
+        help: sentence for people, in the documentation and in `--help`.
+        choices: the values that it may have; empty for any.
+        within: the range of a number.
+    """
+    metadata = {"help": help, "placeholder": placeholder, "choices": list(choices), "range": within}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    """Layout and run of a model on many ranks, as users choose them."""
+
+    schedule: str = option(
+        "1f1b",
+        "NAME",
+        "The pipeline schedule: a name that `merak schedule --list` shows, or a file that holds "
+        "one.",
+    )
+    partition: Sequence[int] | None = option(
+        None,
+        "N …",
+        "Number of segments of every stage, in order, such as 5 7 7 7. If unset, segments are "
+        "balanced over the stages by time.",
+    )
+    segment_times: str | os.PathLike[str] | None = option(
+        None,
+        "FILE",
+        "JSON file with measured seconds per segment, which balancing uses instead of its "
+        "estimate.",
+    )
+    feature_dict: Mapping[str, Any] | None = option(
+        None,
+        "JSON",
+        "Tensor parallel attributes of parameters, as a dictionary or a JSON file of one: names or "
+        "patterns of parameters to 'column', 'row', 'vocabulary', 'replicate'. It overrides what "
+        "is derived from the model.",
+    )
+    bucket_bytes: int = option(
+        BUCKET_BYTES,
+        "BYTES",
+        "Bytes of gradients that replicas reduce together, while the backward pass still runs. If "
+        "unset, 25 MiB, or ddp_bucket_cap_mb.",
+        within=_BUCKET,
+    )
+    master_weights: bool = option(
+        False,
+        "",
+        "Keep a float32 master of every parameter of a lower precision, which the optimizer steps.",
+    )
+    gradient_sums: str = option(
+        "float32",
+        "TYPE",
+        "The type in which gradients of parameters of a lower precision are accumulated over "
+        "microbatches and reduced over replicas: 'float32', or their 'own' type in half the "
+        "memory.",
+        choices=("float32", "own"),
+    )
+    zero: int = option(
+        0,
+        "0|1|2|3",
+        "The stage of ZeRO, what replicas shard instead of each holding all of it: 1 the "
+        "optimizer's state and update, 2 also the gradients, 3 also the parameters, 0 nothing.",
+        choices=(0, 1, 2, 3),
+    )
+    tied_gradients: str = option(
+        "microbatch",
+        "WHEN",
+        "When gradients of parameters tied across stages are all-reduced: after every "
+        "'microbatch', which is bit-identical to one process, or once a 'step', which sends less.",
+        choices=("microbatch", "step"),
+    )
+    hang_limit_s: float = option(
+        600.0,
+        "SECONDS",
+        "Seconds that a rank may wait for others, or be in one action of the pipeline; after them "
+        "every rank prints where it stands, and the job ends. For a rank that traces, builds, "
+        "loads or saves, others wait three times as long.",
+        within=_SECONDS,
+    )
+    max_shapes: int = option(
+        64,
+        "N",
+        "Shapes of microbatches whose programs are cached beside the first one's, the most "
+        "recently used. Any other shape is traced when a step meets it.",
+        within=_SHAPES,
+    )
+    sub_pipelining: str = option(
+        "auto",
+        "auto|on|off",
+        "Whether tensor parallel ranks run every microbatch as two sub-microbatches, so that the "
+        "all-reduces of one run beside the computation of the other: 'on', 'off', or 'auto' for "
+        "where it pays, with all-reduces measured on GPUs or between machines.",
+        choices=("auto", "on", "off"),
+    )
+    sequence_parallel: bool = option(
+        False,
+        "",
+        "Shard the sequence over tensor parallel ranks between the matrix products that they "
+        "split, which takes less memory: reduce-scatters and all-gathers replace all-reduces. Not "
+        "together with sub_pipelining='on'.",
+    )
+    recompute: Recompute = option(
+        None,
+        "WHAT",
+        "Activations that are recomputed for the backward pass instead of saved: 'off', 'full', "
+        "the fraction of every stage's segments (0 to 1), segments by number or name such as "
+        "'3,4,7', 'selective' for all but operators that are slow to compute and small to save, or "
+        "'auto' for as few as the memory allows. If unset, as the schedule says, which saves all "
+        "unless its name says otherwise.",
+    )
+    offload_activations: Recompute = option(
+        None,
+        "WHAT",
+        "Saved activations that are offloaded to host memory until the backward pass, copied while "
+        "other segments compute: 'off', 'full', the fraction of every stage's segments (0 to 1), "
+        "segments by number or name such as '3,4,7', or 'auto' for those that the memory makes "
+        "needed; with recompute='auto' the alternative is to recompute, and the shorter iteration "
+        "decides. If unset, none. Not together with sub_pipelining='on'.",
+    )
+    host_bytes_per_s: float | None = option(
+        None,
+        "RATE",
+        "Bytes per second that a rank copies to host memory while it copies as many back, for "
+        "offload_activations='auto'. If unset, it is measured.",
+        within=_RATE,
+    )
+    memory_budget: int | None = option(
+        None,
+        "BYTES",
+        "Bytes that a rank may hold; a job that needs more is refused before it starts. If unset, "
+        "the memory of the GPU, and on the CPU no limit.",
+        within=_BYTES,
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values that are out of range or no choice.
+
+        Raises:
+            ArgumentsError: one is.
+        """
+        for own in fields(ParallelOptions):
+            value, choices = getattr(self, own.name), own.metadata["choices"]
+            if own.metadata["range"] is not None:
+                for problem in range_problem(f"{own.name}=", value, own.metadata["range"]):
+                    raise ArgumentsError(problem)
+            if choices and value not in choices:
+                named = " or ".join(map(repr, choices))
+                raise ArgumentsError(f"{own.name}={value!r} is not a choice; use {named}.")
+
+
+_FIELDS = {own.name: own for own in fields(ParallelOptions)}
+
+PARALLEL_OPTIONS = tuple(_FIELDS)
+"""Names of the options, which `MerakArguments` has as well."""
+
+RANGES: Mapping[str, Range] = {
+    name: own.metadata["range"] for name, own in _FIELDS.items() if own.metadata["range"]
+}
+"""Range of every option that is a number."""
+
+
+def taken(name: str, default: Any = MISSING) -> Any:
+    """Field of another dataclass that has the default and the help of an option.
+
+    Args:
+        name: of the option.
+        default: another default.
+    """
+    own = _FIELDS[name]
+    told = {key: own.metadata[key] for key in ("help", "choices") if own.metadata[key]}
+    return field(default=own.default if default is MISSING else default, metadata=told)
+
+
+def placeholder(name: str) -> str:
+    """The word that a usage line shows for an option's value; empty for a flag."""
+    return str(_FIELDS[name].metadata["placeholder"])
+
+
+def range_problem(name: str, value: float | None, allowed: Range) -> Iterator[str]:
+    """Yield the sentence that refuses a value outside of its range, if it is.
+
+    Args:
+        name: of the option, as the user has typed it, such as `zero=` or `--zero `.
+        value: the option's; None, for an option that is unset, is always accepted.
+        allowed: the range.
+    """
+    if value is not None and not allowed.holds(value):
+        yield f"{name}{value!r} {allowed.problem}; {allowed.advice}."

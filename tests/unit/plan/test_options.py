@@ -1,0 +1,71 @@
+"""Options that `MerakArguments`, `parallelize` and the command line share."""
+
+from __future__ import annotations
+
+import logging
+import typing
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from merak import parallel
+from merak.arguments.fields import TrainingFields
+from merak.core.errors import ArgumentsError
+from merak.core.rank0 import warn_once
+from merak.graph.tensor_parallel.features import Column
+from merak.plan.layout import EngineOptions
+from merak.plan.options import PARALLEL_OPTIONS, ParallelOptions
+
+
+def test_training_arguments_have_every_option_with_its_help() -> None:
+    taken = {field.name: field for field in fields(TrainingFields)}
+    for option in fields(ParallelOptions):
+        assert taken[option.name].metadata["help"] == option.metadata["help"]
+        if option.name != "bucket_bytes":  # which ddp_bucket_cap_mb may set
+            assert taken[option.name].default == option.default
+
+
+def test_training_arguments_have_types_that_options_take() -> None:
+    hints, wide = typing.get_type_hints(TrainingFields), typing.get_type_hints(ParallelOptions)
+    for name in ("schedule", "zero", "master_weights", "hang_limit_s", "memory_budget"):
+        assert hints[name] == wide[name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"zero": 4}, "zero=4 is not a choice; use 0 or 1 or 2 or 3."),
+        ({"gradient_sums": "half"}, "gradient_sums='half' is not a choice; use 'float32' or 'own'"),
+        ({"memory_budget": 0}, "memory_budget=0 is not a size; use a number of bytes above 0."),
+        ({"host_bytes_per_s": float("inf")}, "host_bytes_per_s=inf is no rate"),
+    ],
+)
+def test_a_value_that_is_none_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ArgumentsError, match=sentence):
+        EngineOptions(**settings)
+
+
+def test_former_names_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    former = {
+        "features": {"a": Column()},
+        "segments_per_stage": (2, 3),
+        "memory_budget_bytes": 10**9,
+        "exact_tied_gradients": False,
+        "float32_gradients": False,
+        "zero": 1,
+    }
+    with caplog.at_level(logging.WARNING):
+        options = EngineOptions(**parallel._todays_options(former))
+    assert options.feature_dict == {"a": Column()} == options.features
+    assert options.partition == (2, 3) and options.memory_budget == 10**9
+    assert options.tied_gradients == "step" and not options.exact_tied_gradients
+    assert options.gradient_sums == "own" and not options.float32_gradients
+    assert "The option features is today called feature_dict." in caplog.text
+    with pytest.raises(ArgumentsError, match="memory_budget_bytes is today called memory_budget;"):
+        parallel._todays_options({"memory_budget_bytes": 1, "memory_budget": 2})
+
+
+def test_names() -> None:
+    assert {"schedule", "zero", "recompute"} <= set(PARALLEL_OPTIONS)
