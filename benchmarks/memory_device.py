@@ -24,11 +24,9 @@ from torch import nn
 
 from merak.core.mesh import current_mesh
 from merak.data import signature
-from merak.engine.build import build_engine, forecast_of
-from merak.graph.segment.build import GraphSource
+from merak.engine import EngineOptions, GraphSource, build_engine, forecast_of
 from merak.parallel import ParallelModel
 from merak.plan.cost.live_storages import Storages
-from merak.plan.layout import EngineOptions
 
 LIMIT = 10.0
 """Percent that an estimate may be off."""

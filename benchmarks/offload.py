@@ -26,14 +26,11 @@ from tools import report
 
 from merak.core.mesh import current_mesh
 from merak.data import signature
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
+from merak.engine import Engine, EngineOptions, GraphSource, build_engine
 from merak.engine.segments.copy_streams import Pair
-from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.activations.fit import simulated
 from merak.plan.cost.measured_times import SegmentTimes, load_times, save_times
-from merak.plan.layout import EngineOptions
 from merak.plan.memory.model import Keeping
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4

@@ -28,16 +28,13 @@ from torch import nn
 
 from merak.core.mesh import current_mesh
 from merak.data import signature
-from merak.engine.build import build_engine, forecast_of
-from merak.engine.engine import Engine
+from merak.engine import Engine, EngineOptions, GraphSource, build_engine, forecast_of
 from merak.graph.program.program import SegmentProgram
-from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.recompute import keep_ratios, paper_ratios
 from merak.plan.cost.live_storages import Storages
 from merak.plan.cost.measured_times import SegmentTimes, save_times
-from merak.plan.layout import EngineOptions
 from merak.plan.memory.ledger import Part
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4

@@ -34,7 +34,7 @@ from torch import nn
 
 import merak
 from merak.core.errors import ScheduleError
-from merak.engine.engine import Engine
+from merak.engine import Engine
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import HostClock, StepRecord
 from merak.parallel import ParallelModel

@@ -16,13 +16,11 @@ from torch import nn
 import merak
 from merak.core.mesh import current_mesh
 from merak.data import signature
-from merak.engine.build import build_engine, forecast_of
-from merak.graph.segment.build import GraphSource
+from merak.engine import EngineOptions, GraphSource, build_engine, forecast_of
 from merak.parallel import ParallelModel
 from merak.plan.cost.benchmark import measure
 from merak.plan.cost.device import preset
 from merak.plan.cost.live_storages import Storages
-from merak.plan.layout import EngineOptions
 from tools.gpu_cases import sheet_of
 from tools.gpu_pairs import error_text
 from tools.gpu_trace import attention_kernels, attention_of, kernels_of, starting

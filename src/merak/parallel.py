@@ -14,8 +14,7 @@ from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import signature, split_plain, without_plain
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
+from merak.engine import Engine, build_engine
 from merak.engine.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource

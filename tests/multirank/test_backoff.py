@@ -16,8 +16,7 @@ from torch import nn
 from merak.core.errors import TrainingError
 from merak.core.mesh import init
 from merak.data import signature
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
+from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
 from merak.plan.layout import EngineOptions
 from tests.multirank.ranks import RankError

@@ -17,7 +17,7 @@ from merak.core.errors import DataError
 from merak.core.mesh import Mesh
 from merak.data import BatchSignature, example_batch, shard_loader, without_plain
 from merak.data.fetch import is_iterable
-from merak.engine.engine import Engine
+from merak.engine import Engine
 from merak.graph.trace.outputs import LOSS, nested
 from merak.trainer.batch_exchange import Batch, BatchExchange, ExchangedBatches
 from merak.trainer.tokens import TOKENS, TokenCounter

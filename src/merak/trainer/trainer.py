@@ -27,8 +27,7 @@ from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.data import check_not_empty, example_batch, shard_loader, split_plain
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
+from merak.engine import Engine, build_engine
 from merak.engine.loss_scale import LossScale
 from merak.engine.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
