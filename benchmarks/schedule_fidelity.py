@@ -253,7 +253,7 @@ def seconds_per_action() -> float:
         with progress.action(action):
             with progress.weight_gradients(f"the activation of microbatch {count}", (1,)):
                 pass
-            progress.started()
+            progress.inputs_ready()
     return (time.perf_counter() - start) / count
 
 

@@ -59,7 +59,7 @@ class Engine:
 
         All replicas call it together. What is written into parameters inside stays.
         """
-        return self._state.optimizer_params.whole(self._state.model)
+        return self._state.optimizer_params.unsharded(self._state.model)
 
     @property
     def holds_last_stage(self) -> bool:

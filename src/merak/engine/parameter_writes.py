@@ -68,7 +68,7 @@ def _apply(state: EngineState, one: ParameterWrites, given: Sequence[Batch]) -> 
     name = one.parameter
     item = state.optimizer_params.items.get(name)
     if state.fsdp is not None and name in state.fsdp.meta_parameters:
-        share = state.fsdp.share(name)
+        share = state.fsdp.shard(name)
         low = share.to(state.parameters[name].dtype)
         _follow(share, low, _run(one, low.clone(), given))
         return

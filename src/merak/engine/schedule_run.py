@@ -82,5 +82,5 @@ class ScheduleRun(ABC):
             return {}
         source = Receive(payload, producer, number, self._schedule.rank_of(producer, number))
         values = self._state.stage_io.take(source, self._programs[number])
-        self._state.progress.started()
+        self._state.progress.inputs_ready()
         return values

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from merak.engine.drain import DrainStep, num_begun
+from merak.engine.drain import DrainStep, num_tp_collectives
 from merak.engine.schedule_run import ScheduleRun
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
@@ -47,7 +47,7 @@ class TrainingStep(ScheduleRun):
         self._update: Update | None = None
         self._drain_step: DrainStep | None = None
         # Segments whose backward in the action that runs has been told to whoever waits for it.
-        self._told: set[int] = set()
+        self._collected: set[int] = set()
         own = plan.schedule.actions[self._rank]
         finals = [action for action in own if action.kind in FINAL_KINDS]
         # The action that completes a stage's gradients of an update, and per microbatch how many
@@ -64,7 +64,7 @@ class TrainingStep(ScheduleRun):
                 a synchronous one.
         """
         self._update = update
-        self._state.progress.planned(self._schedule)
+        self._state.progress.follow_schedule(self._schedule)
         self._start()
         self.perform()
         self._state.reducer.wait()
@@ -133,13 +133,13 @@ class TrainingStep(ScheduleRun):
     def _attempt(self, action: Action) -> None:
         """Perform an action; if memory runs out, its rest and all that follow in name only."""
         oom_guard = self._state.oom_guard
-        self._told.clear()
+        self._collected.clear()
         if self._state.fsdp is not None:
             self._state.fsdp.order.mark()
         if oom_guard.reason is not None:
             self._drain(action, 0)
             return
-        begun = num_begun(self._state.mesh) if oom_guard.is_armed else 0
+        num_before = num_tp_collectives(self._state.mesh) if oom_guard.is_armed else 0
         try:
             self._prefetch(action)
             _ACTIONS[action.kind](self, action)
@@ -149,7 +149,7 @@ class TrainingStep(ScheduleRun):
                 raise
             reason = str(error)
         oom_guard.abort_step(reason)
-        self._drain(action, num_begun(self._state.mesh) - begun)
+        self._drain(action, num_tp_collectives(self._state.mesh) - num_before)
 
     def _prefetch(self, action: Action) -> None:
         """While an action computes, what the next one reads first comes back from host memory."""
@@ -160,7 +160,7 @@ class TrainingStep(ScheduleRun):
     def _drain(self, action: Action, num_done: int) -> None:
         with self._state.oom_guard.no_retry():
             drained = self._drain_step or self._start_drain(action)
-            drained.act(action, partial(self._tell, action), num_done)
+            drained.perform(action, partial(self._segment_done, action), num_done)
 
     def _start_drain(self, action: Action) -> DrainStep:
         """What performs an action and all that follow, now that the step is given up."""
@@ -180,16 +180,16 @@ class TrainingStep(ScheduleRun):
         self._drain_step.fast_forward(own[: own.index(action)])
         return self._drain_step
 
-    def _tell(self, action: Action, segment: SegmentProgram) -> None:
+    def _segment_done(self, action: Action, segment: SegmentProgram) -> None:
         """Others may have the gradients of a segment; once for each segment of an action."""
-        if segment.segment.index in self._told:
+        if segment.segment.index in self._collected:
             return
         self._collect(segment, action)
         reducer = self._state.reducer
         is_final = self._is_last(action) or reducer.every_microbatch
         if action.kind is Kind.BACKWARD and is_final:
             reducer.ready(action.stage, self._unshared(segment))
-        self._told.add(segment.segment.index)
+        self._collected.add(segment.segment.index)
 
     def _forward(self, action: Action) -> None:
         microbatch = self._microbatches[action.microbatch]
@@ -212,12 +212,12 @@ class TrainingStep(ScheduleRun):
 
         def segment_done(segment: SegmentProgram) -> None:
             stage.weight_gradients.run(action.microbatch)
-            self._tell(action, segment)
+            self._segment_done(action, segment)
 
         self._run_backward(action, segment_done)
 
     def _input_gradient(self, action: Action) -> None:
-        self._run_backward(action, partial(self._tell, action))
+        self._run_backward(action, partial(self._segment_done, action))
 
     def _weight_gradient(self, action: Action) -> None:
         self._state.stages[action.stage].weight_gradients.run(action.microbatch)
@@ -228,7 +228,7 @@ class TrainingStep(ScheduleRun):
         gradients = self.taken(Payload.GRADIENT, stage + 1, number)
         if (loss := _loss_made_by(stage, microbatch)) is not None:
             dtype = microbatch.program.values[loss].dtype
-            scale = microbatch.scale * microbatch.loss_scale * self._share(number)
+            scale = microbatch.scale * microbatch.loss_scale * self._update_factor(number)
             gradients[loss] = torch.full((), scale, dtype=dtype, device=self._state.mesh.device)
         pipe = self._schedule.microbatch_pipes[number]
         made = self._state.stages[stage].backward(
@@ -263,7 +263,7 @@ class TrainingStep(ScheduleRun):
         is_synchronous = self._schedule.is_synchronous
         return is_synchronous and self._last[action.stage, 0] == action
 
-    def _share(self, number: int) -> float:
+    def _update_factor(self, number: int) -> float:
         """The step's microbatches for each of an update's: an update takes its own mean."""
         schedule = self._schedule
         per_update, count = schedule.microbatches_per_update, schedule.num_microbatches
