@@ -309,4 +309,4 @@ def test_memory_that_stays_short_does_not_collect_a_tied_gradient_twice(pool, tm
         pool.run(compare, 2, (1, 1, 2), [fault], tmp_path)
     text = str(caught.value)
     assert "TrainingError: memory ran out (CUDA out of memory." in text
-    assert "although all activations of the step had been let go before" in text
+    assert "although all activations of the step had been freed before" in text

@@ -14,7 +14,7 @@ from merak.engine.assemble import assemble
 from merak.engine.comm.sparse_gradients import warn_densified
 from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
-from merak.engine.local_programs import ProgramCache, check_max_shapes, rewriter
+from merak.engine.local_programs import ProgramCache, check_max_shapes, tensor_parallel_rewrite
 from merak.engine.oom_replan import OomReplanner
 from merak.engine.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
@@ -74,13 +74,13 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     """This rank's stages with their weights, and the engine around them."""
     layout = forecast.layout
     times = partial(segment_times, layout.graph, options, mesh, source.cache_dir)
-    in_halves = choose_halves(_wish_for_halves(layout, options), layout, mesh, times)
-    programs = ProgramCache(source, mesh, layout, forecast.rewrite, in_halves, options)
+    is_sub_pipelined = choose_halves(_wish_for_halves(layout, options), layout, mesh, times)
+    programs = ProgramCache(source, mesh, layout, forecast.rewrite, is_sub_pipelined, options)
     if not layout.schedule.is_synchronous:
         refuse_tied(layout, programs.owners)
     refuse_dropping(layout, options.zero)
-    refuse_parameter_writes(layout, in_shares=options.zero == 3 and mesh.dp > 1)
-    refuse_hooked(source.model, layout, options, programs.base.shards, in_halves)
+    refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.dp > 1)
+    refuse_hooked(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     with phase("loading weights"):
@@ -156,7 +156,7 @@ def _forecast(
         source.model,
         Layout(graph, partition, plans),
         mesh,
-        rewriter(graph, features, mesh.tp, sequence=options.sequence_parallel),
+        tensor_parallel_rewrite(graph, features, mesh.tp, sequence=options.sequence_parallel),
         options,
     )
     times = partial(segment_times, graph, options, mesh, source.cache_dir)

@@ -29,10 +29,10 @@ from merak.plan.cost.selective_ops import Dear
 from merak.plan.layout import Layout
 from merak.plan.step_plans import StepPlans
 
-_SHARE_LEFT = 0.9
+_BUDGET_FRACTION = 0.9
 """Of the peak with which a position ran out of memory, what it may hold next."""
 
-_MOST_WORDS = 160
+_MAX_CHARACTERS = 160
 
 logger = logging.getLogger(__name__)
 
@@ -88,21 +88,21 @@ class OomReplanner:
         if mesh.device_mesh is not None:
             with waiting_for_first("what to keep less of"):
                 dist.broadcast_object_list(decided, src=0)
-        less = decided[0]
-        if less.problem is not None:
-            raise PlanError(less.problem)
-        plans = layout.plans.recomputing(recomputing_stages(layout.partition, less.kept))
+        fewer = decided[0]
+        if fewer.problem is not None:
+            raise PlanError(fewer.problem)
+        plans = layout.plans.recomputing(recomputing_stages(layout.partition, fewer.kept))
         layout = replace(
             layout,
             plans=plans,
-            kept=less.kept,
-            partly=less.partly,
-            offloaded=layout.offloaded & less.kept,
+            kept=fewer.kept,
+            partly=fewer.partly,
+            offloaded=layout.offloaded & fewer.kept,
         )
         if mesh.rank == 0:
-            self._say(step, reasons, layout)
+            self._log(step, reasons, layout)
         self._forecast = replace(self._forecast, layout=layout)
-        self._programs.choose(layout)
+        self._programs.set_activation_choices(layout)
         return plans, self._programs.base
 
     def _fewer_saved(self, step: int, reasons: Mapping[int, str]) -> _FewerSaved:
@@ -112,7 +112,7 @@ class OomReplanner:
         for rank, reason in sorted(reasons.items()):
             own = frozenset(forecast.segments_of(rank)) - forecast.untrained
             if not own & (kept | partly):
-                raise PlanError(self._hopeless(step, rank, reason))
+                raise PlanError(self._message(step, rank, reason))
             whole, some = self._choose_fewer(rank, dear)
             # What another position has to give up on a stage of both, this one may as well.
             kept -= own - whole
@@ -126,7 +126,7 @@ class OomReplanner:
         forecast = self._forecast
         schedule = forecast.layout.schedule
         most = forecast.ranks(schedule, forecast.kept)[rank].peak.total_bytes
-        budget = int(_SHARE_LEFT * most)
+        budget = int(_BUDGET_FRACTION * most)
         while True:
             whole, some = forecast.fill_one(
                 rank, schedule, self._times(), budget, dear, self._offloaded
@@ -135,25 +135,25 @@ class OomReplanner:
             needed = forecast.ranks(schedule, whole | forecast.untrained, partly)[rank].peak
             if needed.total_bytes < most or not whole | some:
                 return whole, some
-            budget = int(_SHARE_LEFT * budget)
+            budget = int(_BUDGET_FRACTION * budget)
 
     def _offloaded(self, kept: frozenset[int]) -> frozenset[int]:
         """Of segments that keep their activations, those that do so in host memory."""
         return kept & self._forecast.layout.offloaded
 
-    def _hopeless(self, step: int, rank: int, reason: str) -> str:
+    def _message(self, step: int, rank: int, reason: str) -> str:
         forecast = self._forecast
         peak = forecast.ranks(forecast.layout.schedule, forecast.kept)[rank].peak
         needed = peak.total_bytes
-        pp = pp_that_fits(forecast, int(_SHARE_LEFT * needed), self._times)
+        pp = pp_that_fits(forecast, int(_BUDGET_FRACTION * needed), self._times)
         fix = f"use pp={pp} or" if pp else "use"
         return (
-            f"step {step} ran out of memory on pp rank {rank} ({_first(reason)}), where "
+            f"step {step} ran out of memory on pp rank {rank} ({_beginning(reason)}), where "
             f"every segment recomputes and {gigabytes(needed)} were foreseen at {peak.at}; {fix} a "
             "larger tp or a smaller microbatch."
         )
 
-    def _say(self, step: int, reasons: Mapping[int, str], layout: Layout) -> None:
+    def _log(self, step: int, reasons: Mapping[int, str], layout: Layout) -> None:
         before = self._forecast
         for rank, reason in sorted(reasons.items()):
             own = frozenset(before.segments_of(rank))
@@ -163,7 +163,7 @@ class OomReplanner:
                 "activations of %d of its %d segments kept, and no longer of %d%s.",
                 step,
                 rank,
-                _first(reason),
+                _beginning(reason),
                 len(own & layout.kept),
                 len(own),
                 len(own & before.kept),
@@ -171,10 +171,10 @@ class OomReplanner:
             )
 
 
-def _first(reason: str) -> str:
+def _beginning(reason: str) -> str:
     """The beginning of an error's words."""
     line = " ".join(reason.split())
-    return line if len(line) <= _MOST_WORDS else line[:_MOST_WORDS] + "…"
+    return line if len(line) <= _MAX_CHARACTERS else line[:_MAX_CHARACTERS] + "…"
 
 
 def written_buffers(state: EngineState, signatures: Sequence[Signature]) -> TensorDict:

@@ -64,7 +64,7 @@ class ScheduleRun(ABC):
         """
         stage, number = action.stage, action.microbatch
         if not microbatch.batch_only:
-            self._state.microbatches.derive(microbatch)
+            self._state.microbatches.compute_batch_only(microbatch)
         received = self.taken(Payload.ACTIVATION, stage - 1, number)
         made = self.run_stage(action, microbatch, received)
         if stage + 1 < self._schedule.num_stages:

@@ -167,7 +167,7 @@ class TrainingStep(ScheduleRun):
         state = self._state
         for microbatch in self._microbatches:
             if microbatch.program.has_random_branches:
-                state.microbatches.derive(microbatch)
+                state.microbatches.compute_batch_only(microbatch)
         self._drain_step = DrainStep(
             state.mesh,
             state.stages,
@@ -188,7 +188,7 @@ class TrainingStep(ScheduleRun):
         reducer = self._state.reducer
         is_final = self._is_last(action) or reducer.every_microbatch
         if action.kind is Kind.BACKWARD and is_final:
-            reducer.ready(action.stage, self._unshared(segment))
+            reducer.ready(action.stage, self._untied(segment))
         self._collected.add(segment.segment.index)
 
     def _forward(self, action: Action) -> None:
@@ -245,7 +245,7 @@ class TrainingStep(ScheduleRun):
         """A stage has a microbatch's gradients; after the last one its batch-only values go."""
         weights = self._state.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
-            weights.finished(action.microbatch)
+            weights.release(action.microbatch)
         if not self._is_last(action):
             self._state.reducer.microbatch_done(action.stage)
         self._stages_left[action.microbatch] -= 1
@@ -270,7 +270,7 @@ class TrainingStep(ScheduleRun):
         first = schedule.update_of(number) * per_update
         return count / min(per_update, count - first)
 
-    def _unshared(self, segment: SegmentProgram) -> list[torch.nn.Parameter]:
+    def _untied(self, segment: SegmentProgram) -> list[torch.nn.Parameter]:
         state = self._state
         names = segment.segment.parameters
         return [state.parameters[name] for name in names if name not in state.shared]
