@@ -14,8 +14,9 @@ from itertools import combinations
 from typing import Any
 
 from tools import report
+from tools.plans import iteration_time, min_max
 
-from merak.plan.balance import balance, iteration_time, min_max
+from merak.plan.balance import balance
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.partition import Partition, from_sizes
 

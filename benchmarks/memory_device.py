@@ -1,9 +1,10 @@
 """The forecast of memory against the peak that the GPU's allocator has seen, in one command.
 
 Every model runs two steps on as many pipeline stages as there are GPUs, with everything kept, with
-everything recomputed and with dear operators kept, all with dropout. The peak is that of the second
-step, from `torch.cuda.max_memory_allocated`; with `--device cpu`, where there is no allocator to
-ask, the most bytes of storages alive. Ends with 1 if an estimate is off by more than 10 %.
+everything recomputed and with selective operators saved, all with dropout. The peak is that of the
+second step, from `torch.cuda.max_memory_allocated`; with `--device cpu`, where there is no
+allocator to ask, the most bytes of storages alive. Ends with 1 if an estimate is off by more than
+10 %.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from tools import report
 from torch import nn
 
 from merak.core.mesh import current_mesh
+from merak.core.storages import Storages
 from merak.data import signature
 from merak.engine import EngineOptions, GraphSource, build_engine, forecast_of
 from merak.parallel import ParallelModel
-from merak.plan.cost.live_storages import Storages
 
 LIMIT = 10.0
 """Percent that an estimate may be off."""
@@ -111,7 +112,7 @@ def measure(name: str, recompute: str, options: Any) -> dict[str, Any]:
     source = GraphSource(model, device=mesh.device, cache_dir=Path(options.folder))
     chosen = EngineOptions(num_microbatches=count, optimizer=adam, recompute=recompute)
     forecast = forecast_of(source, sample, mesh, chosen)
-    ranks = forecast.ranks(forecast.layout.schedule, forecast.kept)
+    ranks = forecast.ranks(forecast.layout.schedule)
     peak = ranks[mesh.pp_rank].peak
     engine = build_engine(source, sample, mesh, chosen)
     parallel = ParallelModel(model, engine, count, adam, None)

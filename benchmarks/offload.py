@@ -29,9 +29,9 @@ from merak.data import signature
 from merak.engine import Engine, EngineOptions, GraphSource, build_engine
 from merak.engine.segments.copy_streams import Pair
 from merak.parallel import ParallelModel, split_batch
+from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.fit import simulated
 from merak.plan.cost.measured_times import SegmentTimes, load_times, save_times
-from merak.plan.memory.model import Keeping
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4
 
@@ -115,12 +115,15 @@ def run_choices(num_ranks: int, options: Any) -> list[dict[str, Any]]:
     """Every choice in turn."""
     job = job_of(options)
     whole = foresee(job, options.microbatches)
-    size = median(whole.moved_bytes().values())
+    size = median(whole.offload_bytes().values())
     even = size / (options.forward_ms / 1e3)
     schedule = whole.layout.schedule
     peaks = [
-        max(rank.peak.total_bytes for rank in whole.ranks(schedule, whole.kept, {}, away))
-        for away in (frozenset[int](), whole.kept)
+        max(
+            rank.peak.total_bytes
+            for rank in whole.ranks(schedule, ActivationPolicy(whole.saved, offloaded=offloaded))
+        )
+        for offloaded in (frozenset[int](), whole.saved)
     ]
     budget = (peaks[0] + peaks[1]) // 2
     rows = [measure("keep all", job, options, 0.0, recompute="off")]
@@ -165,16 +168,17 @@ def measure(
         seconds.append(time.perf_counter() - start)
     layout = forecast.layout
     names = [segment.name for segment in layout.graph.segments]
-    keeping = Keeping(forecast.kept, layout.partly, layout.offloaded)
     times = load_times(job.options["segment_times"], names)
-    ranks = forecast.ranks(layout.schedule, forecast.kept)
+    ranks = forecast.ranks(layout.schedule)
     return {
         "name": name,
         "share": share,
         "seconds": seconds[1:],
-        "simulated": simulated(forecast, keeping, times, rate).iteration_s if is_beside else None,
-        "recompute": len(names) - len(forecast.kept),
-        "host": len(layout.offloaded),
+        "simulated": simulated(forecast, forecast.policy, times, rate).iteration_s
+        if is_beside
+        else None,
+        "recompute": len(names) - len(forecast.saved),
+        "host": len(layout.activations.offloaded),
         "peak": max(rank.peak.total_bytes for rank in ranks),
         "host_bytes": max(rank.host_bytes for rank in ranks),
     }

@@ -16,18 +16,20 @@ from typing import Any
 
 import torch
 from tools import report
+from tools.plans import first_of_stages, paper_ratios, pipeline_costs
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.weights.empty_weights import empty_weights
+from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.activations.recompute import keep_ratios, paper_ratios, pipeline_costs
 from merak.plan.balance import balance
 from merak.plan.cost.device import preset
 from merak.plan.cost.segment_time import SegmentCost, segment_costs
-from merak.plan.layout import EngineOptions, Layout
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
 from merak.plan.step_plans import StepPlans
 from merak.schedule.simulate.simulate import simulate
 
@@ -55,21 +57,21 @@ class Case:
     forecast: Forecast
     times: Sequence[SegmentCost]
 
-    def seconds(self, kept: frozenset[int]) -> float:
+    def seconds(self, saved: frozenset[int]) -> float:
         """Of the simulated iteration."""
         layout = self.forecast.layout
-        costs = pipeline_costs(layout.partition, self.times, kept)
-        return simulate(self.forecast.recomputing(layout.schedule, kept), costs).makespan
+        costs = pipeline_costs(layout.partition, self.times, saved)
+        return simulate(self.forecast.recomputing(layout.schedule, saved), costs).makespan
 
-    def peaks(self, kept: frozenset[int]) -> list[int]:
+    def peaks(self, saved: frozenset[int]) -> list[int]:
         """Bytes that every rank holds at the most."""
-        ranks = self.forecast.ranks(self.forecast.layout.schedule, kept)
+        ranks = self.forecast.ranks(self.forecast.layout.schedule, ActivationPolicy(saved))
         return [rank.peak.total_bytes for rank in ranks]
 
     def ratios(self, first: float) -> frozenset[int]:
         """The segments that the paper's formula keeps."""
         partition = self.forecast.layout.partition
-        return keep_ratios(partition, paper_ratios(first, partition.num_stages))
+        return first_of_stages(partition, paper_ratios(first, partition.num_stages))
 
 
 class MixedAdam(torch.optim.Optimizer):
@@ -131,7 +133,7 @@ def largest_first_ratio(case: Case, budget: int) -> float:
 
 def table_row(num_stages: int, microbatch: int) -> dict[str, Any]:
     case = case_of(num_stages, microbatch)
-    default = case.forecast.kept
+    default = case.forecast.saved
     row: dict[str, Any] = {"stages": num_stages, "microbatch": microbatch}
     paper = PAPER.get((num_stages, microbatch))
     row["paper, gain"] = round(paper[1] / paper[0], 2) if paper else "out of memory"
@@ -143,27 +145,32 @@ def table_row(num_stages: int, microbatch: int) -> dict[str, Any]:
     row["samples/s"] = round(GLOBAL_BATCH / base_s, 2)
     row["α_1"] = largest_first_ratio(case, BUDGET_BYTES)
     row["formula, gain"] = round(base_s / case.seconds(case.ratios(row["α_1"])), 3)
-    kept = fill(case)
-    row["auto, MB"] = round(max(case.peaks(kept)) / 1e6)
-    row["auto, gain"] = round(base_s / case.seconds(kept), 3)
+    saved = fill(case)
+    row["auto, MB"] = round(max(case.peaks(saved)) / 1e6)
+    row["auto, gain"] = round(base_s / case.seconds(saved), 3)
     return row
 
 
 def fill(case: Case, budget: int = BUDGET_BYTES) -> frozenset[int]:
     forecast = case.forecast
-    return forecast.fill(forecast.layout.schedule, case.times, [budget] * forecast.mesh.pp)
+    schedule = forecast.layout.schedule
+    chosen = [
+        forecast.fill_rank(rank, schedule, case.times, budget, {})[0]
+        for rank in range(forecast.mesh.pp)
+    ]
+    return frozenset().union(*chosen)
 
 
 def figure_rows(case: Case) -> list[dict[str, Any]]:
-    base_s = case.seconds(case.forecast.kept)
+    base_s = case.seconds(case.forecast.saved)
     rows = []
     for tenths in range(11):
-        kept = case.ratios(tenths / 10)
-        peaks = case.peaks(kept)
+        saved = case.ratios(tenths / 10)
+        peaks = case.peaks(saved)
         rows.append(
             {
                 "α_1": tenths / 10,
-                "gain": round(base_s / case.seconds(kept), 3),
+                "gain": round(base_s / case.seconds(saved), 3),
                 "least, MB": round(min(peaks) / 1e6),
                 "mean, MB": round(sum(peaks) / len(peaks) / 1e6),
                 "most, MB": round(max(peaks) / 1e6),
@@ -174,7 +181,7 @@ def figure_rows(case: Case) -> list[dict[str, Any]]:
 
 
 def budget_rows(case: Case) -> list[dict[str, Any]]:
-    base_s = case.seconds(case.forecast.kept)
+    base_s = case.seconds(case.forecast.saved)
     rows = []
     for gigabytes in (10, 12, 14, 16, 20, 24):
         budget = gigabytes * 10**9

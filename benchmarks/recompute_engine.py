@@ -24,21 +24,22 @@ import torch.distributed as dist
 from schedule_fidelity import spawn
 from tools import report
 from tools.models import SIZES, build_model
+from tools.plans import first_of_stages, paper_ratios
 from torch import nn
 
 from merak.core.mesh import current_mesh
+from merak.core.storages import Storages
 from merak.data import signature
 from merak.engine import Engine, EngineOptions, GraphSource, build_engine, forecast_of
 from merak.graph.program.program import SegmentProgram
 from merak.parallel import ParallelModel, split_batch
+from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.activations.recompute import keep_ratios, paper_ratios
-from merak.plan.cost.live_storages import Storages
 from merak.plan.cost.measured_times import SegmentTimes, save_times
-from merak.plan.memory.ledger import Part
+from merak.plan.memory.ledger import Category
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4
-STATIC = (Part.PARAMETERS, Part.OPTIMIZER, Part.BUFFERS)
+STATIC = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUFFERS)
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -86,7 +87,7 @@ def lasting(program: SegmentProgram, forward_s: float, share: float) -> SegmentP
 
 def slow_down(engine: Engine, forecast: Forecast, forward_s: float) -> None:
     """Let every segment of this rank compute for a known time."""
-    shares = {index: dear.saved_share for index, dear in forecast.layout.partly.items()}
+    shares = {i: ops.time_fraction for i, ops in forecast.policy.selective.items()}
     stages = engine._state.base.stages
     for number, stage in stages.items():
         runs = tuple(
@@ -160,8 +161,8 @@ def run_job(num_ranks: int, options: Any) -> list[dict[str, Any]]:
     whole = foresee(job, count)
     schedule = whole.layout.schedule
     least, most = (
-        max(rank.peak.total_bytes for rank in whole.ranks(schedule, kept, {}))
-        for kept in (frozenset[int](), whole.kept)
+        max(rank.peak.total_bytes for rank in whole.ranks(schedule, ActivationPolicy(saved)))
+        for saved in (frozenset[int](), whole.saved)
     )
     rows = [measure("none", job, options, recompute="off")]
     rows.append(measure("full", job, options, recompute="full"))
@@ -181,8 +182,8 @@ def formula(forecast: Forecast, budget: int) -> frozenset[int]:
     best = frozenset[int]()
     partition, schedule = forecast.layout.partition, forecast.layout.schedule
     for hundredths in range(0, 101):
-        kept = keep_ratios(partition, paper_ratios(hundredths / 100, partition.num_stages))
-        ranks = forecast.ranks(schedule, kept, {})
+        kept = first_of_stages(partition, paper_ratios(hundredths / 100, partition.num_stages))
+        ranks = forecast.ranks(schedule, ActivationPolicy(kept))
         if max(rank.peak.total_bytes for rank in ranks) <= budget:
             best = kept
     return best
@@ -210,16 +211,16 @@ def measure(name: str, job: Job, options: Any, **choice: Any) -> dict[str, Any]:
         parallel.step(job.batch)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    peak = forecast.ranks(forecast.layout.schedule, forecast.kept)[dist.get_rank()].peak
-    static = sum(peak.parts.get(part, 0) for part in STATIC)
+    peak = forecast.ranks(forecast.layout.schedule)[dist.get_rank()].peak
+    static = sum(peak.by_category.get(category, 0) for category in STATIC)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (peak.total_bytes - static, bytes_counted, static))
     return {
         "name": name,
         "seconds": seconds[1:],
         "bytes": found,
-        "kept": len(forecast.kept),
-        "partly": len(forecast.layout.partly),
+        "saved": len(forecast.saved),
+        "selective": len(forecast.policy.selective),
         "segments": len(forecast.layout.graph.segments),
     }
 
@@ -250,8 +251,8 @@ def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         lines.append(
             {
                 "recompute": row["name"],
-                "kept whole": f"{row['kept']} of {row['segments']}",
-                "in part": row["partly"],
+                "saved whole": f"{row['saved']} of {row['segments']}",
+                "in part": row["selective"],
                 "step ms": round(1e3 * middle, 1),
                 "spread %": round(100 * (max(row["seconds"]) - min(row["seconds"])) / middle, 1),
                 "gain over full": round(statistics.median(full) / middle, 3),

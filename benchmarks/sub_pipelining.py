@@ -148,13 +148,13 @@ def _slow_halves(segment: SubPipelinedSegment, compute_s: float) -> SubPipelined
     return replace(segment, programs=(halves[0], halves[1]))
 
 
-def build(num_layers: int, tokens: int, in_halves: bool) -> ParallelModel:
+def build(num_layers: int, tokens: int, split: bool) -> ParallelModel:
     """The blocks on two ranks, not yet slowed down."""
     torch.manual_seed(0)
     return merak.parallelize(
         Blocks(num_layers),
         {"x": torch.zeros(SAMPLES, tokens, WIDTH)},
-        sub_pipelining="on" if in_halves else "off",
+        sub_pipelining="on" if split else "off",
         feature_dict={
             "up.*": features.Column(),
             "down.*": features.Row(),
@@ -250,20 +250,20 @@ def measure(args: argparse.Namespace, ratio: float) -> Row:
         limit_rate(x.nbytes / (ratio * compute_s))
     else:
         compute_s = _median_s(args.steps, partial(seconds, lambda: add_up(result), None)) / ratio
-    models = [build(args.layers, args.tokens, in_halves) for in_halves in (False, True)]
+    models = [build(args.layers, args.tokens, split) for split in (False, True)]
     for model in models:
         slow_down(model.engine, compute_s)
-    in_line, in_halves = (partial(model.step, {"x": x}) for model in models)
+    in_line, split = (partial(model.step, {"x": x}) for model in models)
     runs = [
         partial(seconds, lambda: add_up(result), link),
         partial(seconds, lambda: add_up(result[: SAMPLES // 2]), link),
         partial(seconds, in_line, link),
-        partial(seconds, in_halves, link),
+        partial(seconds, split, link),
         partial(seconds, in_line, KnownLink(0.0)),
     ]
     times = [[run() for run in runs] for _ in range(args.steps + 1)][1:]
     if args.profile is not None:
-        save_profile(in_halves, args.profile.with_suffix(f".{ratio:g}.json"), link)
+        save_profile(split, args.profile.with_suffix(f".{ratio:g}.json"), link)
     return line(args.layers, times)
 
 

@@ -15,12 +15,12 @@ from torch import nn
 
 import merak
 from merak.core.mesh import current_mesh
+from merak.core.storages import Storages
 from merak.data import signature
 from merak.engine import EngineOptions, GraphSource, build_engine, forecast_of
 from merak.parallel import ParallelModel
 from merak.plan.cost.benchmark import measure
 from merak.plan.cost.device import preset
-from merak.plan.cost.live_storages import Storages
 from tools.gpu_cases import sheet_of
 from tools.gpu_pairs import error_text
 from tools.gpu_trace import attention_kernels, attention_of, kernels_of, starting
@@ -171,7 +171,7 @@ def memory_row(name: str, recompute: str, libraries: int) -> dict[str, Any]:
         source = GraphSource(model, device=mesh.device, cache_dir=Path(folder), autocast=AUTOCAST)
         chosen = EngineOptions(num_microbatches=COUNT, optimizer=adam, recompute=recompute)
         forecast = forecast_of(source, sample, mesh, chosen)
-        peak = forecast.ranks(forecast.layout.schedule, forecast.kept)[0].peak
+        peak = forecast.ranks(forecast.layout.schedule)[0].peak
         engine = build_engine(source, sample, mesh, chosen)
     parallel = ParallelModel(model, engine, COUNT, adam, None)
     parallel.step(batch)

@@ -19,7 +19,7 @@ from merak.engine.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.mesh import init
+from merak.core.storages import Storages
 from merak.data import signature
 from merak.engine import Engine, build_engine, forecast_of
 from merak.graph.segment.build import GraphSource
-from merak.plan.cost.live_storages import Storages
-from merak.plan.layout import EngineOptions
-from merak.plan.memory.ledger import Part
+from merak.plan.engine_options import EngineOptions
+from merak.plan.memory.ledger import Category
 
 VOCABULARY, SEQUENCE, BATCH = 64, 24, 2
 
@@ -151,7 +151,7 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
         )
         forecast = forecast_of(source, sample, mesh, options)
         schedule = forecast.layout.plans.base.schedule
-        ranks = forecast.ranks(schedule, forecast.kept)
+        ranks = forecast.ranks(schedule)
         peak = ranks[mesh.pp_rank].peak
         engine = build_engine(source, sample, mesh, options)
         trained = engine.optimizer_params
@@ -169,7 +169,8 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
                 optimizer.step()
                 trained.sync_model_params()
         static = sum(
-            peak.parts.get(part, 0) for part in (Part.PARAMETERS, Part.OPTIMIZER, Part.BUFFERS)
+            peak.by_category.get(c, 0)
+            for c in (Category.PARAMETERS, Category.OPTIMIZER, Category.BUFFERS)
         )
         # Columns that the rank does not read are not carried by it, but this loop made them.
         unread = set(batch) - set(engine.columns(sample))

@@ -18,7 +18,7 @@ from merak.core.mesh import init
 from merak.data import signature
 from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from tests.multirank.ranks import RankError
 from tests.multirank.test_schedules import batches, tiny_gpt2
 

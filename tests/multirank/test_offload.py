@@ -13,7 +13,7 @@ from merak.core.mesh import init
 from merak.data import signature
 from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from tests.multirank.memory_jobs import MODELS, MemoryJob, batch_of, measure
 from tests.multirank.test_asynchronous import batch_of as texts
 from tests.multirank.test_asynchronous import loss_fn, make_optimizer, uneven

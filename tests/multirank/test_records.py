@@ -12,7 +12,7 @@ from merak.data import signature
 from merak.engine import build_engine
 from merak.engine.health.step_records import StepRecord
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.schedule.ir import Action, Kind
 from merak.schedule.simulate.timeline import measured_timeline
 from tests.multirank.test_schedules import batches, tiny_gpt2

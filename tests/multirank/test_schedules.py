@@ -14,7 +14,7 @@ from merak.core.shards import join
 from merak.data import signature
 from merak.engine import build_engine
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.plan.recompute_spec import Recompute
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json

@@ -16,7 +16,7 @@ from merak.core.shards import join
 from merak.data import signature
 from merak.engine import build_engine
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.schedule.registry import build, names
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Layout, gpt2, llama

@@ -16,7 +16,8 @@ from merak.graph.program.program import SubPipelinedRun
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan import sub_pipelining as overlap
 from merak.plan.cost.measured_times import SegmentTimes
-from merak.plan.layout import EngineOptions, Layout
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
 from merak.plan.partition import Partition
 from merak.plan.step_plans import StepPlans
 from merak.schedule.registry import build, names
@@ -229,7 +230,7 @@ def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
         patch.setattr(overlap, "start_all_reduce", machine.start)
         patch.setattr(overlap, "time", machine)
         patch.setattr(torch, "mm", machine.product)
-        return overlap.choose_halves(wish, layout, mesh, lambda: times)
+        return overlap.choose_sub_pipelining(wish, layout, mesh, lambda: times)
 
 
 def test_auto_halves_where_sums_between_machines_take_as_long_as_computation(pool):

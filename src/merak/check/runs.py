@@ -23,7 +23,7 @@ from merak.graph.segment.observe import Observed, Observer
 from merak.graph.trace.call import Call, call_model
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.cost.device import preset
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 
 Tensors = dict[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from merak.core.mesh import Mesh
     from merak.plan.cost.device import DeviceProfile
     from merak.plan.cost.optimizer_memory import OptimizerFactory
-    from merak.plan.layout import EngineOptions
+    from merak.plan.engine_options import EngineOptions
     from merak.zoo.model_source import ModelSource
 
 _NO_LIMIT = sys.maxsize
@@ -92,7 +92,7 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
 
 def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> EngineOptions:
     """The engine's options; a job that fits no device is shown all the same."""
-    from merak.plan.layout import EngineOptions
+    from merak.plan.engine_options import EngineOptions
 
     if request.microbatches < 1:
         raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")

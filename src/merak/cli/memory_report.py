@@ -106,26 +106,24 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
     """
     from merak.plan.activations.fit import simulated
     from merak.plan.layout import segment_times, speeds
-    from merak.plan.memory.model import Keeping
 
-    layout, kept = forecast.layout, forecast.kept
+    layout, policy = forecast.layout, forecast.policy
     sheet = forecast.options.device_profile
     times = segment_times(layout.graph, forecast.options, forecast.mesh, cache)
     speed = forecast.options.host_bytes_per_s
     if speed is None:
-        own = speeds(forecast.options, forecast.mesh, cache) if layout.offloaded else None
+        own = speeds(forecast.options, forecast.mesh, cache) if policy.offloaded else None
         speed = math.inf if own is None else own.host_bytes_per_s
-    keeping = Keeping(kept, layout.partly, layout.offloaded)
-    found = simulated(forecast, keeping, times, speed)
-    schedule = forecast.recomputing(layout.schedule, kept)
-    ranks = forecast.ranks(schedule, kept)
+    found = simulated(forecast, policy, times, speed)
+    schedule = forecast.recomputing(layout.schedule, policy.saved)
+    ranks = forecast.ranks(schedule)
     return MemoryReport(
         model=name,
         schedule=layout.schedule.name,
         microbatches=layout.schedule.num_microbatches,
         seconds=found.iteration_s,
-        recomputed=sorted(set(range(layout.partition.num_segments)) - kept),
-        offloaded=sorted(layout.offloaded),
+        recomputed=sorted(set(range(layout.partition.num_segments)) - policy.saved),
+        offloaded=sorted(policy.offloaded),
         stages=_stages(forecast, ranks),
         ranks=[_rank(rank, schedule, found) for rank in ranks],
         device=forecast.mesh.device.type if sheet is None else sheet.name,
@@ -154,8 +152,8 @@ def _stages(forecast: Forecast, ranks: tuple[RankMemory, ...]) -> list[StageRepo
                 stage=stage.stage,
                 ranks=list(forecast.layout.schedule.ranks_of(stage.stage)),
                 segments=len(own),
-                recomputed=sum(index not in forecast.kept for index in own),
-                offloaded=sum(index in forecast.layout.offloaded for index in own),
+                recomputed=sum(index not in forecast.saved for index in own),
+                offloaded=sum(index in forecast.layout.activations.offloaded for index in own),
                 parameters=stage.parameters,
                 gradients=stage.gradients,
                 optimizer=stage.optimizer,
@@ -173,7 +171,7 @@ def _rank(rank: RankMemory, schedule: Schedule, found: Estimate) -> RankReport:
     at_seconds = found.iteration_s
     if rank.peak.at in labels:
         at_seconds = found.starts_s[rank.rank][labels.index(rank.peak.at)]
-    parts = {part.value: held for part, held in rank.peak.parts.items() if held}
+    parts = {part.value: held for part, held in rank.peak.by_category.items() if held}
     return RankReport(
         rank.rank, rank.peak.total_bytes, rank.peak.at, at_seconds, parts, rank.host_bytes
     )

@@ -1,1 +1,1 @@
-"""What every other room stands on: errors, the mesh of ranks, collectives, random state."""
+"""Foundations of all folders: errors, the mesh of ranks, health, random state, tensor metadata."""

@@ -1,4 +1,4 @@
-"""Announcements: what rank 0 tells of a job before its first step, with the seconds that it took.
+"""Announcements of rank 0 about a job before its first step, with the seconds of each phase.
 
 They go through this module's logger, at INFO. `MerakTrainer` and `merak train` show them on
 standard error; with `merak.parallelize`, the script decides by how it sets up logging.
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Shown(logging.Handler):
-    """Writes Merak's lines to standard error, unless the script has handlers of its own by then."""
+    """Handler that writes Merak's lines to standard error, where the script has no handlers."""
 
     announced = logging.NOTSET
-    """The level of announcements that was last asked for."""
+    """Level of announcements that was last requested."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
+        """Write a record."""
         if not logging.root.handlers:
             print(f"[merak] {self.format(record)}", file=sys.stderr, flush=True)
 
@@ -46,16 +46,16 @@ def show_announcements(level: int = logging.INFO) -> None:
 
 
 def is_announcing() -> bool:
-    """Whether anybody sees what this rank announces."""
+    """Tell whether announcements of this rank are shown."""
     return is_rank0() and logger.isEnabledFor(logging.INFO)
 
 
 def announce(message: str, *values: object) -> None:
-    """Tell something of the job, once: on rank 0.
+    """Log an announcement about the job, on rank 0 only.
 
     Args:
-        message: as of `logging`.
-        *values: likewise.
+        message: with `%s` for each of the values, as of `logging`.
+        *values: for the message.
     """
     if is_announcing():
         logger.info(message, *values)
@@ -63,13 +63,13 @@ def announce(message: str, *values: object) -> None:
 
 @contextmanager
 def announced(work: str) -> Iterator[list[str]]:
-    """Tell that some work begins, and when it has ended how long it took.
+    """Announce the start of some work, and its seconds when it has ended.
 
     Args:
-        work: what is done, such as "tracing GPT2LMHeadModel".
+        work: the phase, such as "tracing GPT2LMHeadModel".
 
     Yields:
-        A list for what else there is to say at the end.
+        A list of further details for the end.
     """
     announce("%s …", work)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The mesh of ranks: dp × tp × pp, who stands where, and the process groups between them."""
+"""Mesh of ranks, dp × tp × pp: coordinates, devices and process groups."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from merak.core.rank0 import warn_on_rank0
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("gloo", "nccl")
-"""What carries tensors between ranks."""
+"""Backends of the process groups."""
 
 AXES = ("pp", "dp", "tp")
-"""Slowest axis first: tp ranks are neighbours on one node, pp stages lie farthest apart."""
+"""Slowest axis first: tp ranks are neighbours on one node, pp ranks are farthest apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The grid of ranks, and where this rank stands in it.
+    """Mesh of ranks, and this rank's coordinates in it.
 
     Args:
         dp: data parallel degree.
@@ -38,8 +38,8 @@ class Mesh:
         pp: pipeline parallel degree, the number of pp ranks.
         rank: this rank, 0 … dp · tp · pp − 1, laid out as (pp, dp, tp) with tp fastest.
         device: the device this rank computes on.
-        device_mesh: torch's mesh over the same ranks; None in a single process, and for a grid
-            that is only planned with.
+        device_mesh: torch's mesh over the same ranks; None in a single process, and for a mesh
+            that a job is only planned for.
     """
 
     dp: int
@@ -51,44 +51,44 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in the job."""
+        """Number of ranks in the job."""
         return self.dp * self.tp * self.pp
 
     @property
     def pp_rank(self) -> int:
-        """This rank's coordinate along the pipeline axis."""
+        """Pipeline parallel coordinate of this rank."""
         return self.rank // (self.dp * self.tp)
 
     @property
     def dp_rank(self) -> int:
-        """This rank's data parallel replica."""
+        """Data parallel coordinate of this rank, its replica."""
         return self.rank // self.tp % self.dp
 
     @property
     def tp_rank(self) -> int:
-        """This rank's tensor parallel shard."""
+        """Tensor parallel coordinate of this rank, its shard."""
         return self.rank % self.tp
 
     def rank_at(self, pp_rank: int) -> int:
-        """The global rank of another pp rank with this rank's dp and tp coordinates."""
+        """Return the global rank of another pp rank with this rank's dp and tp coordinates."""
         return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
     def peers(self, axis: str) -> tuple[int, ...]:
-        """The other global ranks along one axis."""
+        """Return the other global ranks along one axis."""
         stride = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
         own = {"pp": self.pp_rank, "dp": self.dp_rank, "tp": self.tp_rank}[axis]
         others = range(getattr(self, axis))
         return tuple(self.rank + (place - own) * stride for place in others if place != own)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of this rank along one axis; None where the axis has degree 1."""
+        """Return this rank's process group along one axis; None where the axis has degree 1."""
         if self.device_mesh is None or getattr(self, axis) == 1:
             return None
         return self.device_mesh.get_group(axis)
 
 
 _LONGEST_S = 10 * 365 * 24 * 3600.0
-"""What a timeout may be, in seconds: torch counts it in milliseconds of limited size."""
+"""Largest timeout in seconds: torch counts it in milliseconds of limited size."""
 
 _current: list[Mesh] = []
 
@@ -166,12 +166,12 @@ def _check_degrees(dp: int, tp: int, pp: int) -> None:
 
 
 def crosses_nodes(mesh: Mesh, ranks_per_node: int) -> bool:
-    """Whether some tensor parallel group has ranks on two nodes, which hold consecutive ranks."""
+    """Tell whether a tensor parallel group spans two nodes, which hold consecutive ranks."""
     return mesh.world_size > ranks_per_node and ranks_per_node % mesh.tp != 0
 
 
 def _check_backend(backend: str | None, device: torch.device) -> None:
-    """Refuse what cannot carry a device's tensors, also where one rank has nobody to send to."""
+    """Refuse a backend that cannot carry a device's tensors, also in a single process."""
     if backend is None:
         return
     named = {part.rpartition(":")[2] for part in str(backend).split(",")}
@@ -227,14 +227,14 @@ def _connect(
         return Mesh(dp, tp, pp, 0, device, None)
     rank, num_ranks = int(os.environ["RANK"]), dp * tp * pp
     mesh = Mesh(dp, tp, pp, rank, device, None)
-    _let_rank_0_speak(rank)
+    _quiet_other_ranks(rank)
     limit = watchdog.Limit("timeout_s", timeout_s)
     timeout = timedelta(seconds=watchdog.timeouts_s(limit))
     known = None if dist.is_initialized() else store.open_store(rank, timeout_s)
     if num_ranks > 1:
         place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
         watchdog.start(watchdog.Member(rank, num_ranks, place), limit)
-    with waiting(watchdog.MEETING, tuple(r for r in range(num_ranks) if r != rank)):
+    with waiting(watchdog.JOINING, tuple(r for r in range(num_ranks) if r != rank)):
         if known is not None:
             dist.init_process_group(
                 backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
@@ -252,8 +252,8 @@ def _connect(
 _quiet: dict[str, int] = {}
 
 
-def _let_rank_0_speak(rank: int) -> None:
-    """Only rank 0 of all hosts logs what is not a warning, unless the user has set a level."""
+def _quiet_other_ranks(rank: int) -> None:
+    """Raise the log level to WARNING on ranks other than 0, unless the user has set a level."""
     own = logging.getLogger("merak")
     if rank and own.level == logging.NOTSET:
         _quiet["level"] = logging.WARNING
@@ -267,7 +267,7 @@ def _disconnect() -> None:
 
 
 def current_mesh() -> Mesh:
-    """The mesh that `merak.init` laid out.
+    """Return the mesh that `merak.init` has laid out.
 
     Raises:
         MeshError: `merak.init` has not been called.
@@ -283,7 +283,7 @@ def current_mesh() -> Mesh:
 
 @contextmanager
 def pretended(mesh: Mesh) -> Iterator[None]:
-    """Let a mesh without ranks stand in for the job's, to run graphs without numbers on it.
+    """Replace the job's mesh by one without process groups, to run fake tensors on it.
 
     Args:
         mesh: with the degrees in question and no `device_mesh`, so that nothing is exchanged.

@@ -1,4 +1,4 @@
-"""Packages that a model needs and that are not there."""
+"""Packages that a model needs and that are not installed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _REQUIRED = re.compile(
 
 
 def missing_package(model: str, error: ImportError) -> str:
-    """A sentence on what to install before a model can be built.
+    """Advise in a sentence what to install before a model can be built.
 
     Args:
         model: its name.
-        error: what its code raised: by Python's import, or by transformers, which asks for the
-            packages of a model one after the other.
+        error: raised by Python's import, or by transformers, which requires the packages of a
+            model one after the other.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2]).rstrip(".") or type(error).__name__
+    message = " ".join(lines[:2]).rstrip(".") or type(error).__name__
     found = _REQUIRED.findall(str(error)) or [error.name]
     packages = [name.partition(".")[0] for name in found if name]
     if not packages:
-        return f"{model} needs a package that is not installed: {said}."
+        return f"{model} needs a package that is not installed: {message}."
     are = "is" if len(packages) == 1 else "are"
     return f"{model} needs {' and '.join(packages)}, which {are} not installed; install it."

@@ -1,4 +1,4 @@
-"""Whether a device has the precision that is asked for."""
+"""Precision of a device: whether it supports a type of autocast."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from merak.core.errors import ArgumentsError
 
 
-def lacking(autocast: torch.dtype | None, device: torch.device) -> str | None:
-    """Why a model cannot run under autocast of a type here, in a sentence; None if it can.
+def unsupported(autocast: torch.dtype | None, device: torch.device) -> str | None:
+    """Explain why a device cannot run autocast of a type, in a sentence; None if it can.
 
     Args:
         autocast: the type; None for none.
@@ -34,6 +34,6 @@ def check_autocast(autocast: torch.dtype | None, device: torch.device) -> None:
     Raises:
         ArgumentsError: it does.
     """
-    problem = lacking(autocast, device)
+    problem = unsupported(autocast, device)
     if problem is not None:
         raise ArgumentsError(problem)

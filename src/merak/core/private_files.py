@@ -10,7 +10,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ForeignFile(OSError):
-    """A file that somebody else owns or may change; the message says which and why."""
+    """Error about a file that another user owns or may change; the message says which and why."""
 
 
 def private_folder(path: Path) -> Path:

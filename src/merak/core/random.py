@@ -1,4 +1,4 @@
-"""Random state that does not depend on the layout: every draw is keyed by what it is for."""
+"""Random state that does not depend on the layout: every seed is keyed by its purpose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def seed_for(*key: int | str) -> int:
-    """A seed, the same on every rank and machine, for what `key` names.
+    """Return a seed, the same on every rank and machine, for a key.
 
     Args:
         key: for instance (job seed, "dropout", step, microbatch, segment).
@@ -38,17 +38,17 @@ def set_random_state(device: torch.device, *key: int | str) -> None:
 
 
 def _index(device: torch.device) -> int:
-    """The number of a GPU; the current one's where none is said."""
+    """Return the number of a GPU; the current one's where the device has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Where the default generator of a device stands; see `restore_random_state`."""
+    """Return the state of a device's default generator; see `restore_random_state`."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def restore_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Let the default generator of a device go on from where it stood."""
+    """Set the state of a device's default generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
@@ -57,7 +57,7 @@ def restore_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 @contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
-    """Draws inside leave the default generator of a device, the user's, as it was."""
+    """Restore the default generator of a device, the user's, after random draws inside."""
     state = random_state(device)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How one rank's part of a parameter lies in the whole: cutting it out, putting it back."""
+"""Shards of parameters: the rows and columns of a parameter that each rank holds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """The layout of a parameter that is split over an axis of the mesh.
+    """Layout of a parameter that is sharded over an axis of the mesh.
 
     A fused parameter (query, key and value in one matrix) is split part by part: every rank holds
-    its share of each part, parts in their order. Where the degree does not divide the one part of
-    a parameter (a vocabulary), shares are rounded up, and the last ranks' are filled up with
-    padding, which is no part of the whole and holds zeros.
+    its shard of each part, parts in their order. Where the degree does not divide the only part of
+    a parameter (a vocabulary), the sizes of shards are rounded up, and the last ranks' are padded
+    with zeros.
 
     Args:
         dim: the dim that is split.
         parts: sizes along `dim` of the fused parts in the whole parameter, (n,) when not fused.
         degree: the number of ranks it is split over; divides every part that is split, unless
             there is only one.
-        whole: which parts every rank holds whole, by position.
+        whole: indices of the parts that are replicated.
     """
 
     dim: int
@@ -31,12 +31,12 @@ class ParameterShard:
     whole: tuple[int, ...] = ()
 
     def sizes(self) -> tuple[int, ...]:
-        """Sizes along `dim` of the parts on every rank."""
+        """Return the sizes along `dim` of the fused parts on every rank."""
         parts = enumerate(self.parts)
         return tuple(size if i in self.whole else share_of(size, self.degree) for i, size in parts)
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) intervals of the whole along `dim` that rank `index` holds."""
+        """Return the (start, stop) intervals of the whole along `dim` that rank `index` holds."""
         starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
         firsts = [0 if i in self.whole else index for i in range(len(self.parts))]
         end = sum(self.parts)
@@ -52,13 +52,13 @@ def share_of(size: int, degree: int) -> int:
 
 
 def take(whole: torch.Tensor, shard: ParameterShard, index: int) -> torch.Tensor:
-    """Rank `index`'s part of a whole parameter, as a new tensor."""
+    """Cut rank `index`'s shard out of a whole parameter, as a new tensor."""
     pieces = [whole.narrow(shard.dim, a, b - a) for a, b in shard.ranges(index)]
     return fill_up(torch.cat(pieces, dim=shard.dim), shard)
 
 
 def fill_up(part: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
-    """A rank's part of the whole with the padding that it holds besides; itself without any."""
+    """Pad a rank's shard to its size; returns it as it is where nothing is missing."""
     missing = sum(shard.sizes()) - part.shape[shard.dim]
     if not missing:
         return part
@@ -67,7 +67,7 @@ def fill_up(part: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
 
 
 def join(shares: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
-    """The whole parameter from every rank's part, in rank order; the inverse of `take`."""
+    """Concatenate the shards of all ranks, in rank order, to the whole; the inverse of `take`."""
     split = [share.split(shard.sizes(), dim=shard.dim) for share in shares]
     pieces = [
         share[part]

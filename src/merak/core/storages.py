@@ -1,4 +1,4 @@
-"""Counts the bytes of storages that are alive while something runs, on fake or real tensors."""
+"""Storages of tensors: the bytes that are alive while operators run on fake or real tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Storages(TorchDispatchMode):
-    """Follows every storage that operators make inside, from its first tensor to its last.
+    """Mode that counts the storages that operators allocate inside, from first tensor to last.
 
     A view shares its storage with the whole, so nothing is counted twice. What exists before is
     not counted, if it is named.
@@ -46,16 +46,16 @@ class Storages(TorchDispatchMode):
         return result
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage was made inside and is counted."""
+        """Tell whether a tensor's storage was allocated inside and is counted."""
         return self._alive.get(tensor.untyped_storage()._cdata, (0, None))[1] is not None
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor that was made inside, but lies elsewhere than the others."""
+        """Exclude a tensor that was allocated inside, but on another device."""
         self._known.append(tensor.untyped_storage())
         self._alive[self._known[-1]._cdata] = (0, None)
 
     def restart(self) -> None:
-        """Look for a new peak from now on."""
+        """Reset the peak to what is alive."""
         self.peak_bytes = self.live_bytes
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -79,12 +79,12 @@ MIN_OFFLOADED_BYTES = 1024
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """What tells the storages apart that some tensors lie in."""
+    """Return the identities of the storages of some tensors."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
 def can_move(tensor: torch.Tensor, device: torch.device, stays: frozenset[int]) -> bool:
-    """Whether a tensor that autograd saves moves to host memory with its storage.
+    """Tell whether a tensor that autograd saves can be offloaded with its storage.
 
     Args:
         tensor: what is saved.

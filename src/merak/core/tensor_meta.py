@@ -1,4 +1,4 @@
-"""The shape, type and gradient of a tensor that is not there."""
+"""Metadata of tensors: shape, type and whether a gradient flows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor without its numbers.
+    """Metadata of a tensor, without its values.
 
     Args:
         shape: sizes of its dims.
@@ -25,7 +25,7 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor, laid out densely."""
+        """Bytes of the tensor, if contiguous."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -34,7 +34,7 @@ Signature = tuple[tuple[str, TensorMeta], ...]
 
 
 def requires_grad(meta: Any) -> bool:
-    """Whether a gradient flows through a node with this meta."""
+    """Tell whether a gradient flows through a node with this metadata."""
     if isinstance(meta, TensorMeta):
         return meta.requires_grad
     return isinstance(meta, tuple) and any(requires_grad(m) for m in meta)

@@ -1,10 +1,10 @@
-"""Counts and sizes as people say them."""
+"""Units: counts and sizes formatted for people."""
 
 from __future__ import annotations
 
 
 def count(number: int) -> str:
-    """A count as people say it: 124.4 million."""
+    """Format a count: 124.4 million."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.1f} {word}"
@@ -12,7 +12,7 @@ def count(number: int) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """A size in bytes as people say it: 1.5 GB."""
+    """Format a size in bytes: 1.5 GB."""
     for unit_bytes, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= unit_bytes:
             return f"{num_bytes / unit_bytes:.1f} {unit}"
@@ -20,7 +20,7 @@ def size(num_bytes: int) -> str:
 
 
 def ranges(numbers: range | list[int]) -> str:
-    """Whole numbers as people list them: 0–3, 6."""
+    """Format whole numbers as ranges: 0–3, 6."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:

@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from merak.engine.engine import Engine
     from merak.engine.health.step_records import StepRecord
     from merak.graph.segment.build import GraphSource
-    from merak.plan.layout import EngineOptions
+    from merak.plan.engine_options import EngineOptions
 
 _HOMES = {
     "Engine": "merak.engine.engine",
-    "EngineOptions": "merak.plan.layout",
+    "EngineOptions": "merak.plan.engine_options",
     "GraphSource": "merak.graph.segment.build",
     "StepRecord": "merak.engine.health.step_records",
     "build_engine": "merak.engine.build",

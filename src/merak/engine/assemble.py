@@ -34,10 +34,8 @@ from merak.engine.zero.optimizer_params import OptimizerParams, Precision
 from merak.engine.zero.param_all_gather import ParamAllGather, wait_on_access
 from merak.engine.zero.unshard_order import UnshardOrder
 from merak.graph.program.program import StageProgram
-from merak.plan.layout import (
-    EngineOptions,
-    Layout,
-)
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.tied_parameters import find_holders
 
@@ -53,7 +51,7 @@ class _Job:
         options: how the job is laid out.
         parameters: this rank's parameters by name, unsharded over dp.
         tied: names of parameters whose gradients are collected from several segments.
-        progress: is told of every wait.
+        progress: reports every wait.
         oom_guard: what this rank does where memory runs out inside a step.
     """
 
@@ -155,7 +153,7 @@ def assemble(  # one argument for each thing that the build has decided
 def _stages(
     job: _Job, fsdp: FsdpParameters | None, all_gather: ParamAllGather | None
 ) -> dict[int, Stage]:
-    offload = ActivationOffload(job.mesh.device) if job.layout.offloaded else None
+    offload = ActivationOffload(job.mesh.device) if job.layout.activations.offloaded else None
     return {
         stage: Stage(
             stage,

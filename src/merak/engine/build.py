@@ -23,20 +23,25 @@ from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.graph.weights.materialize import materialize
-from merak.plan.activations.decide import may_change, settle_recompute
+from merak.plan.activations.decide import may_replan, resolve_activations
 from merak.plan.activations.forecast import Forecast
-from merak.plan.constraints import refuse_dropping, refuse_hooked, refuse_sharing, refuse_tied
+from merak.plan.constraints import (
+    refuse_gradient_hooks,
+    refuse_optional_layers,
+    refuse_tied_stages,
+    refuse_zero,
+)
+from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import (
-    EngineOptions,
     Layout,
     check_stages,
     partition_segments,
     segment_times,
     speeds,
 )
-from merak.plan.stage_costs import plans_for_costs
+from merak.plan.stage_costs import plans_from_costs
 from merak.plan.step_plans import StepPlans
-from merak.plan.sub_pipelining import choose_halves, wish_for_halves
+from merak.plan.sub_pipelining import choose_sub_pipelining, requested_sub_pipelining
 from merak.plan.summary import summary
 
 
@@ -74,13 +79,13 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     """This rank's stages with their weights, and the engine around them."""
     layout = forecast.layout
     times = partial(segment_times, layout.graph, options, mesh, source.cache_dir)
-    is_sub_pipelined = choose_halves(_wish_for_halves(layout, options), layout, mesh, times)
+    is_sub_pipelined = choose_sub_pipelining(_wish_for_halves(layout, options), layout, mesh, times)
     programs = ProgramCache(source, mesh, layout, forecast.rewrite, is_sub_pipelined, options)
     if not layout.schedule.is_synchronous:
-        refuse_tied(layout, programs.owners)
-    refuse_dropping(layout, options.zero)
+        refuse_tied_stages(layout, programs.owners)
+    refuse_optional_layers(layout, options.zero)
     refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.dp > 1)
-    refuse_hooked(source.model, layout, options, programs.base.shards, is_sub_pipelined)
+    refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     with phase("loading weights"):
@@ -94,26 +99,26 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
         )
     save_fewer = None
     can_abort = layout.schedule.is_synchronous and (options.zero != 3 or can_abort_step())
-    if may_change(options.recompute) and can_abort:
+    if may_replan(options.recompute) and can_abort:
         profile = partial(speeds, options, mesh, source.cache_dir)
         save_fewer = OomReplanner(forecast, times, profile, programs).save_fewer
     return assemble(layout, programs, names, mesh, options, save_fewer)
 
 
 def _wish_for_halves(layout: Layout, options: EngineOptions) -> str:
-    """`wish_for_halves`, where parameters and activations are not handled by whole segments."""
-    wish = wish_for_halves(options)
+    """`requested_sub_pipelining`, or "off" where parameters or activations rule it out."""
+    wish = requested_sub_pipelining(options)
     if options.zero == 3 and wish == "on":
         raise ScheduleError(
             "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
             "the halves of several in turns; use zero=2, or sub_pipelining='off'."
         )
-    if layout.offloaded and wish == "on":
+    if layout.activations.offloaded and wish == "on":
         raise ScheduleError(
             f"offload_activations={options.offload_activations!r} moves the activations of whole "
             "segments, but sub_pipelining='on' runs them in halves; leave one of the two."
         )
-    return "off" if options.zero == 3 or layout.offloaded else wish
+    return "off" if options.zero == 3 or layout.activations.offloaded else wish
 
 
 def forecast_of(
@@ -146,7 +151,7 @@ def _forecast(
 ) -> Forecast:
     plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches)
     if not plans.takes_costs:
-        refuse_sharing(plans.base.schedule, options.zero)
+        refuse_zero(plans.base.schedule, options.zero)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
@@ -161,7 +166,7 @@ def _forecast(
     )
     times = partial(segment_times, graph, options, mesh, source.cache_dir)
     if plans.takes_costs:
-        plans = plans_for_costs(forecast, times)
-        refuse_sharing(plans.base.schedule, options.zero)
+        plans = plans_from_costs(forecast, times)
+        refuse_zero(plans.base.schedule, options.zero)
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
-    return settle_recompute(forecast, times, partial(speeds, options, mesh, source.cache_dir))
+    return resolve_activations(forecast, times, partial(speeds, options, mesh, source.cache_dir))

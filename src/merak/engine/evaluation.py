@@ -10,7 +10,7 @@ from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
-from merak.plan.step_plans import Plan
+from merak.plan.step_plans import StepPlan
 from merak.schedule.builders.forward_only import forward_only
 from merak.schedule.ir import Action
 from merak.schedule.lower import lower
@@ -18,7 +18,9 @@ from merak.schedule.steps import Compute, Receive, Send
 
 
 @lru_cache(maxsize=64)
-def evaluation_plan(stage_ranks: tuple[int, ...], num_ranks: int, num_microbatches: int) -> Plan:
+def evaluation_plan(
+    stage_ranks: tuple[int, ...], num_ranks: int, num_microbatches: int
+) -> StepPlan:
     """The forward-only schedule of an evaluation, and every rank's steps of it.
 
     Args:
@@ -27,7 +29,7 @@ def evaluation_plan(stage_ranks: tuple[int, ...], num_ranks: int, num_microbatch
         num_microbatches: microbatches of a replica.
     """
     schedule = forward_only(stage_ranks, num_ranks, num_microbatches)
-    return Plan(schedule, lower(schedule))
+    return StepPlan(schedule, lower(schedule))
 
 
 class EvaluationRun(ScheduleRun):

@@ -39,7 +39,8 @@ from merak.graph.sub_pipelining.sub_microbatch import find_sample_dims
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Features
 from merak.graph.tensor_parallel.report import replication_warning
-from merak.plan.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout, stage_bounds, stages_of_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -201,8 +202,9 @@ class ProgramCache:
 
 
 def _choices(layout: Layout) -> ActivationChoices:
-    partly = {index: dear.names for index, dear in layout.partly.items()}
-    return ActivationChoices(layout.kept, partly, layout.offloaded)
+    policy = layout.activations
+    selective = {index: ops.names for index, ops in policy.selective.items()}
+    return ActivationChoices(policy.saved, selective, policy.offloaded)
 
 
 def check_max_shapes(max_shapes: int) -> None:

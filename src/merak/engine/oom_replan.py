@@ -1,59 +1,51 @@
-"""After a step that ran out of memory: a plan that keeps fewer activations, the same on all ranks.
+"""Replanning after a step that ran out of memory: fewer saved activations, the same on all ranks.
 
-The estimate that the plan rests on does not see what a kernel takes inside, what fragments of the
-allocator lose, and what other programs take of the device. So a position that ran out gets a
-smaller budget, and what it keeps is chosen again.
+The estimate that the plan rests on does not include the workspace of kernels, fragments of the
+allocator, and other programs on the device. So a pp rank that ran out of memory gets a smaller
+budget, for which its saved activations are chosen again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from merak.core.errors import PlanError
-from merak.core.health.status import phase, waiting_for_first
+from merak.core.health.status import phase
+from merak.core.rank0 import decide_on_rank0, warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.engine.local_programs import ProgramCache
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
-from merak.plan.activations.decide import Profile, dear_operators, gigabytes, pp_that_fits
+from merak.plan.activation_policy import ActivationPolicy
+from merak.plan.activations.decide import Profile, find_fitting_pp, gigabytes, selective_operators
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload_spec import Times
 from merak.plan.activations.recompute import recomputing_stages
-from merak.plan.cost.selective_ops import Dear
+from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.layout import Layout
 from merak.plan.step_plans import StepPlans
 
 _BUDGET_FRACTION = 0.9
-"""Of the peak with which a position ran out of memory, what it may hold next."""
+"""The next budget of a pp rank, as a part of the peak with which it ran out of memory."""
 
 _MAX_CHARACTERS = 160
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _FewerSaved:
-    """What is still kept, as `Layout` has it; or why there is nothing left to give up."""
-
-    kept: frozenset[int] = frozenset()
-    partly: Mapping[int, Dear] = field(default_factory=dict)
-    problem: str | None = None
-
-
 class OomReplanner:
-    """Gives up kept activations, step by step, where memory runs out.
+    """Saves fewer activations where a step ran out of memory.
 
     Args:
         forecast: the job as it was laid out.
         times: of the segments.
         profile: of the devices.
-        programs: what this rank runs.
+        programs: of this rank.
     """
 
     def __init__(
@@ -65,11 +57,11 @@ class OomReplanner:
         self._programs = programs
 
     def save_fewer(self, step: int, reasons: Mapping[int, str]) -> tuple[StepPlans, Program]:
-        """Let some segments recompute that kept their activations; called alike on every rank.
+        """Let some segments recompute whose activations were saved; all ranks call it together.
 
         Args:
             step: the job's step that ran out of memory.
-            reasons: by pipeline position that did, the words of the error.
+            reasons: by pp rank that did, the message of the error.
 
         Returns:
             The plans to go on with, and the program of an ordinary microbatch.
@@ -77,75 +69,63 @@ class OomReplanner:
         Raises:
             PlanError: everything recomputes already where memory ran out.
         """
-        mesh, layout = self._forecast.mesh, self._forecast.layout
-        decided: list[_FewerSaved] = [_FewerSaved()]
-        if mesh.rank == 0:
-            try:
-                with phase("choosing what to keep less of"):
-                    decided = [self._fewer_saved(step, reasons)]
-            except PlanError as error:
-                decided = [_FewerSaved(problem=str(error))]
-        if mesh.device_mesh is not None:
-            with waiting_for_first("what to keep less of"):
-                dist.broadcast_object_list(decided, src=0)
-        fewer = decided[0]
-        if fewer.problem is not None:
-            raise PlanError(fewer.problem)
-        plans = layout.plans.recomputing(recomputing_stages(layout.partition, fewer.kept))
-        layout = replace(
-            layout,
-            plans=plans,
-            kept=fewer.kept,
-            partly=fewer.partly,
-            offloaded=layout.offloaded & fewer.kept,
-        )
-        if mesh.rank == 0:
-            self._log(step, reasons, layout)
+        layout = self._forecast.layout
+        what = "the activations to save after memory ran out"
+        policy = decide_on_rank0(self._forecast.mesh, what, lambda: self._policy(step, reasons))
+        plans = layout.plans.recomputing(recomputing_stages(layout.partition, policy.saved))
+        layout = replace(layout, plans=plans, activations=policy)
+        self._log(step, reasons, layout)
         self._forecast = replace(self._forecast, layout=layout)
         self._programs.set_activation_choices(layout)
         return plans, self._programs.base
 
-    def _fewer_saved(self, step: int, reasons: Mapping[int, str]) -> _FewerSaved:
-        forecast = self._forecast
-        dear = {**dear_operators(forecast, self._profile), **forecast.layout.partly}
-        kept, partly = forecast.kept, frozenset(forecast.layout.partly)
-        for rank, reason in sorted(reasons.items()):
-            own = frozenset(forecast.segments_of(rank)) - forecast.untrained
-            if not own & (kept | partly):
-                raise PlanError(self._message(step, rank, reason))
-            whole, some = self._choose_fewer(rank, dear)
-            # What another position has to give up on a stage of both, this one may as well.
-            kept -= own - whole
-            partly = (partly - own) | (some - kept)
-        return _FewerSaved(kept, {index: dear[index] for index in partly - kept})
+    def _policy(self, step: int, reasons: Mapping[int, str]) -> ActivationPolicy:
+        forecast, policy = self._forecast, self._forecast.policy
+        with phase("choosing which activations to save"):
+            selective = {**selective_operators(forecast, self._profile), **policy.selective}
+            saved, partly = policy.saved, frozenset(policy.selective)
+            for rank, reason in sorted(reasons.items()):
+                own = frozenset(forecast.segments_of(rank)) - forecast.untrained
+                if not own & (saved | partly):
+                    raise PlanError(self._nothing_left(step, rank, reason))
+                whole, some = self._choose_fewer(rank, selective)
+                # A stage that another pp rank holds as well recomputes there, too.
+                saved -= own - whole
+                partly = (partly - own) | (some - saved)
+            some_ops = {index: selective[index] for index in partly - saved}
+            return ActivationPolicy(saved, some_ops, policy.offloaded & saved)
 
     def _choose_fewer(
-        self, rank: int, dear: Mapping[int, Dear]
+        self, rank: int, selective: Mapping[int, SelectiveOps]
     ) -> tuple[frozenset[int], frozenset[int]]:
-        """The best choice for a position that needs less than the present one."""
+        """The segments of a pp rank that save everything, or something, in less memory than now."""
         forecast = self._forecast
         schedule = forecast.layout.schedule
-        most = forecast.ranks(schedule, forecast.kept)[rank].peak.total_bytes
+        most = forecast.ranks(schedule)[rank].peak.total_bytes
         budget = int(_BUDGET_FRACTION * most)
         while True:
-            whole, some = forecast.fill_one(
-                rank, schedule, self._times(), budget, dear, self._offloaded
+            whole, some = forecast.fill_rank(
+                rank, schedule, self._times(), budget, selective, self._offloaded
             )
-            partly = {index: dear[index] for index in some}
-            needed = forecast.ranks(schedule, whole | forecast.untrained, partly)[rank].peak
+            policy = ActivationPolicy(
+                whole | forecast.untrained,
+                {index: selective[index] for index in some},
+                self._offloaded(whole),
+            )
+            needed = forecast.ranks(schedule, policy)[rank].peak
             if needed.total_bytes < most or not whole | some:
                 return whole, some
             budget = int(_BUDGET_FRACTION * budget)
 
-    def _offloaded(self, kept: frozenset[int]) -> frozenset[int]:
-        """Of segments that keep their activations, those that do so in host memory."""
-        return kept & self._forecast.layout.offloaded
+    def _offloaded(self, saved: frozenset[int]) -> frozenset[int]:
+        """The segments whose saved activations are offloaded to host memory."""
+        return saved & self._forecast.layout.activations.offloaded
 
-    def _message(self, step: int, rank: int, reason: str) -> str:
+    def _nothing_left(self, step: int, rank: int, reason: str) -> str:
         forecast = self._forecast
-        peak = forecast.ranks(forecast.layout.schedule, forecast.kept)[rank].peak
+        peak = forecast.ranks(forecast.layout.schedule)[rank].peak
         needed = peak.total_bytes
-        pp = pp_that_fits(forecast, int(_BUDGET_FRACTION * needed), self._times)
+        pp = find_fitting_pp(forecast, int(_BUDGET_FRACTION * needed), self._times)
         fix = f"use pp={pp} or" if pp else "use"
         return (
             f"step {step} ran out of memory on pp rank {rank} ({_beginning(reason)}), where "
@@ -157,16 +137,17 @@ class OomReplanner:
         before = self._forecast
         for rank, reason in sorted(reasons.items()):
             own = frozenset(before.segments_of(rank))
-            some = len(own & frozenset(layout.partly))
-            logger.warning(
+            some = len(own & frozenset(layout.activations.selective))
+            warn_on_rank0(
+                logger,
                 "step %d ran out of memory on pp rank %d (%s); it runs again with the "
-                "activations of %d of its %d segments kept, and no longer of %d%s.",
+                "activations of %d of its %d segments saved, and no longer of %d%s.",
                 step,
                 rank,
                 _beginning(reason),
-                len(own & layout.kept),
+                len(own & layout.activations.saved),
                 len(own),
-                len(own & before.kept),
+                len(own & before.saved),
                 f", and of {some} a part" if some else "",
             )
 

@@ -1,4 +1,4 @@
-"""What a model writes into its parameters while it runs, done before the microbatches run."""
+"""Parameter writes of the model's forward, done before the microbatches run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Batch = Mapping[str, torch.Tensor]
 def apply_parameter_writes(
     state: EngineState, programs: Sequence[Program], batches: Sequence[Batch]
 ) -> None:
-    """Write into this rank's parameters what the model would; called alike on all replicas.
+    """Write into this rank's parameters as the model's forward would; replicas call it together.
 
     Args:
-        state: what the engine is made of.
+        state: of this rank's engine.
         programs: of this replica's microbatches.
         batches: their columns.
 
     Raises:
-        ScheduleError: replicas hold shares of a parameter that is not written share by share.
+        ScheduleError: a sharded parameter is not written element by element.
     """
     every = {
         write.parameter: (write, program)
@@ -52,7 +52,7 @@ def apply_parameter_writes(
 def _gather_columns(
     state: EngineState, write: ParameterWrites, batches: Sequence[Batch]
 ) -> list[Batch]:
-    """The columns that are read for it, of every microbatch of all replicas; else nothing, once."""
+    """The columns that a write reads, of every microbatch of all replicas; else one empty batch."""
     if not write.columns:
         return [{}]
     own = [{name: batch[name] for name in write.columns} for batch in batches]
@@ -70,7 +70,7 @@ def _gather_columns(
 
 @torch.no_grad()
 def _apply(state: EngineState, write: ParameterWrites, values: Sequence[Batch]) -> None:
-    """Write one parameter, and what the optimizer steps for it."""
+    """Write one parameter, and its optimizer tensor."""
     name = write.parameter
     item = state.optimizer_params.items.get(name)
     if state.fsdp is not None and name in state.fsdp.meta_parameters:
@@ -100,7 +100,7 @@ def _run(write: ParameterWrites, value: torch.Tensor, values: Sequence[Batch]) -
 
 
 def _update_master(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
-    """What was written is the new value of a master; it knows more of the rest."""
+    """Copy the written elements to a float32 master, which is more precise in the others."""
     torch.where(before == after, master, after.to(master.dtype), out=master)
 
 
@@ -114,29 +114,28 @@ def _unsharded(state: EngineState, own: torch.Tensor, shard: ParameterShard) -> 
 
 
 def refuse_sharded_writes(parameter_writes: Collection[ParameterWrites]) -> None:
-    """Shares of a parameter know nothing of each other.
+    """Refuse writes into sharded parameters that need more than one element at a time.
 
     Raises:
-        ScheduleError: one of those is not written element by element.
+        ScheduleError: a parameter is not written element by element.
     """
     for write in parameter_writes:
         if not write.elementwise:
             raise ScheduleError(
-                f"zero=3 holds shares of {write.parameter!r}, into which the model writes more than
-                "
-                "one share at a time while it runs; use zero=2."
+                f"zero=3 holds shards of {write.parameter!r}, into which the model writes more "
+                "than one shard at a time while it runs; use zero=2."
             )
 
 
 def refuse_parameter_writes(layout: Layout, *, is_sharded: bool) -> None:
-    """What the model writes into its parameters is written before a step, on all that hold them.
+    """Refuse a layout in which parameters cannot be written before a step.
 
     Args:
         layout: the model, laid out.
-        is_sharded: whether replicas hold shares of parameters.
+        is_sharded: whether parameters are sharded over replicas.
 
     Raises:
-        ScheduleError: the layout's steps do not allow that.
+        ScheduleError: the model writes into parameters, and the layout does not allow that.
     """
     if is_sharded:
         refuse_sharded_writes(layout.graph.parameter_writes)

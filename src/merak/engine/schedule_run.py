@@ -11,7 +11,7 @@ from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.zero.unshard_order import unshards_of
 from merak.graph.program.program import Program
-from merak.plan.step_plans import Plan
+from merak.plan.step_plans import StepPlan
 from merak.schedule.ir import Action
 from merak.schedule.steps import Payload, Receive, Send
 
@@ -30,7 +30,7 @@ class ScheduleRun(ABC):
 
     handlers: Handlers
 
-    def __init__(self, state: EngineState, plan: Plan, programs: Sequence[Program]) -> None:
+    def __init__(self, state: EngineState, plan: StepPlan, programs: Sequence[Program]) -> None:
         self._state = state
         self._plan = plan
         self._programs = programs

@@ -16,7 +16,7 @@ from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
 from merak.graph.program.program import SegmentProgram
-from merak.plan.step_plans import Plan
+from merak.plan.step_plans import StepPlan
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
 from merak.schedule.steps import (
     Compute,
@@ -40,7 +40,9 @@ class TrainingStep(ScheduleRun):
         microbatches: of this replica.
     """
 
-    def __init__(self, state: EngineState, plan: Plan, microbatches: Sequence[Microbatch]) -> None:
+    def __init__(
+        self, state: EngineState, plan: StepPlan, microbatches: Sequence[Microbatch]
+    ) -> None:
         super().__init__(state, plan, [microbatch.program for microbatch in microbatches])
         self.losses = torch.zeros(len(microbatches), device=state.mesh.device)
         self._microbatches = microbatches

@@ -1,1 +1,1 @@
-"""Local ranks started and ended by the command line."""
+"""Launch of local ranks for the command line."""

@@ -1,4 +1,4 @@
-"""Where ranks compute and what carries tensors between them, as the command line names it."""
+"""Devices and backends, as the command line names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKENDS = ("gloo", "nccl")
 
 
 def device_of(asked: str | None) -> torch.device:
-    """The device that is meant by `--device`.
+    """Return the device that `--device` names.
 
     Args:
         asked: "cpu" or "cuda"; None for what this machine has.
@@ -33,7 +33,7 @@ def device_of(asked: str | None) -> torch.device:
 
 
 def planned_device(asked: str | None) -> tuple[torch.device, DeviceProfile | None]:
-    """The device that a job is planned for, which need not be on this machine.
+    """Return the device that a job is planned for, which need not be on this machine.
 
     Args:
         asked: "cpu", "cuda", or the name of a GPU that has a data sheet; None for what this

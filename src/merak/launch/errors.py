@@ -1,11 +1,11 @@
-"""What can go wrong in commands."""
+"""Errors of commands."""
 
 from merak.core.errors import MerakError
 
 
 class CommandError(MerakError):
-    """A command's option or a recipe that names something that is not there or does not fit."""
+    """Error about an option or a recipe that names something unknown or unfit."""
 
 
 class RunError(Exception):
-    """A run that failed in a way that is not bad input; the message says how."""
+    """Failure of a run that is not bad input; the message says how."""

@@ -1,4 +1,4 @@
-"""Start ranks out of a process that has imported already what they need.
+"""Forkserver of ranks: a process that has already imported what they need.
 
 A rank that begins as a new Python imports torch and transformers for some five seconds, and all
 ranks of a machine do so beside one another. Here one further process does, while the command works;
@@ -28,7 +28,7 @@ TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 @contextmanager
 def ranks_prepared(num_ranks: int) -> Iterator[None]:
-    """Inside, another process imports what ranks need, and they start from there.
+    """Start a process that imports what ranks need, and let ranks fork from there.
 
     This process computes with as many threads as each of them does: more would wait for one another
     wherever they share cores with that process.
@@ -52,8 +52,8 @@ def ranks_prepared(num_ranks: int) -> Iterator[None]:
         _end()
 
 
-def way_to_start() -> str:
-    """How ranks start, by multiprocessing's name for it."""
+def start_method() -> str:
+    """Return multiprocessing's start method of ranks."""
     import torch
 
     # Who has asked for devices, as some imports do, cannot lend them to what is forked from it.
@@ -63,13 +63,13 @@ def way_to_start() -> str:
 
 
 def num_threads(num_ranks: int) -> str:
-    """Threads that each of so many ranks of this machine computes with."""
+    """Return the number of threads of each rank of this machine."""
     return str(max(1, (os.cpu_count() or 1) // num_ranks))
 
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Inside, these variables are set for processes that start."""
+    """Set environment variables for processes that start inside."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -83,13 +83,13 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def quiet_tracker() -> str:
-    """PYTHONWARNINGS for ranks: one that ends at once leaves semaphores, which would be told."""
+    """Return PYTHONWARNINGS for ranks: one that ends at once leaks semaphores."""
     return ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), TRACKER_WARNINGS)))
 
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Inside, processes start that leave Ctrl-C to this one."""
+    """Let processes that start inside ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -107,7 +107,7 @@ def _pid() -> int | None:
 
 
 def _end() -> None:
-    """End it now: it may still be importing, and whoever reads what we print waits for its end."""
+    """Kill the server now: whoever reads our output waits for its end."""
     pid = _pid()
     if pid is not None:
         os.kill(pid, signal.SIGKILL)

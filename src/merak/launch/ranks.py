@@ -1,4 +1,4 @@
-"""Start ranks with torch's elastic launcher, and say once what went wrong in them."""
+"""Ranks of this machine, started with torch's elastic launcher; a failure is reported once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from merak.core.health.interrupt import INTERRUPTED, listen, was_interrupted
 from merak.core.health.store import LOOPBACK, loopback_interface
 from merak.launch import rendezvous
 from merak.launch.errors import RunError
-from merak.launch.forkserver import THREADS, environment, num_threads, quiet_tracker, way_to_start
+from merak.launch.forkserver import THREADS, environment, num_threads, quiet_tracker, start_method
 
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ TORCH_SPAWN = "multiprocessing.spawn"
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[Result]):
-    """What every rank does.
+    """Function that every rank runs, and its arguments.
 
     Args:
         function: a function of a module, so that new processes find it.
@@ -54,7 +54,7 @@ class Work(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank ended.
+    """End of a rank that failed.
 
     Args:
         rank: which one.
@@ -70,12 +70,12 @@ class Failure:
 
 
 def under_torchrun() -> bool:
-    """Whether this process is already one of the ranks."""
+    """Tell whether this process is already one of the ranks."""
     return "RANK" in os.environ
 
 
 def run_ranks(work: Work[Result], num_ranks: int) -> Result:
-    """Do the work on new ranks of this machine.
+    """Run a function on new ranks of this machine.
 
     Args:
         work: what every rank does.
@@ -113,12 +113,12 @@ def _launch_config(num_ranks: int) -> LaunchConfig:
         local_addr=LOOPBACK,
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
-        start_method=way_to_start(),
+        start_method=start_method(),
     )
 
 
 def _rank(work: Work[Result], folder: Path) -> Result:
-    """One rank: its result; or a note of what went wrong, and an end that stops the others."""
+    """Run one rank: it writes its result, or a note of its failure and ends so that others stop."""
     os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was forked from
     listen()
@@ -159,7 +159,7 @@ def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
 
 
 def how_ended(ended: ProcessFailure) -> str:
-    """How a process ended that left no note, as the rest of a sentence that begins with it.
+    """Describe the end of a process without a note, as the rest of a sentence that begins with it.
 
     Args:
         ended: what the launcher knows of it.
@@ -174,7 +174,7 @@ def how_ended(ended: ProcessFailure) -> str:
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Keep back what the launcher says of failures: it tells every rank's story again."""
+    """Suppress the launcher's log of failures, which repeats that of every rank."""
     parts = ("torch.distributed.elastic", f"torch.{TORCH_SPAWN}")
     known = [name for name in logging.root.manager.loggerDict if name.startswith(parts)]
     # Each of the launcher's has a level of its own.

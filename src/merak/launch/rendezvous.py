@@ -1,4 +1,4 @@
-"""The rendezvous of ranks on this machine alone: a store that listens on the loopback interface."""
+"""Rendezvous of ranks on one machine: a store that listens on the loopback interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 class OneHost(RendezvousHandler):
-    """One node that waits for no other, and its store, which only this machine can reach.
+    """Rendezvous of a single node, with a store that only this machine can reach.
 
     Args:
         run_id: of the job.
@@ -39,7 +39,7 @@ class OneHost(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks use the launcher's store: yes, for it outlives them."""
+        """Whether ranks use the launcher's store; true, since it outlives them."""
         return True
 
     def get_backend(self) -> str:
@@ -47,20 +47,20 @@ class OneHost(RendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This node alone."""
+        """Return the world of this node alone."""
         store = PrefixStore(self._run_id, self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
 
     def is_closed(self) -> bool:
-        """Whether the job has been declared over."""
+        """Tell whether the job has been closed."""
         return self._is_closed
 
     def set_closed(self) -> None:
-        """Declare the job over."""
+        """Close the job."""
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that would join: none."""
+        """Return the number of nodes that would join: 0."""
         return 0
 
     def get_run_id(self) -> str:
@@ -68,12 +68,12 @@ class OneHost(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Close what was opened; the store goes with its last user."""
+        """Close the rendezvous; the store ends with its last user."""
         return True
 
 
 def register() -> None:
-    """Let torch's elastic launcher know this rendezvous by `BACKEND`."""
+    """Register this rendezvous with torch's elastic launcher as `BACKEND`."""
 
     def make(parameters: RendezvousParameters) -> RendezvousHandler:
         return OneHost(parameters.run_id)

@@ -1,4 +1,4 @@
-"""Segments to stages, so that an iteration of 1F1B is as short as it can be.
+"""Balance: the partition of segments into stages with the shortest iteration of 1F1B.
 
 The largest stage alone does not decide: the first forwards and the last backwards pass through
 every stage, so stages differ in how often the critical path runs through them. The search starts
@@ -32,7 +32,7 @@ _MOST_STAGES_FOR_PAIRS = 8
 
 
 class Timed(Protocol):
-    """Anything that has the two times of a segment, for one microbatch."""
+    """Forward and backward time of a segment, for one microbatch."""
 
     @property
     def forward_s(self) -> float:
@@ -45,7 +45,7 @@ class Timed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What the search works on. Sums are over the segments before a position."""
+    """Input of the search; sums are over the segments before each segment."""
 
     forward_sums: FloatArray
     backward_sums: FloatArray
@@ -60,7 +60,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
-    """A partition and what it is worth: less is better, the first field first."""
+    """A partition and its costs; less is better, the first field first."""
 
     time_ticks: float
     memory_ticks: float
@@ -75,11 +75,10 @@ def balance(
     transfer_s: float = 0.0,
     recompute: bool = False,
 ) -> Partition:
-    """Lay segments out over stages so that an iteration of 1F1B takes the least time.
+    """Partition segments into stages so that an iteration of 1F1B takes the least time.
 
-    Among partitions of equal time it prefers the one that keeps least work in flight, which keeps
-    early stages light and memory even: the least sum of squares of (a stage's time × the
-    microbatches it keeps in flight).
+    Among partitions of equal time it prefers the one with the least work in flight, which evens out
+    the memory: the least sum of squares of (a stage's time × its microbatches in flight).
 
     Args:
         costs: times of every segment for one microbatch, estimated or measured.
@@ -101,41 +100,6 @@ def balance(
     paths: list[CriticalPath] = []
     found = [_descend(problem, start, paths) for start in _starts(problem)]
     return Partition(len(costs), min(found).cuts)
-
-
-def iteration_time(
-    costs: Sequence[Timed],
-    partition: Partition,
-    num_microbatches: int,
-    *,
-    transfer_s: float = 0.0,
-    recompute: bool = False,
-) -> float:
-    """Seconds of one iteration of 1F1B under a partition; arguments as of `balance`.
-
-    Raises:
-        PlanError: costs of another number of segments than the partition's, or bad values.
-    """
-    if len(costs) != partition.num_segments:
-        raise PlanError(
-            f"{len(costs)} segment times were given for a partition of {partition.num_segments} "
-            "segments; give one per segment."
-        )
-    problem = _problem(costs, partition.num_stages, num_microbatches, transfer_s, recompute)
-    return _time(problem, np.array(partition.cuts, dtype=np.int64)).iteration_s
-
-
-def min_max(costs: Sequence[Timed], num_stages: int, *, recompute: bool = False) -> Partition:
-    """The partition whose largest stage, forward and backward together, is smallest.
-
-    Among equals, early stages hold as few segments as possible.
-
-    Raises:
-        PlanError: as `balance`.
-    """
-    problem = _problem(costs, num_stages, 1, 0.0, recompute)
-    cuts = next(iter(_starts(problem)))
-    return Partition(len(costs), tuple(cuts.tolist()))
 
 
 def _problem(
@@ -178,13 +142,19 @@ def _sums(values: FloatArray) -> FloatArray:
 def _starts(problem: _Problem) -> Iterable[IntArray]:
     """The cuts with the smallest largest stage: as early as possible, and as late as possible."""
     sums = problem.forward_sums + problem.backward_sums
-    yield _min_max_cuts(sums, problem.num_stages)
-    from_the_end = _min_max_cuts(sums[-1] - sums[::-1], problem.num_stages)
+    yield min_max_cuts(sums, problem.num_stages)
+    from_the_end = min_max_cuts(sums[-1] - sums[::-1], problem.num_stages)
     yield problem.num_segments - from_the_end[::-1]
 
 
-def _min_max_cuts(sums: FloatArray, num_stages: int) -> IntArray:
-    """Dynamic programming over the number of stages that hold the first segments."""
+def min_max_cuts(sums: FloatArray, num_stages: int) -> IntArray:
+    """Cuts of the partition whose largest stage is smallest; early stages hold few segments.
+
+    Args:
+        sums: time of the segments before each segment, and of all of them, (segments + 1,).
+        num_stages: stages of the pipeline.
+    """
+    # Dynamic programming over the number of stages that hold the first segments.
     num_segments = len(sums) - 1
     largest = sums.copy()
     largest[0] = math.inf
@@ -256,10 +226,10 @@ def _bound(paths: Sequence[CriticalPath], forward: FloatArray, backward: FloatAr
 
 
 def _shifts(num_stages: int) -> IntArray:
-    """What may be added to the cuts: one segment carried from any stage to any other.
+    """Changes of the cuts: one segment moved from any stage to any other.
 
-    To carry it from stage i to stage j moves all cuts between the two by one. With few stages,
-    also any two of these at once.
+    Moving it from stage i to stage j moves all cuts between the two by one. With few stages, also
+    any two of these at once.
     """
     rows = [
         [sign if low <= cut <= high else 0 for cut in range(num_stages - 1)]
@@ -289,9 +259,9 @@ def _stage_sums(problem: _Problem, cuts: IntArray) -> tuple[FloatArray, FloatArr
 
 
 def _memory_ticks(problem: _Problem, cuts: IntArray, tick_s: float) -> FloatArray:
-    """Work in flight: the norm over stages of time × microbatches kept in flight."""
+    """Work in flight: the norm over stages of time × microbatches in flight."""
     in_flight = np.minimum(np.arange(problem.num_stages, 0, -1), problem.num_microbatches)
     forward, backward = _stage_sums(problem, cuts)
-    kept_s = (forward + backward) * in_flight
-    ticks: FloatArray = np.rint(np.sqrt((kept_s**2).sum(axis=1)) / tick_s)
+    in_flight_s = (forward + backward) * in_flight
+    ticks: FloatArray = np.rint(np.sqrt((in_flight_s**2).sum(axis=1)) / tick_s)
     return ticks

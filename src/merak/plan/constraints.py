@@ -8,12 +8,13 @@ from torch import nn
 
 from merak.core.errors import ScheduleError
 from merak.graph.trace.branches.flags import optional_parameters
-from merak.plan.layout import EngineOptions, Layout
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Kind, Schedule
 
 
-def refuse_sharing(schedule: Schedule, zero: int) -> None:
+def refuse_zero(schedule: Schedule, zero: int) -> None:
     """An optimizer can be shared where all replicas of a stage have the same weights.
 
     Args:
@@ -40,7 +41,7 @@ def refuse_sharing(schedule: Schedule, zero: int) -> None:
         )
 
 
-def refuse_tied(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
+def refuse_tied_stages(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
     """Stages that are updated at different times cannot hold one parameter between them.
 
     Args:
@@ -59,7 +60,7 @@ def refuse_tied(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
             )
 
 
-def refuse_hooked(
+def refuse_gradient_hooks(
     model: nn.Module, layout: Layout, options: EngineOptions, split: Container[str], halves: bool
 ) -> None:
     """A hook on a parameter's gradient is called where autograd gives the parameter a whole one.
@@ -99,7 +100,7 @@ def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
     return ""
 
 
-def refuse_dropping(layout: Layout, zero: int) -> None:
+def refuse_optional_layers(layout: Layout, zero: int) -> None:
     """What a step may leave out has parameters without a gradient; not every layout can do that.
 
     Args:

@@ -1,4 +1,4 @@
-"""What is to recompute, as users write it: a mode, a share of every stage, or segments by name."""
+"""The argument `recompute`: a mode, a fraction of every stage, or segments by number or name."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from enum import Enum
 from merak.core.errors import PlanError
 
 Recompute = str | float | Sequence[int | str] | None
-"""What users may say: "off", "full", "selective", "auto", a share, or some by number or name."""
+"""The argument's values: "off", "full", "selective", "auto", a fraction, or some segments."""
 
 
 class Mode(Enum):
-    """Ways to say what recomputes."""
+    """Form of the argument `recompute`."""
 
     SCHEDULE = "as the schedule says"
-    SHARE = "a share of every stage"
+    FRACTION = "a fraction of every stage"
     SEGMENTS = "these segments"
-    SELECTIVE = "all but dear operators"
+    SELECTIVE = "all but selective operators"
     AUTO = "as little as the memory allows"
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSpec:
-    """What is to recompute.
+    """The argument `recompute`, parsed.
 
     Args:
-        mode: how it is said.
-        share: of every stage's segments, which recompute.
-        segments: numbers or names of those that recompute.
+        mode: its form.
+        fraction: of every stage's segments that recompute, in mode `FRACTION`.
+        segments: numbers or names of those that recompute, in mode `SEGMENTS`.
     """
 
     mode: Mode
-    share: float = 0.0
+    fraction: float = 0.0
     segments: tuple[int | str, ...] = ()
 
     def numbers(self, names: Sequence[str], argument: str = "recompute") -> frozenset[int]:
-        """The numbers of the segments that are said.
+        """Numbers of the segments that the argument lists.
 
         Args:
             names: of the model's segments, in order.
-            argument: what users call the choice.
+            argument: the name of the argument, for messages.
 
         Raises:
             PlanError: there is no segment of that number or name.
@@ -60,10 +60,11 @@ class RecomputeSpec:
 
 
 def parse_recompute(value: Recompute) -> RecomputeSpec:
-    """Read what a user says about recomputation.
+    """Parse the argument `recompute`.
 
     Args:
-        value: None for the schedule's own choice; "off", "full", "selective" or "auto"; the share
+        value: None for the schedule's own choice; "off", "full", "selective" or "auto"; the
+        fraction
             of every stage's segments that recompute, 0 to 1; or segments by number or name, as a
             list or as a text with commas.
 
@@ -75,7 +76,7 @@ def parse_recompute(value: Recompute) -> RecomputeSpec:
     if isinstance(value, str):
         return _parse_text(value.strip())
     if isinstance(value, int | float):
-        return _share(float(value), value)
+        return _fraction(float(value), value)
     segments = tuple(value)
     if not all(isinstance(s, int | str) and not isinstance(s, bool) for s in segments):
         raise _refusal(value)
@@ -84,7 +85,7 @@ def parse_recompute(value: Recompute) -> RecomputeSpec:
 
 def _parse_text(text: str) -> RecomputeSpec:
     if text in ("off", "full"):
-        return RecomputeSpec(Mode.SHARE, share=float(text == "full"))
+        return RecomputeSpec(Mode.FRACTION, fraction=float(text == "full"))
     if text == "auto":
         return RecomputeSpec(Mode.AUTO)
     if text == "selective":
@@ -94,21 +95,21 @@ def _parse_text(text: str) -> RecomputeSpec:
         segments = tuple(int(part) if part.isdigit() else part for part in parts if part)
         return RecomputeSpec(Mode.SEGMENTS, segments=segments)
     try:
-        share = float(text)
+        fraction = float(text)
     except ValueError:
         raise _refusal(text) from None
-    return _share(share, text)
+    return _fraction(fraction, text)
 
 
-def _share(share: float, said: object) -> RecomputeSpec:
-    if not 0.0 <= share <= 1.0:
-        raise _refusal(said)
-    return RecomputeSpec(Mode.SHARE, share=share)
+def _fraction(fraction: float, value: object) -> RecomputeSpec:
+    if not 0.0 <= fraction <= 1.0:
+        raise _refusal(value)
+    return RecomputeSpec(Mode.FRACTION, fraction=fraction)
 
 
 def _refusal(value: object) -> PlanError:
     return PlanError(
         f"recompute={value!r} is no choice of what to recompute; use 'off', 'full', "
-        "'selective', 'auto', the share of every stage's segments that recompute (0 to 1), or "
+        "'selective', 'auto', the fraction of every stage's segments that recompute (0 to 1), or "
         "segments such as '3,4,7'."
     )

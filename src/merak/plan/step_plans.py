@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from merak.schedule.ir import Kind, Schedule
-from merak.schedule.lead import most_ahead
+from merak.schedule.lead import max_lead
 from merak.schedule.lower import lower
 from merak.schedule.registry import is_file, options, resolve
 from merak.schedule.steps import Step
-from merak.schedule.truncate import first_microbatches
+from merak.schedule.truncate import truncate
 from merak.schedule.with_recompute import recomputing
 
 _CHOSEN = {"recompute": False, "early_everywhere": True, "max_copies": 1}
@@ -23,7 +23,7 @@ _SLACK = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """A schedule for some number of microbatches, and every rank's steps of it."""
 
     schedule: Schedule
@@ -38,7 +38,7 @@ class Plan:
         """
         key = (pipe, stage, behind)
         if key not in self._ahead:
-            self._ahead[key] = most_ahead(self.schedule, stage, behind, pipe) + _SLACK
+            self._ahead[key] = max_lead(self.schedule, stage, behind, pipe) + _SLACK
         return self._ahead[key]
 
     def order(self, stage: int, pipe: int, kinds: Collection[Kind]) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class StepPlans:
         self._whole = self._as_chosen(resolve(name, num_ranks, num_microbatches, **chosen))
         self._chosen = chosen
         self._name = name
-        self._plans = {num_microbatches: Plan(self._whole, lower(self._whole))}
+        self._plans = {num_microbatches: StepPlan(self._whole, lower(self._whole))}
 
     def recomputing(self, recompute: Sequence[bool]) -> StepPlans:
         """The same schedule, whose stages recompute something or not as is said here."""
@@ -101,7 +101,7 @@ class StepPlans:
         return resolve(self._name, self._whole.num_ranks, num_microbatches, **self._chosen)
 
     @property
-    def base(self) -> Plan:
+    def base(self) -> StepPlan:
         """The plan of an ordinary step."""
         return self._plans[self._whole.num_microbatches]
 
@@ -110,16 +110,16 @@ class StepPlans:
         """Whether weight gradients have actions of their own."""
         return any(a.kind is Kind.WEIGHT_GRADIENT for own in self._whole.actions for a in own)
 
-    def __call__(self, num_microbatches: int) -> Plan:
+    def __call__(self, num_microbatches: int) -> StepPlan:
         """The plan for a number of microbatches; with fewer than usual, the usual one's part."""
         if num_microbatches not in self._plans:
             schedule = self._of(num_microbatches)
-            self._plans[num_microbatches] = Plan(schedule, lower(schedule))
+            self._plans[num_microbatches] = StepPlan(schedule, lower(schedule))
         return self._plans[num_microbatches]
 
     def _of(self, num_microbatches: int) -> Schedule:
         if num_microbatches < self._whole.num_microbatches:
-            return first_microbatches(self._whole, num_microbatches)
+            return truncate(self._whole, num_microbatches)
         num_ranks = self._whole.num_ranks
         return self._as_chosen(resolve(self._name, num_ranks, num_microbatches, **self._chosen))
 

@@ -1,4 +1,4 @@
-"""Whether a job's microbatches run in halves: as the user says, or where it pays."""
+"""The decision on sub-pipelined tensor parallelism: the user's option, or where it pays."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from merak.core.errors import PlanError
-from merak.core.health.status import waiting_for_first
 from merak.core.mesh import Mesh, crosses_nodes
+from merak.core.rank0 import decide_on_rank0
 from merak.graph.ir.ir import batch_size
 from merak.ops.collectives import start_all_reduce
 from merak.plan.balance import Timed
 from merak.plan.cost.overlap import Layers, layer_costs
-from merak.plan.layout import EngineOptions, Layout
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
 from merak.schedule.ir import Schedule
 from merak.schedule.simulate.simulate import simulate
 
@@ -27,32 +27,32 @@ logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "on", "off")
 LEAST_GAIN = 1.05
-"""How many times as fast it must be by the estimate: less is within the estimate's error."""
+"""Least estimated speed-up that "auto" accepts; less is within the estimate's error."""
 
 _REPEATS = 5
 _SIZE = 512
-"""Rows and columns of the matrices that are multiplied to see what runs beside a sum."""
+"""Rows and columns of the matrices that are multiplied beside an all-reduce."""
 _MOST_PRODUCTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """The all-reduces of a job as measured.
+class AllReduceTimes:
+    """Measured time of an all-reduce over tp.
 
     Args:
-        seconds: one of them by itself.
-        hidden: what part of the shorter of a sum and a computation disappears beside the other.
+        seconds: of one all-reduce by itself.
+        hidden: fraction of the shorter of all-reduce and computation that runs beside the other.
     """
 
     seconds: float
     hidden: float
 
 
-def wish_for_halves(options: EngineOptions) -> str:
-    """Whether microbatches are to run in halves: with sequence parallelism they never do.
+def requested_sub_pipelining(options: EngineOptions) -> str:
+    """The option `sub_pipelining`; "off" with sequence parallelism.
 
     Raises:
-        PlanError: both are asked for.
+        PlanError: both are requested.
     """
     if not options.sequence_parallel:
         return options.sub_pipelining
@@ -65,52 +65,51 @@ def wish_for_halves(options: EngineOptions) -> str:
     return "off"
 
 
-def choose_halves(
-    wish: str, layout: Layout, mesh: Mesh, times: Callable[[], Sequence[Timed]]
+def choose_sub_pipelining(
+    requested: str, layout: Layout, mesh: Mesh, times: Callable[[], Sequence[Timed]]
 ) -> bool:
-    """Whether microbatches run in halves; called alike on all ranks, and the same on all.
+    """Decide whether microbatches run as two sub-microbatches; collective, the same everywhere.
 
     Args:
-        wish: "on", "off", or "auto" for where the job's schedule, simulated both ways, says that it
-            pays, with sums over tp as measured. Between the ranks of one machine without GPUs they
-            are copies that the cores make which compute, and nothing is measured.
-        layout: the job.
+        requested: "on", "off", or "auto" for where the simulated schedule is shorter, with measured
+            all-reduces over tp. On one machine without GPUs "auto" is off: there an all-reduce is
+            a copy by the cores that compute.
+        layout: of the job.
         mesh: the grid of ranks.
-        times: gives the seconds of every segment for a whole microbatch on one rank.
+        times: function that returns the times of all segments for a whole microbatch on one rank.
 
     Raises:
-        PlanError: another wish.
+        PlanError: another value.
     """
-    if wish not in CHOICES:
-        raise PlanError(f"sub_pipelining={wish!r} is none of {', '.join(map(repr, CHOICES))}.")
-    if mesh.tp == 1 or wish == "off":
+    if requested not in CHOICES:
+        raise PlanError(f"sub_pipelining={requested!r} is none of {', '.join(map(repr, CHOICES))}.")
+    if mesh.tp == 1 or requested == "off":
         return False
-    if wish == "on":
+    if requested == "on":
         return True
-    # Nodes may have different numbers of ranks: rank 0 says whether all of them measure.
-    measured = [batch_size(layout.graph) >= 2 and _is_worth_measuring(mesh)]
-    with waiting_for_first("whether to measure"):
-        dist.broadcast_object_list(measured, src=0)
-    if not measured[0]:
+    if batch_size(layout.graph) < 2:
         return False
-    sums = measure_sums(layout, mesh)
-    # Measured times differ from rank to rank, and all need one answer: rank 0 decides.
-    decided = [False]
-    if mesh.rank == 0:
-        stages = tensor_parallel_stages(layout, times(), mesh.tp, sums.seconds)
-        gain = gain_of_halves(layout.schedule, stages, sums.hidden)
-        decided = [gain >= LEAST_GAIN]
+    # Nodes may have different numbers of ranks, of which all measure or none.
+    if not decide_on_rank0(mesh, "the need to measure", lambda: _is_worth_measuring(mesh)):
+        return False
+    measured = measure_all_reduce(layout, mesh)
+
+    def is_faster() -> bool:
+        stages = tensor_parallel_stages(layout, times(), mesh.tp, measured.seconds)
+        gain = sub_pipelining_gain(layout.schedule, stages, measured.hidden)
         logger.info(
-            "a sum over tp takes %.2g s, of which %.0f %% disappear beside computation: in halves "
-            "a step is %.2f times as fast by the simulation, so microbatches run %s",
-            sums.seconds,
-            100 * sums.hidden,
+            "an all-reduce over tp takes %.2g s, of which computation hides %.0f %%: with "
+            "sub-microbatches a step is %.2f times as fast by the simulation, so sub-pipelining "
+            "is %s",
+            measured.seconds,
+            100 * measured.hidden,
             gain,
-            "in halves" if decided[0] else "whole",
+            "on" if gain >= LEAST_GAIN else "off",
         )
-    with waiting_for_first("what was measured"):
-        dist.broadcast_object_list(decided, src=0)
-    return decided[0]
+        return gain >= LEAST_GAIN
+
+    # Measured times differ from rank to rank, and all need one answer.
+    return decide_on_rank0(mesh, "the choice of sub-pipelining", is_faster)
 
 
 def _is_worth_measuring(mesh: Mesh) -> bool:
@@ -119,51 +118,51 @@ def _is_worth_measuring(mesh: Mesh) -> bool:
 
 
 def tensor_parallel_stages(
-    layout: Layout, times: Sequence[Timed], tp: int, sum_s: float
+    layout: Layout, times: Sequence[Timed], tp: int, all_reduce_s: float
 ) -> tuple[Layers, ...]:
-    """The stages of a job as equal layers, one for each segment.
+    """Stages of a job as equal tensor parallel layers, one for each segment.
 
     Args:
-        layout: which segments form which stage.
+        layout: the segments of every stage.
         times: of every segment, for a whole microbatch on one rank.
-        tp: the ranks that share the work.
-        sum_s: seconds of one all-reduce.
+        tp: tensor parallel degree.
+        all_reduce_s: seconds of one all-reduce.
     """
     stages = []
     for own in layout.partition.stages:
         forward_s = statistics.mean(times[i].forward_s for i in own) / tp
         backward_s = statistics.mean(times[i].backward_s for i in own) / tp
-        stages.append(Layers(len(own), forward_s, sum_s, backward_s))
+        stages.append(Layers(len(own), forward_s, all_reduce_s, backward_s))
     return tuple(stages)
 
 
-def gain_of_halves(schedule: Schedule, stages: Sequence[Layers], hidden: float) -> float:
-    """How many times as fast an iteration is in halves, by the simulation.
+def sub_pipelining_gain(schedule: Schedule, stages: Sequence[Layers], hidden: float) -> float:
+    """Simulated speed-up of an iteration by sub-pipelining.
 
     Args:
         schedule: of the job.
         stages: their layers.
-        hidden: what part of the shorter of a sum and a computation disappears beside the other.
+        hidden: fraction of the shorter of all-reduce and computation that runs beside the other.
     """
-    whole_s, halves_s = (
-        simulate(schedule, layer_costs(stages, in_halves)).makespan for in_halves in (False, True)
+    whole_s, split_s = (
+        simulate(schedule, layer_costs(stages, split)).makespan for split in (False, True)
     )
-    expected_s = whole_s - hidden * (whole_s - halves_s)
+    expected_s = whole_s - hidden * (whole_s - split_s)
     return whole_s / expected_s if expected_s else 1.0
 
 
-def measure_sums(layout: Layout, mesh: Mesh) -> Sums:
-    """Measure an all-reduce over tp of what crosses a cut of the model; called alike on all ranks.
+def measure_all_reduce(layout: Layout, mesh: Mesh) -> AllReduceTimes:
+    """Measure an all-reduce over tp of the largest value between two segments; collective.
 
     Args:
-        layout: of which the model at the shape it is planned with matters.
+        layout: of the job, for the model at its planned shape.
         mesh: the grid of ranks.
     """
     graph = layout.graph
     crossing = [graph.values[name] for cut in graph.boundaries() for name in cut]
     largest = max(crossing, key=lambda meta: meta.num_bytes, default=None)
     if largest is None:
-        return Sums(0.0, 0.0)
+        return AllReduceTimes(0.0, 0.0)
     tensor = torch.zeros(largest.shape, dtype=largest.dtype, device=mesh.device)
     factor = torch.zeros(_SIZE, _SIZE, device=mesh.device)
 
@@ -180,17 +179,17 @@ def measure_sums(layout: Layout, mesh: Mesh) -> Sums:
         compute(num_products)
         wait()
 
-    sum_s = _seconds(lambda: start()(), mesh.device)
+    all_reduce_s = _seconds(lambda: start()(), mesh.device)
     product_s = _seconds(lambda: compute(1), mesh.device)
-    num_products = min(max(round(sum_s / product_s), 1), _MOST_PRODUCTS)
+    num_products = min(max(round(all_reduce_s / product_s), 1), _MOST_PRODUCTS)
     compute_s = _seconds(lambda: compute(num_products), mesh.device)
     both_s = _seconds(both, mesh.device)
-    saved = (sum_s + compute_s - both_s) / min(sum_s, compute_s)
-    return Sums(sum_s, min(max(saved, 0.0), 1.0))
+    hidden = (all_reduce_s + compute_s - both_s) / min(all_reduce_s, compute_s)
+    return AllReduceTimes(all_reduce_s, min(max(hidden, 0.0), 1.0))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median of several runs, after one that does not count."""
+    """Median seconds of several runs, after one that does not count."""
     found = []
     for _ in range(1 + _REPEATS):
         _synchronize(device)

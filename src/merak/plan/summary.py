@@ -84,11 +84,10 @@ def _rows(forecast: Forecast) -> list[tuple[str, ...]]:
 
 
 def _memory(forecast: Forecast) -> Sequence[str]:
-    schedule, kept = forecast.layout.schedule, forecast.kept
     try:
-        found = forecast.ranks(schedule, kept)
+        found = forecast.ranks(forecast.layout.schedule)
     except Exception:
-        # Code of the model's own may look at numbers, which tensors without them do not have.
+        # Code of the model's own may read values, which fake tensors do not have.
         return ["unknown"] * forecast.mesh.pp
     return [size(rank.peak.total_bytes) for rank in found]
 

@@ -9,7 +9,7 @@ from merak.schedule.ir import GRADIENT_KINDS, Schedule
 from merak.schedule.lower import total_order
 
 
-def most_ahead(schedule: Schedule, stage: int, behind: int, pipe: int = 0) -> int:
+def max_lead(schedule: Schedule, stage: int, behind: int, pipe: int = 0) -> int:
     """The most microbatches whose backward one stage has run and another has not, at a time.
 
     It is counted in an order of all actions that every rank and every transfer obeys. So a rank

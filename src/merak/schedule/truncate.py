@@ -8,7 +8,7 @@ from merak.core.errors import ScheduleError
 from merak.schedule.ir import Schedule
 
 
-def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
+def truncate(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The same schedule without its later microbatches; all else keeps its order.
 
     What remains depends on nothing that is left out, and every pair of ranks keeps the order of

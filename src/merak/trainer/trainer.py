@@ -32,7 +32,7 @@ from merak.engine.loss_scale import LossScale
 from merak.engine.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.weights.empty_weights import empty_weights
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
 from merak.trainer.batch_exchange import BatchExchange

@@ -15,7 +15,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from tests.unit.engine.models import gpt2, text_batch
 
 

@@ -14,7 +14,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.comm.gradient_norm import pipeline_norm
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 
 WIDTH, CPU = 24, torch.device("cpu")
 

@@ -21,7 +21,7 @@ from merak.engine.build import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.trace import trace
 from merak.parallel import ParallelModel
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -175,7 +175,7 @@ def test_the_peak_is_forecast(recompute: str) -> None:
     source = GraphSource(model, device=torch.device(DEVICE), autocast=torch.bfloat16)
     options = EngineOptions(num_microbatches=COUNT, optimizer=optimizer, recompute=recompute)
     forecast = forecast_of(source, sample, mesh.current_mesh(), options)
-    expected = forecast.ranks(forecast.layout.schedule, forecast.kept)[0].peak.total_bytes
+    expected = forecast.ranks(forecast.layout.schedule)[0].peak.total_bytes
     parallel = merak.parallelize(
         model, columns, num_microbatches=COUNT, autocast=torch.bfloat16, optimizer=optimizer,
         recompute=recompute,

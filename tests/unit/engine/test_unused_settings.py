@@ -13,7 +13,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.engine.build import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.graph.tensor_parallel.features import Column, Row
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from tests.unit.graph.odd_models import Mlp
 
 ONE = Mesh(1, 1, 1, 0, torch.device("cpu"), None)

@@ -16,7 +16,7 @@ from merak.launch.forkserver import (
     PRELOADED,
     num_threads,
     ranks_prepared,
-    way_to_start,
+    start_method,
 )
 from merak.launch.ranks import Work, run_ranks
 
@@ -54,12 +54,12 @@ def test_ranks_begin_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> N
             interrupt,
             threads,
         )
-        assert way_to_start() == FROM_IMPORTED
+        assert start_method() == FROM_IMPORTED
         torch.ones(3, requires_grad=True).sum().backward()  # what nobody may fork after
         found = run_ranks(Work(describe, (threads or num_threads(2),)), 2)
         with pytest.raises(RunError, match="was killed by SIGKILL"):
             run_ranks(Work(end_by_signal, ()), 2)
-    assert way_to_start() == FROM_NOTHING
+    assert start_method() == FROM_NOTHING
     assert found == {
         "imported": True, "threads": ["MainThread", "merak interrupts"], "interrupt": True,
         "variable": True, "sum": 24.0,
@@ -70,4 +70,4 @@ def test_ranks_begin_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> N
 def test_a_rank_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with ranks_prepared(2):
-        assert way_to_start() == FROM_NOTHING
+        assert start_method() == FROM_NOTHING

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merak.core.errors import PlanError
-from merak.plan.balance import balance, iteration_time, min_max
+from merak.plan.balance import balance
 from merak.plan.critical_path import critical_path
 from merak.plan.partition import Partition
 from merak.schedule.costs import Link, stage_costs
 from merak.schedule.registry import build
 from merak.schedule.simulate.simulate import simulate
+from tests.unit.plan.judges import iteration_time, min_max
 
 
 @dataclass(frozen=True)
@@ -231,8 +232,3 @@ def test_times_that_are_no_times_are_refused(bad):
         balance([Times(1.0, 2.0), Times(bad, 2.0)], 1, 1)
     with pytest.raises(PlanError, match=r"transfer_s=.* is not a time; give seconds, 0 or more"):
         balance([Times(1.0, 2.0)], 1, 1, transfer_s=bad)
-
-
-def test_a_partition_of_another_model_is_refused():
-    with pytest.raises(PlanError, match="2 segment times were given for a partition of 3 segments"):
-        iteration_time([Times(1.0, 2.0)] * 2, Partition(3, (1,)), 4)

@@ -13,7 +13,7 @@ from merak.data import signature
 from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.cost.device import DeviceProfile, preset
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from tests.unit.engine.models import gpt2, text_batch
 
 

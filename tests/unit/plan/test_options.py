@@ -14,7 +14,7 @@ from merak.arguments.fields import TrainingFields
 from merak.core.errors import ArgumentsError
 from merak.core.rank0 import warn_once
 from merak.graph.tensor_parallel.features import Column
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS, ParallelOptions
 
 

@@ -15,7 +15,7 @@ from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.measured_times import SegmentTimes, save_times
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.schedule.builders.common import is_split
 from merak.schedule.costs import stage_costs
 from merak.schedule.ir import Schedule
@@ -36,7 +36,7 @@ def alone() -> Iterator[None]:
 def forecast(times: Path, **options: object) -> Forecast:
     sample = signature(text_batch()).columns
     planned = mesh.Mesh(1, 1, POSITIONS, 0, torch.device("cpu"), None)
-    chosen = EngineOptions("auto", MICROBATCHES, segment_times=times)
+    chosen = EngineOptions(schedule="auto", num_microbatches=MICROBATCHES, segment_times=times)
     source = GraphSource(gpt2(dropout=0.2))
     return forecast_of(source, sample, planned, replace(chosen, **options))  # type: ignore[arg-type]
 
@@ -75,7 +75,7 @@ def test_it_is_shorter_than_one_for_equal_stages(times: Path) -> None:
 
 def test_it_keeps_to_the_memory(times: Path) -> None:
     def peak(found: Forecast) -> int:
-        ranks = found.ranks(found.layout.schedule, found.kept)
+        ranks = found.ranks(found.layout.schedule)
         return max(rank.peak.total_bytes for rank in ranks)
 
     free = forecast(times)

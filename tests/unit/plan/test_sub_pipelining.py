@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from merak.plan.cost.overlap import Layers
-from merak.plan.sub_pipelining import gain_of_halves
+from merak.plan.sub_pipelining import sub_pipelining_gain
 from merak.schedule.registry import build
 
 
@@ -13,17 +13,17 @@ from merak.schedule.registry import build
 def test_every_schedule_gains_as_much_as_is_hidden(name: str) -> None:
     layers = Layers(24, 1.0, 1.0)
     schedule = build(name, 4, 8)
-    gain = gain_of_halves(schedule, (layers,) * 4, hidden=1.0)
+    gain = sub_pipelining_gain(schedule, (layers,) * 4, hidden=1.0)
     assert 1.3 < gain < 2  # all sums, as long as the forward, at the most
-    assert gain_of_halves(schedule, (layers,) * 4, hidden=0.0) == 1.0
-    assert 1.0 < gain_of_halves(schedule, (layers,) * 4, hidden=0.5) < gain
+    assert sub_pipelining_gain(schedule, (layers,) * 4, hidden=0.0) == 1.0
+    assert 1.0 < sub_pipelining_gain(schedule, (layers,) * 4, hidden=0.5) < gain
 
 
 def test_one_stage_gains_what_its_layers_gain() -> None:
     layers = Layers(6, 1.0, 0.7)
     schedule = build("1f1b", 1, 5, recompute=False)
-    assert gain_of_halves(schedule, (layers,), hidden=1.0) == pytest.approx(layers.gain())
+    assert sub_pipelining_gain(schedule, (layers,), hidden=1.0) == pytest.approx(layers.gain())
 
 
 def test_what_takes_no_time_gains_nothing() -> None:
-    assert gain_of_halves(build("1f1b", 1, 1), (Layers(2, 0.0, 0.0),), hidden=1.0) == 1.0
+    assert sub_pipelining_gain(build("1f1b", 1, 1), (Layers(2, 0.0, 0.0),), hidden=1.0) == 1.0

@@ -13,7 +13,7 @@ from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
 from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.plan.step_plans import StepPlans
 from merak.plan.summary import bubble, describe_mesh, idle_pipeline, summary
 from tests.unit.graph import families

@@ -5,7 +5,7 @@ import pytest
 from merak.core.errors import ScheduleError
 from merak.schedule.lower import lower
 from merak.schedule.registry import build, names
-from merak.schedule.truncate import first_microbatches
+from merak.schedule.truncate import truncate
 from merak.schedule.validate.schedule import validate
 from merak.schedule.validate.steps import check_steps
 
@@ -14,7 +14,7 @@ from merak.schedule.validate.steps import check_steps
 @pytest.mark.parametrize("num_left", [1, 3, 7, 8])
 def test_a_part_of_a_valid_schedule_is_valid(name, num_left):
     schedule = build(name, 4, 8)
-    part = first_microbatches(schedule, num_left)
+    part = truncate(schedule, num_left)
     assert part.num_microbatches == num_left
     assert validate(part) == ()
     assert check_steps(part, lower(part)) == ()
@@ -23,4 +23,4 @@ def test_a_part_of_a_valid_schedule_is_valid(name, num_left):
 @pytest.mark.parametrize("num_left", [0, 9])
 def test_a_part_is_not_empty_and_not_more_than_the_whole(num_left):
     with pytest.raises(ScheduleError, match="use 1 to 8"):
-        first_microbatches(build("1f1b", 4, 8), num_left)
+        truncate(build("1f1b", 4, 8), num_left)

@@ -1,9 +1,9 @@
-"""What a job of many ranks says when it fails: the first cause, once, in one sentence.
+"""Report of a failed job of many ranks: the first cause, once, in one sentence.
 
-One rank fails first. Its peers then lose their connections, or fail likewise. The ranks share a
-store that torchrun keeps: the first to write its failure there speaks, the others end in silence.
-A rank that has only lost a connection first waits for the launcher, which knows how a peer that was
-killed has ended, and stops the others; then it says what the other ranks' heartbeats tell of it.
+One rank fails first. Its peers then lose their connections, or fail in the same way. The ranks
+share a store that torchrun keeps: the first to write its failure there reports it, the others end
+silently. A rank that has only lost a connection first waits for the launcher, which knows how a
+killed peer has ended, and stops the others; then it reports the heartbeats of the other ranks.
 
 A `MerakError` is shown as its sentence and the line of the user's script that led to it; set
 MERAK_TRACEBACK=1 for the whole traceback. Any other exception is shown as Python shows it. An
@@ -35,7 +35,7 @@ from merak.core.health.status import phase
 from merak.core.source_lines import MERAK, users_line
 
 TRACEBACK_VARIABLE = "MERAK_TRACEBACK"
-"""The environment variable that asks for whole tracebacks."""
+"""Environment variable that requests whole tracebacks."""
 
 KEY = "merak/first failure"
 LAUNCHER_S = 10.0
@@ -58,34 +58,34 @@ _TRANSPORT = (MERAK, os.path.dirname(dist.__file__) + os.sep)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-_witnesses: list[Callable[[str], str]] = []
+_explainers: list[Callable[[str], str]] = []
 
 
-def witness(why: Callable[[str], str]) -> None:
-    """Ask this function, with what torch says of it, why a connection to another rank was lost.
+def explain_lost_connections(why: Callable[[str], str]) -> None:
+    """Let a function explain why a connection to another rank was lost.
 
     Args:
-        why: gives the sentence, after `LAUNCHER_S`.
+        why: returns the sentence, given torch's message; takes about `LAUNCHER_S`.
     """
-    _witnesses[:] = [why]
+    _explainers[:] = [why]
 
 
 def install() -> None:
-    """Let this process say its failures in that way; further calls change nothing."""
+    """Install the exception hook of this process; further calls change nothing."""
     interrupt.listen()
     before = sys.excepthook
-    if not (isinstance(before, partial) and before.func is _say):
-        sys.excepthook = partial(_say, before)
+    if not (isinstance(before, partial) and before.func is _report):
+        sys.excepthook = partial(_report, before)
 
 
 def sentence_of(error: BaseException) -> str:
-    """An error as one sentence, with the line of the user's script that led to it."""
+    """Format an error as one sentence, with the line of the user's script that led to it."""
     place = users_line(traceback.extract_tb(error.__traceback__))
     return f"merak: {error}" + (f" [{place}]" if place else "")
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error may come from a peer that has ended, rather than from this rank."""
+    """Tell whether an error may come from a peer that has ended, rather than from this rank."""
     if isinstance(error, dist.DistError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -96,7 +96,7 @@ def is_lost_connection(error: BaseException) -> bool:
     )
 
 
-def _say(
+def _report(
     before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -123,14 +123,14 @@ def _say(
 
 
 def why_lost(error: BaseException) -> str:
-    """Why a connection to another rank was lost, as a sentence; gives the launcher its time first.
+    """Explain a lost connection to another rank in a sentence, after the launcher's grace time.
 
     Args:
         error: what torch raised.
     """
     reason = _first_line(error)
     with phase("finding out why it has lost a connection"):
-        for why in _witnesses:
+        for why in _explainers:
             return why(reason)
         time.sleep(LAUNCHER_S)
     return LOST.format(rank=os.environ["RANK"], reason=reason)
@@ -151,7 +151,7 @@ def _show_interrupt(before: Hook, error: BaseException) -> None:
 
 
 def is_first(store: Store | None = None) -> bool:
-    """Whether no other rank has failed before; so that of many sentences one is shown.
+    """Tell whether no other rank has failed before, so that one of many sentences is shown.
 
     Args:
         store: a connection to the job's store; found if it is not given.
@@ -165,19 +165,19 @@ def is_first(store: Store | None = None) -> bool:
 
 
 def tell_launcher(error: BaseException) -> None:
-    """Write the file that torchrun quotes in its report of the failure."""
+    """Write the error file that torchrun quotes in its report of the failure."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    said = f"{type(error).__name__}, which this rank has told in its own output"
-    extra = {"py_callstack": said, "timestamp": str(int(time.time()))}
-    content = json.dumps({"message": {"message": said, "extraInfo": extra}})
+    summary = f"{type(error).__name__}, which this rank has told in its own output"
+    extra = {"py_callstack": summary, "timestamp": str(int(time.time()))}
+    content = json.dumps({"message": {"message": summary, "extraInfo": extra}})
     with suppress(OSError):  # the report then only lacks a line
         Path(path).write_text(content, encoding="utf-8")
 
 
 def _end_soon(limit_s: float = EXIT_S) -> None:
-    """Let Python close down, but not wait for transfers of peers that never answer."""
+    """End this process after a limit, without waiting for transfers of peers that never answer."""
     if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, limit_s)

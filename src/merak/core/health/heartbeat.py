@@ -1,8 +1,8 @@
-"""Heartbeats of ranks in the job's store, and what has become of a rank that has none.
+"""Heartbeats of ranks in the job's store, and the state of ranks whose heartbeat has stopped.
 
-Each rank's watchdog writes who it is and what it does, every few seconds. A rank whose heartbeat
-stops was killed, was stopped, has left, or cannot be reached; a rank on the same machine sees which
-in the process table, and tells the others.
+Each rank's watchdog writes its process and its status every few seconds. A rank whose heartbeat
+stops was killed, was stopped, has left, or cannot be reached; a rank on the same machine reads
+which from the process table, and publishes it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import Store
 
 PREFIX = "merak/heartbeat"
-"""The store's keys of heartbeats begin so."""
+"""Prefix of the store's keys of heartbeats."""
 
 GLOO = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO, "NCCL_SOCKET_IFNAME")
-"""Environment variables that name the network interfaces through which ranks meet."""
+"""Environment variables that name the network interfaces of ranks."""
 
 OWN_ALONE = ", which only that host itself can reach"
 
@@ -33,18 +33,18 @@ ENDED = "X"
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank says of itself.
+    """Heartbeat of a rank: its process, its phase and what it waits for.
 
     Args:
-        count: how often it has.
+        count: number of heartbeats so far.
         host: the name of its machine.
-        machine: what tells machines of one name, and their process tables, apart.
+        machine: identity of the machine and of its process table.
         pid: its process.
-        started: when that began, in the process table's own unit.
-        address: what other ranks reach it by.
-        doing: the rest of a sentence that begins with the rank.
-        busy_s: seconds that it has been in a phase others are to have patience with; None if not.
-        waits_for_nobody: whether it is at work, or outside of all.
+        started: start time of that, in the process table's own unit.
+        address: at which other ranks reach it.
+        doing: its status, the rest of a sentence that begins with the rank.
+        busy_s: seconds of the phase that other ranks may have to wait for; None outside of phases.
+        waits_for_nobody: whether it works in a phase, or is outside of phases.
         has_left: whether its script has ended.
     """
 
@@ -60,12 +60,12 @@ class Heartbeat:
     has_left: bool = False
 
     def write(self, store: Store, rank: int) -> None:
-        """Put it into the job's store."""
+        """Write the heartbeat to the job's store."""
         store.set(f"{PREFIX}/{rank}", json.dumps(asdict(self)))
 
 
 def own_heartbeat() -> Heartbeat:
-    """The first heartbeat of this process."""
+    """Make the first heartbeat of this process."""
     pid = os.getpid()
     return Heartbeat(0, socket.gethostname(), _machine(), pid, _process(pid)[1], own_address())
 
@@ -81,7 +81,7 @@ def _machine() -> str:
 
 @cache
 def own_address() -> str:
-    """What others reach this rank by: the named interface, or the address of the host's name."""
+    """Return this rank's address: of the named interface, or of the host's name."""
     for variable in INTERFACES:
         if os.environ.get(variable):
             return f"{variable}={os.environ[variable]}"
@@ -92,7 +92,7 @@ def own_address() -> str:
 
 
 def _process(pid: int) -> tuple[str, str, int]:
-    """A process's state as of proc(5), when it began, and how it ended as of waitpid(2)."""
+    """Return a process's state as of proc(5), start time, and exit status as of waitpid(2)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -102,7 +102,7 @@ def _process(pid: int) -> tuple[str, str, int]:
 
 
 class Peers:
-    """The last heartbeat of every rank, as one rank has read them.
+    """Last heartbeats of all ranks, as one rank has read them.
 
     Args:
         num_ranks: of the job.
@@ -116,11 +116,11 @@ class Peers:
 
     @property
     def are_known(self) -> bool:
-        """Whether every rank has been heard of."""
+        """Whether there is a heartbeat of every rank."""
         return len(self._found) == self.num_ranks
 
     def read(self, store: Store) -> None:
-        """Look at the heartbeats in the store now."""
+        """Read the heartbeats in the store."""
         ranks = range(self.num_ranks)
         new = [r for r in ranks if r not in self._found]
         if new and store.check([f"{PREFIX}/{rank}" for rank in new]):
@@ -141,57 +141,57 @@ class Peers:
                 self._beaten.add(rank)
 
     def has_beaten(self, rank: int) -> bool:
-        """Whether a rank's heart has beaten between the first reading and the last."""
+        """Tell whether a rank's heartbeat has changed between the first reading and the last."""
         return rank in self._beaten
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has said that its script has ended."""
+        """Tell whether a rank's script has ended, by its last heartbeat."""
         beat = self.get(rank)
         return beat is not None and beat.has_left
 
     def is_not_waiting(self, rank: int) -> bool:
-        """Whether others may wait for a rank that waits for nobody itself, as far as is known."""
+        """Tell whether a rank waits for no other rank, as far as is known."""
         beat = self.get(rank)
         return beat is None or beat.waits_for_nobody
 
     def doing(self, rank: int) -> str:
-        """What a rank was last heard to do, as the rest of a sentence that begins with it."""
+        """Describe a rank's phase and wait, as the rest of a sentence that begins with the rank."""
         beat = self.get(rank)
         return "has not been heard of" if beat is None else beat.doing
 
     def get(self, rank: int) -> Heartbeat | None:
-        """A rank's last heartbeat; None if there was none."""
+        """Return a rank's last heartbeat; None if there was none."""
         return self._found[rank][0] if rank in self._found else None
 
     def silent_s(self, rank: int) -> float:
-        """Seconds since a rank's last heartbeat was first seen; infinite if there was none."""
+        """Return the seconds since a rank's last heartbeat was first read; infinite for none."""
         if rank not in self._found:
             return float("inf")
         return time.perf_counter() - self._found[rank][1]
 
     def busy_s(self, rank: int) -> float | None:
-        """Seconds that a rank has been in a phase that others wait for; None if it is in none."""
+        """Return the seconds of a rank's phase that others wait for; None outside of phases."""
         beat = self.get(rank)
         if beat is None or beat.busy_s is None or beat.has_left:
             return None
         return beat.busy_s + self.silent_s(rank)
 
     def fates(self, ranks: Iterable[int]) -> dict[int, str]:
-        """What this machine's process table says of ranks of it that have ended or are stopped."""
+        """Find ranks of this machine in its process table that have ended or are stopped."""
         found = {}
         for rank in ranks:
             beat = self.get(rank)
-            said = None if beat is None else _fate_here(beat)
-            if said is not None:
-                found[rank] = said
+            fate = None if beat is None else _fate_here(beat)
+            if fate is not None:
+                found[rank] = fate
         return found
 
-    def verdict(self, rank: int, fates: Mapping[int, str]) -> str:
-        """What may have become of a rank that does not answer, as a clause.
+    def describe(self, rank: int, fates: Mapping[int, str]) -> str:
+        """Describe in a clause why a rank may not answer.
 
         Args:
             rank: which one.
-            fates: what ranks on its own machine have seen.
+            fates: ends of processes, as ranks on the same machines have found them.
         """
         beat = self.get(rank)
         if beat is None:
@@ -214,7 +214,7 @@ class Peers:
         )
 
     def addresses(self) -> str:
-        """Where the hosts of the job are, as a sentence names them."""
+        """List the hosts of the job with their addresses, for a sentence."""
         hosts = sorted({(b.host, b.address) for b, _ in self._found.values()})
         are_several = len({b.machine for b, _ in self._found.values()}) > 1
         return ", ".join(
@@ -224,7 +224,7 @@ class Peers:
 
 
 def _fate_here(beat: Heartbeat) -> str | None:
-    """What has become of a process of this machine; None if it lives, or is of another one."""
+    """Describe how a process of this machine has ended; None if it lives, or is of another one."""
     if beat.machine != _machine() or beat.has_left or not Path("/proc/self/stat").exists():
         return None
     state, started, status = _process(beat.pid)
@@ -243,7 +243,7 @@ def _fate_here(beat: Heartbeat) -> str | None:
 
 
 def network_hint(peers: Peers) -> str:
-    """What to do where ranks live and cannot reach one another, as a sentence."""
+    """Advise in a sentence what to set where ranks live and cannot reach one another."""
     used = [f"{name}={os.environ[name]}" for name in INTERFACES if os.environ.get(name)]
     now = f" (now {', '.join(used)})" if used else ""
     return (
@@ -254,18 +254,18 @@ def network_hint(peers: Peers) -> str:
 
 
 def why_lost(rank: int, peers: Peers, reason: str) -> str:
-    """What a lost connection comes from, as a sentence.
+    """Explain a lost connection in a sentence.
 
     Args:
         rank: this rank.
         peers: heartbeats, read twice with a pause between.
-        reason: what torch says of the connection.
+        reason: torch's message about the connection.
     """
     others = [other for other in range(peers.num_ranks) if other != rank]
     fates = peers.fates(others)
     gone = [r for r in others if r in fates or peers.has_left(r) or not peers.has_beaten(r)]
     if gone:
-        found = "; ".join(peers.verdict(other, fates) for other in gone)
+        found = "; ".join(peers.describe(other, fates) for other in gone)
         return f"{found}; so rank {rank} cannot go on ({reason})."
     busy = [r for r in others if peers.busy_s(r) is not None]
     if "timed out" in reason.lower() and busy:
@@ -275,5 +275,5 @@ def why_lost(rank: int, peers: Peers, reason: str) -> str:
 
 
 def ended(beat: Heartbeat) -> Heartbeat:
-    """The last heartbeat of a rank whose script ends."""
+    """Make the last heartbeat of a rank whose script ends."""
     return replace(beat, count=beat.count + 1, has_left=True)

@@ -1,8 +1,8 @@
-"""Ctrl-C in a job of many ranks: every rank ends, one says so, and a second one does not wait.
+"""Interrupts (Ctrl-C) of a job of many ranks: all ranks end, one prints a line, a second one kills.
 
 A terminal sends the interrupt to all ranks, and torchrun sends it on to them again. A rank that
 waits for its peers inside a communication library does not see it until they are gone, and then
-fails for their sake; so what fails after an interrupt is taken for a part of it.
+fails with a lost connection; so failures after an interrupt are taken for a part of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 
 INTERRUPTED = 130
-"""The exit code of a process that was interrupted, as shells have it."""
+"""Exit code of an interrupted process, as of shells."""
 
 SENTENCE = "merak: interrupted."
 
@@ -22,7 +22,7 @@ _SAME_S = 1.0
 
 
 class _Interrupts:
-    """What this process knows of interrupts. The listening thread writes, others read."""
+    """Interrupts of this process so far. The listening thread writes, others read."""
 
     def __init__(self) -> None:
         self.first_s: float | None = None
@@ -33,7 +33,7 @@ _interrupts = _Interrupts()
 
 
 def listen() -> None:
-    """Notice interrupts from now on, also while this process waits; further calls change nothing.
+    """Start to record interrupts, also while this process waits; further calls change nothing.
 
     Where the script handles interrupts itself, or this is not the main thread, it is left so.
     """
@@ -51,15 +51,15 @@ def listen() -> None:
         return
     _interrupts.is_listening = True
     os.register_at_fork(after_in_child=_forget)
-    threading.Thread(target=_note, args=(read,), daemon=True, name="merak interrupts").start()
+    threading.Thread(target=_record, args=(read,), daemon=True, name="merak interrupts").start()
 
 
 def was_interrupted() -> bool:
-    """Whether this process has been sent an interrupt."""
+    """Tell whether this process has received an interrupt."""
     return _interrupts.first_s is not None
 
 
-def _note(read: int) -> None:
+def _record(read: int) -> None:
     """Read the numbers of signals as they come; at the second interrupt, end the process."""
     while sent := os.read(read, 1):
         if sent[0] != signal.SIGINT:
@@ -72,7 +72,7 @@ def _note(read: int) -> None:
 
 
 def _forget() -> None:
-    """In a forked process, such as a data loader's: its signals are no business of this one."""
+    """Stop listening in a forked process, such as a data loader's."""
     if _interrupts.is_listening:
         signal.set_wakeup_fd(-1)
         _interrupts.is_listening = False

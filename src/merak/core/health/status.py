@@ -1,7 +1,7 @@
-"""The status of this rank outside the engine's steps: its phase, and what it waits for.
+"""Status of this rank outside the engine's steps: its phase, and the ranks that it waits for.
 
-The main thread says it as it goes, for a few assignments each time; the watchdog reads it from its
-own threads (`merak.core.health.watchdog`) and tells the other ranks.
+The main thread sets it, at the cost of a few assignments; the watchdog reads it from its own
+threads (`merak.core.health.watchdog`) and publishes it to the other ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Result = TypeVar("Result")
 
 
 class Wait(NamedTuple):
-    """What a rank waits for, ending in a preposition, and the ranks that it needs for it."""
+    """Object of a wait, as text that ends in a preposition, and the ranks that are waited for."""
 
     what: str
     peers: tuple[int, ...]
 
 
 class Status(NamedTuple):
-    """A rank's phase and wait, and since when on `time.perf_counter`'s clock.
+    """Phase and wait of a rank, and since when on `time.perf_counter`'s clock.
 
     A phase is work that may rightly take minutes on one rank while others wait for it; empty
     outside of all, where the time is the user's.
@@ -38,15 +38,14 @@ class Status(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the watchdog tells of this rank.
+    """Report of this rank's status in words, for the watchdog.
 
     Attributes:
         doing: the rest of a sentence that begins with the rank.
-        waits: the part of it that says how long it has waited or worked; empty where it waits for
-            nobody.
-        for_s: seconds that it has done so.
-        is_timed: whether that is limited.
-        is_busy: whether it works where others are to have patience.
+        waits: the part of it with the time of the wait; empty where it waits for nobody.
+        for_s: seconds of that.
+        is_timed: whether the watchdog limits it.
+        is_busy: whether it is in a phase that other ranks may have to wait for.
     """
 
     doing: str
@@ -60,7 +59,7 @@ _current = [Status("", None, time.perf_counter())]
 
 
 def during(name: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """A decorator of functions that are a phase of this rank.
+    """Decorate functions that are a phase of this rank.
 
     Args:
         name: as of `phase`.
@@ -79,7 +78,7 @@ def during(name: str) -> Callable[[Callable[Given, Result]], Callable[Given, Res
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Inside, this rank is in a phase of work that others may have to wait for.
+    """Enter a phase of work on this rank that other ranks may have to wait for.
 
     Args:
         name: as a sentence goes on after "is", such as "tracing the model".
@@ -90,11 +89,11 @@ def phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str, peers: tuple[int, ...]) -> Iterator[None]:
-    """Inside, this rank waits for others.
+    """Enter a wait of this rank for others.
 
     Args:
-        what: for what, ending in a preposition that "rank 3" can follow.
-        peers: global ranks that it needs for that.
+        what: object of the wait, ending in a preposition that "rank 3" can follow.
+        peers: global ranks that are waited for.
     """
     with _as(_current[0].phase, Wait(what, peers)):
         yield
@@ -102,10 +101,10 @@ def waiting(what: str, peers: tuple[int, ...]) -> Iterator[None]:
 
 @contextmanager
 def waiting_for_all(what: str) -> Iterator[None]:
-    """Inside, this rank waits for all others of the job, as in a collective of all ranks.
+    """Enter a wait of this rank for all others of the job, as in a collective of all ranks.
 
     Args:
-        what: for what, ending in a preposition that "rank 3" can follow.
+        what: object of the wait, ending in a preposition that "rank 3" can follow.
     """
     ranks = range(dist.get_world_size()) if dist.is_initialized() else ()
     with waiting(what, tuple(rank for rank in ranks if rank != dist.get_rank())):
@@ -114,10 +113,10 @@ def waiting_for_all(what: str) -> Iterator[None]:
 
 @contextmanager
 def waiting_for_first(what: str) -> Iterator[None]:
-    """Inside, all ranks of the job take what rank 0 has decided.
+    """Enter a wait of all ranks for a decision of rank 0.
 
     Args:
-        what: what it is.
+        what: the decision as a noun.
     """
     if dist.is_initialized() and dist.get_rank() == 0:
         with waiting_for_all(f"{what} to be taken by"):
@@ -138,12 +137,12 @@ def _as(name: str, wait: Wait | None) -> Iterator[None]:
 
 
 def status() -> Status:
-    """The status of this process."""
+    """Return the status of this process."""
     return _current[0]
 
 
 def report() -> Report:
-    """The status of this process in words."""
+    """Describe the status of this process in words."""
     found = status()
     for_s = time.perf_counter() - found.since_s
     place = f"is {found.phase}" if found.phase else ""
@@ -158,6 +157,6 @@ def report() -> Report:
 
 
 def named(ranks: tuple[int, ...]) -> str:
-    """Ranks as a sentence names them."""
+    """Format rank numbers for a sentence."""
     numbers = ", ".join(map(str, ranks))
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

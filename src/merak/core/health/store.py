@@ -1,4 +1,4 @@
-"""The job's store of keys and values, through which ranks find one another and say how they are."""
+"""Job store of keys and values (TCPStore), through which ranks meet and exchange heartbeats."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _opened: list[Store] = []
 
 
 def is_agents() -> bool:
-    """Whether torchrun keeps the job's store, which then outlives every rank."""
+    """Tell whether torchrun keeps the job's store, which then outlives every rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def address() -> str:
-    """Where the job's store is, as messages name it."""
+    """Return the address of the job's store, for messages."""
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 def open_store(rank: int, timeout_s: float) -> Store:
-    """The store that the process group of the job is made with.
+    """Open the store that the job's process group is made with.
 
     Where torchrun does not keep one, rank 0 opens it; on the loopback interface alone where
     MASTER_ADDR is of that, so that no other machine can reach it.
@@ -78,12 +78,12 @@ def open_store(rank: int, timeout_s: float) -> Store:
 
 
 def forget() -> None:
-    """Let go of the store that was opened."""
+    """Drop the store that was opened."""
     _opened.clear()
 
 
 def connect() -> Store:
-    """A connection of one's own to the job's store, apart from what other threads wait for there.
+    """Open a further connection to the job's store, apart from what other threads wait for there.
 
     Where it is not torchrun that keeps the store, the rank that does must still live.
     """
@@ -93,7 +93,7 @@ def connect() -> Store:
 
 
 def shared() -> Store:
-    """The job's store for a question now and then."""
+    """Return the connection to the job's store for occasional queries."""
     if is_agents():
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -111,7 +111,7 @@ def _quick(store: Store) -> Store:
 
 
 def _on_loopback(host: str, port: int) -> socket.socket | None:
-    """A socket that listens for this machine alone; None where others are to reach it."""
+    """Open a socket on the loopback interface; None where other hosts are to reach the store."""
     if host != "localhost":
         try:
             is_own = ipaddress.ip_address(host).is_loopback
@@ -123,7 +123,7 @@ def _on_loopback(host: str, port: int) -> socket.socket | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on the first address of a host's name, before torch's own opens on all.
+    """Listen on the first address of a host's name, before torch's store listens on all.
 
     Args:
         host: a name or an address of this machine.
@@ -143,7 +143,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback interface, as libraries take it; None if it has no usual one."""
+    """Return the name of the loopback interface, as libraries take it; None if unknown."""
     with suppress(OSError):
         names = {name for _, name in socket.if_nameindex()}
         return next((name for name in ("lo", "lo0") if name in names), None)

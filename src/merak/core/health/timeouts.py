@@ -1,4 +1,4 @@
-"""Waiting with an end: torch's own timeouts, and a condition that is asked again and again."""
+"""Timeouts of torch's process groups, and polling of a condition up to a deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def until(holds: Callable[[], bool], limit_s: float) -> bool:
-    """Whether something comes to hold within a time."""
+    """Poll a condition until it holds; false if it does not within the limit."""
     deadline = time.perf_counter() + limit_s
     while time.perf_counter() < deadline:
         if holds():
@@ -20,14 +20,14 @@ def until(holds: Callable[[], bool], limit_s: float) -> bool:
 
 
 def extend_timeouts(limit_s: float, known: int) -> int:
-    """Let torch's own timeouts be no shorter than this.
+    """Extend the timeouts of all process groups to at least a limit.
 
     Args:
-        limit_s: what no process group's timeout is to be shorter than.
-        known: groups that were seen to before.
+        limit_s: least timeout of a process group.
+        known: number of groups that have been extended already.
 
     Returns:
-        The number of groups there are.
+        The number of groups.
     """
     groups = list(dist.distributed_c10d._world.pg_map)
     if len(groups) == known:

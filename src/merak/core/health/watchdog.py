@@ -1,16 +1,16 @@
-"""Makes a hang impossible to miss: when a rank waits too long, every rank says where it stands.
+"""Watchdog of hangs: when a rank waits too long, every rank prints its status and the job ends.
 
-A watchdog lives on each rank from `merak.init` to its end, in two threads. One looks how long the
-rank has waited for others: in the engine's steps, or outside them as `merak.core.health.status`
-says. The other exchanges heartbeats through the job's store. The first rank that has waited longer
-than the limit says so there; the watchdogs of the other ranks find it, and each prints where its
-own rank stands, also while its main thread blocks in a transfer or sleeps in the user's code. Then
-one rank gives the reason, and all of them end. A rank that cannot speak, because it was stopped or
-has ended, is named with what it was last heard to do; where the store itself has gone, each rank
-comes to its own limit.
+A watchdog runs on each rank from `merak.init` to its end, in two threads. One measures how long the
+rank has waited for others: in the engine's steps, or outside them by `merak.core.health.status`.
+The other exchanges heartbeats through the job's store. The first rank that has waited longer than
+the limit writes this there; the watchdogs of the other ranks read it, and each prints the status of
+its own rank, also while its main thread blocks in a transfer or sleeps in the user's code. Then one
+rank prints the reason, and all of them end. A rank that prints nothing, because it was stopped or
+has ended, is named with its last heartbeat; where the store itself has gone, each rank ends at its
+own limit.
 
-A rank may rightly trace, load or save for minutes while others wait: as long as its heart beats
-they have patience, several times the limit.
+A rank may trace, load or save for minutes while others wait: as long as its heartbeat goes on, they
+wait several times the limit.
 """
 
 from __future__ import annotations
@@ -46,41 +46,41 @@ from merak.core.health.timeouts import extend_timeouts, until
 from merak.core.source_lines import users_line
 
 HANG = "merak/hang"
-"""The store's key of the rank whose patience has ended; those below it hold what ranks say."""
+"""Store key of the rank that has waited too long; keys below it hold the status of ranks."""
 
 GRACE_S = 10.0
-"""Seconds that the ranks get to say where they stand."""
+"""Seconds that the ranks get to publish their status."""
 
 LINGER_S = 1.0
-"""Seconds that rank 0 stays after all is said: without torchrun it keeps the store of the job."""
+"""Seconds that rank 0 stays after the report: without torchrun it keeps the store of the job."""
 
 NOTICE_S = 60.0
-"""Seconds after which one rank of those that wait says so, and again after twice as many."""
+"""Seconds after which one of the ranks that wait logs it, and again after twice as many."""
 
 PATIENCE = 3.0
-"""Limits that ranks wait for one that works in a phase, such as saving, while its heart beats."""
+"""Multiple of the limit that ranks wait for one in a phase, such as saving, that is alive."""
 
 MOST_NAMED = 4
-"""Ranks that a notice describes."""
+"""Number of ranks that a notice describes."""
 
-MEETING = "the connection to"
-"""What ranks wait for while they join the job."""
+JOINING = "the connection to"
+"""Object of the wait of ranks that join the job."""
 
-_MOST_BETWEEN_LOOKS_S = 2.0
+_MAX_INTERVAL_S = 2.0
 _CONNECTION_S = 5.0
 
 Reporter = Callable[[], Report | None]
-"""What a rank does, said by a part of it; None where that part does nothing."""
+"""Reporter of a rank's status, such as its engine; None while it does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One rank of a job.
+    """Rank of a job, as the watchdog names it.
 
     Args:
         rank: its number.
         num_ranks: how many there are.
-        place: where it stands in the mesh.
+        place: its coordinates in the mesh.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How long a rank waits, and by which argument.
+    """Limit on the time of a wait, and the argument that sets it.
 
     Args:
         name: of the argument.
@@ -102,18 +102,18 @@ class Limit:
 
 
 @dataclass(slots=True)
-class _Said:
-    """What this rank knows of the end of the job, shared by its threads."""
+class _HangState:
+    """State of a hang of the job as far as this rank knows it, shared by its threads."""
 
-    # Another rank's patience has ended.
-    is_told: bool = False
-    # What each rank says, as far as the store has it.
+    # Another rank has waited too long.
+    is_known: bool = False
+    # Status of each rank, as far as the store has it.
     lines: dict[int, dict[str, Any]] | None = None
     reason_given: bool = False
 
 
 class Watchdog:
-    """Watches one rank until it is stopped.
+    """Watchdog of one rank: two threads, from `start` to `stop`.
 
     Args:
         member: the rank.
@@ -131,7 +131,7 @@ class Watchdog:
         # Until when another rank's phase was a reason to wait.
         self._excused_at = 0.0
         self._next_notice_s = NOTICE_S
-        self._said = _Said()
+        self._hang = _HangState()
         # A plain flag: a lock might be held when a data loader forks.
         self._is_stopped = False
         self._is_leaving = threading.Event()
@@ -139,29 +139,29 @@ class Watchdog:
         self._store: Store | None = None
 
     def start(self) -> None:
-        """Begin to watch; the job's store can be reached."""
+        """Start both threads; the job's store must be reachable."""
         self._threads = [
             threading.Thread(target=work, daemon=True, name="merak watchdog")
-            for work in (self._mind, self._listen)
+            for work in (self._watch, self._listen)
         ]
         for thread in self._threads:
             thread.start()
-        failure.witness(self._why_lost)
+        failure.explain_lost_connections(self._why_lost)
         pid = os.getpid()
         # A thread in torch's own code when Python ends would abort the process.
         atexit.register(lambda: self.join() if os.getpid() == pid else None)
 
     def add(self, reporter: Reporter) -> None:
-        """Let a part of the rank report before those that were added earlier."""
+        """Add a reporter of this rank's status, ahead of those added earlier."""
         self._reporters.insert(0, reporter)
 
     def remove(self, reporter: Reporter) -> None:
-        """Ask a part no more."""
+        """Remove a reporter."""
         if reporter in self._reporters:
             self._reporters.remove(reporter)
 
     def stop(self) -> None:
-        """Let the threads end."""
+        """Tell the threads to end."""
         self._is_stopped = True
         self._is_leaving.set()
 
@@ -172,12 +172,12 @@ class Watchdog:
             thread.join(_CONNECTION_S)
 
     @property
-    def _every_s(self) -> float:
-        return min(_MOST_BETWEEN_LOOKS_S, self.limit.seconds / 5)
+    def _interval_s(self) -> float:
+        return min(_MAX_INTERVAL_S, self.limit.seconds / 5)
 
     # ---- this rank ----
 
-    def _mind(self) -> None:
+    def _watch(self) -> None:
         job, known = None, 0
         while not self._is_stopped:
             if dist.is_initialized():
@@ -188,9 +188,9 @@ class Watchdog:
             elif job is not None:
                 return
             self._report = self._current()
-            if self._said.is_told or self._is_overdue():
+            if self._hang.is_known or self._is_overdue():
                 self._end()
-            self._is_leaving.wait(self._every_s)
+            self._is_leaving.wait(self._interval_s)
 
     def _current(self) -> Report:
         for reporter in list(self._reporters):
@@ -210,36 +210,36 @@ class Watchdog:
         return found.is_busy and any(self._is_silent(rank) for rank in others)
 
     def _is_silent(self, rank: int) -> bool:
-        """Whether a rank that was heard of has not been for too long."""
+        """Tell whether the heartbeat of a rank has stopped for longer than the limit."""
         beat = self._peers.get(rank)
         if beat is None or beat.has_left or rank == self._member.rank:
             return False
-        # What was read long ago, since nothing was to be waited for, says nothing.
+        # Heartbeats that were read long ago, while nothing was waited for, are no evidence.
         was_read = time.perf_counter() - self._last_read < self.limit.seconds / 2
-        return was_read and self._peers.silent_s(rank) > self.limit.seconds + 2 * self._every_s
+        return was_read and self._peers.silent_s(rank) > self.limit.seconds + 2 * self._interval_s
 
     def _end(self) -> None:
-        """Say where this rank stands, let one rank give the reason, and end the process."""
+        """Print this rank's status, let one rank print the reason, and end the process."""
         try:
-            self._say_and_tell()
-        except Exception:  # the process must end, whatever cannot be said
+            self._report_hang()
+        except Exception:  # the process must end, whatever cannot be printed
             traceback.print_exc()
         if self._member.rank == 0:
             time.sleep(LINGER_S)
         os._exit(1)
 
-    def _say_and_tell(self) -> None:
+    def _report_hang(self) -> None:
         found = self._current()
         line = self._line(found)
         _print(line)
         waits = found.waits if found.is_timed else ""
         reason = waits or "has found a rank that says nothing"
-        if self._said.is_told:
+        if self._hang.is_known:
             reason = waits or "was told of a rank that waits"
-        teller = threading.Thread(target=self._tell, args=(line, waits, reason), daemon=True)
-        teller.start()
-        teller.join(GRACE_S + 3 * _CONNECTION_S)
-        self._give_reason(reason)
+        publisher = threading.Thread(target=self._publish, args=(line, waits, reason), daemon=True)
+        publisher.start()
+        publisher.join(GRACE_S + 3 * _CONNECTION_S)
+        self._print_reason(reason)
 
     def _line(self, found: Report) -> str:
         frames = sys._current_frames()
@@ -251,20 +251,20 @@ class Watchdog:
     # ---- all ranks ----
 
     def _listen(self) -> None:
-        """Tell the others of this rank, and look whether another one's patience has ended."""
+        """Exchange heartbeats through the store until another rank has reported a hang."""
         with suppress(Exception):  # a store that is gone: then each rank has its own limit
             # Both while the store is there: one may have to wait in it when the other must not.
             self._store, own = store.connect(), store.connect()
-            while not self._is_stopped and not self._said.is_told:
-                self._tell_heartbeat(own)
+            while not self._is_stopped and not self._hang.is_known:
+                self._publish_heartbeat(own)
                 self._read_peers(own)
-                self._give_notice(own)
-                self._said.is_told = own.check([HANG])
-                self._is_leaving.wait(self._every_s)
+                self._log_notice(own)
+                self._hang.is_known = own.check([HANG])
+                self._is_leaving.wait(self._interval_s)
             if self._is_stopped:
                 ended(self._beat).write(own, self._member.rank)
 
-    def _tell_heartbeat(self, own: Store) -> None:
+    def _publish_heartbeat(self, own: Store) -> None:
         found = self._current()
         self._beat = replace(
             self._beat,
@@ -283,8 +283,8 @@ class Watchdog:
             self._peers.read(own)
             self._last_read = now
 
-    def _give_notice(self, own: Store) -> None:
-        """Say once in a while what is waited for; of all ranks that wait, one does."""
+    def _log_notice(self, own: Store) -> None:
+        """Log a long wait now and then, on one of the ranks that wait."""
         found = self._report
         if not found.is_timed:
             self._next_notice_s = NOTICE_S
@@ -302,36 +302,36 @@ class Watchdog:
         limit = f"{self.limit.name}={self.limit.seconds:g}"
         _print(f"{self._line(found)}; at {limit} the job ends.{others}")
 
-    def _tell(self, line: str, waits: str, reason: str) -> None:
-        """Tell the others, and read what they say; may block where the store has stopped."""
-        is_told = self._said.is_told
+    def _publish(self, line: str, waits: str, reason: str) -> None:
+        """Publish this rank's status and collect the others'; blocks if the store has stopped."""
+        is_known = self._hang.is_known
         with suppress(Exception):
-            own, said, rank = self._store, self._said, str(self._member.rank)
+            own, hang, rank = self._store, self._hang, str(self._member.rank)
             if own is None:
                 return
             ranks, given = range(self._member.num_ranks), f"{HANG}/reason"
             self._peers.read(own)
-            told = {"line": line, "waits": waits, "fates": self._peers.fates(ranks)}
-            own.set(f"{HANG}/{rank}", json.dumps(told))
-            # A rank that was told may not claim the reason of one that has come to its limit.
-            is_speaker = not is_told and own.compare_set(HANG, "", rank) == rank.encode()
+            entry = {"line": line, "waits": waits, "fates": self._peers.fates(ranks)}
+            own.set(f"{HANG}/{rank}", json.dumps(entry))
+            # A rank that was notified may not claim the reason of one that has come to its limit.
+            is_speaker = not is_known and own.compare_set(HANG, "", rank) == rank.encode()
             if is_speaker:
                 until(lambda: all(own.check([f"{HANG}/{r}"]) for r in ranks), GRACE_S)
                 spoken = [r for r in ranks if own.check([f"{HANG}/{r}"])]
-                said.lines = {r: json.loads(own.get(f"{HANG}/{r}")) for r in spoken}
+                hang.lines = {r: json.loads(own.get(f"{HANG}/{r}")) for r in spoken}
                 if failure.is_first(own):  # else the job has told another reason
-                    self._give_reason(reason)
-                said.reason_given = True
+                    self._print_reason(reason)
+                hang.reason_given = True
                 own.set(given, rank)
             else:  # at once, for rank 0 may keep the store, and end
-                said.reason_given = until(lambda: own.check([given]), GRACE_S + 2 * _CONNECTION_S)
+                hang.reason_given = until(lambda: own.check([given]), GRACE_S + 2 * _CONNECTION_S)
 
-    def _give_reason(self, reason: str) -> None:
-        """Say why the job ends, and who may be the cause, unless that has been said."""
-        said = self._said
-        if said.reason_given:
+    def _print_reason(self, reason: str) -> None:
+        """Print why the job ends, and which ranks may be the cause, unless another rank has."""
+        hang = self._hang
+        if hang.reason_given:
             return
-        said.reason_given = True
+        hang.reason_given = True
         try:
             suspects = self._suspects()
         except Exception as cause:  # the reason itself is known
@@ -344,28 +344,28 @@ class Watchdog:
         failure.tell_launcher(error)
 
     def _suspects(self) -> str:
-        lines = self._said.lines
+        lines = self._hang.lines
         ranks = range(self._member.num_ranks)
         if lines is None:
             fates = self._peers.fates(ranks)
-            seen = [self._peers.verdict(rank, fates) for rank in fates]
+            seen = [self._peers.describe(rank, fates) for rank in fates]
             return (
                 f" The other ranks cannot be asked, since the job's store at {store.address()} "
                 "does not answer: the process that keeps it has ended or is stopped, or the "
                 f"network between has failed ({' and '.join(INTERFACES)} name its interface)."
                 f"{_listed(seen)}"
             )
-        fates = {int(r): said for told in lines.values() for r, said in told["fates"].items()}
+        fates = {int(r): fate for entry in lines.values() for r, fate in entry["fates"].items()}
         silent = [r for r in ranks if r not in lines]
-        idle = [r for r, told in lines.items() if not told["waits"].startswith("has waited")]
+        idle = [r for r, entry in lines.items() if not entry["waits"].startswith("has waited")]
         found = f" Waiting for nobody: {named(tuple(idle))}." if idle else ""
-        found += _listed([self._peers.verdict(rank, fates) for rank in silent])
-        if not idle and not silent and all(MEETING in t["waits"] for t in lines.values()):
+        found += _listed([self._peers.describe(rank, fates) for rank in silent])
+        if not idle and not silent and all(JOINING in t["waits"] for t in lines.values()):
             found += " " + network_hint(self._peers)
         return found
 
     def _why_lost(self, reason: str) -> str:
-        """What a lost connection to another rank comes from, as a sentence; takes its time."""
+        """Explain a lost connection to another rank in a sentence; takes several seconds."""
         peers, ranks = Peers(self._member.num_ranks), range(self._member.num_ranks)
         try:
             own = store.connect()
@@ -375,7 +375,7 @@ class Watchdog:
             peers.read(own)
         except Exception:
             fates = self._peers.fates(ranks)
-            seen = [self._peers.verdict(rank, fates) for rank in fates]
+            seen = [self._peers.describe(rank, fates) for rank in fates]
             return (
                 f"rank {self._member.rank} on {self._beat.host} has lost the other ranks "
                 f"({reason}), and the job's store at {store.address()} does not answer: the "
@@ -385,7 +385,7 @@ class Watchdog:
 
 
 def timeouts_s(limit: Limit) -> float:
-    """What torch's own timeouts are to be: later than the watchdog, which says more."""
+    """Return the timeout for torch's process groups: later than the watchdog, which says more."""
     return PATIENCE * limit.seconds + 2 * GRACE_S
 
 
@@ -393,25 +393,25 @@ _current: list[Watchdog] = []
 
 
 def start(member: Member, limit: Limit) -> None:
-    """Watch this rank from now on, in the place of what watched it before."""
+    """Start the watchdog of this rank, in place of a former one."""
     stop()
     _current.append(Watchdog(member, limit))
     _current[0].start()
 
 
 def stop() -> None:
-    """Watch this rank no more."""
+    """Stop the watchdog of this rank."""
     while _current:
         _current.pop().join()
 
 
 def current() -> Watchdog | None:
-    """What watches this rank; None in a job of one, or before `merak.init`."""
+    """Return the watchdog of this rank; None in a job of one, or before `merak.init`."""
     return _current[0] if _current else None
 
 
-def _listed(verdicts: list[str]) -> str:
-    return f" Without an answer: {'; '.join(verdicts)}." if verdicts else ""
+def _listed(descriptions: list[str]) -> str:
+    return f" Without an answer: {'; '.join(descriptions)}." if descriptions else ""
 
 
 def _print(line: str) -> None:

@@ -38,7 +38,7 @@ class ParamAllGather:
         buckets: parameters by name that one all-gather carries, in the order of the forward.
         group: the replicas.
         most_open: gathers that may be open at a time; None for all of them.
-        progress: is told of every wait.
+        progress: reports every wait.
     """
 
     def __init__(

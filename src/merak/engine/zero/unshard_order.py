@@ -63,7 +63,7 @@ class UnshardOrder:
     Args:
         group: the replicas.
         device: where the parameters are.
-        progress: is told of every wait.
+        progress: reports every wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, progress: Progress) -> None:

@@ -27,7 +27,7 @@ class Call:
         loss_fn: the loss function, where the model does not compute a loss itself.
         loss_columns: columns that go to the loss function alone.
         autocast: makes the context that the model runs under in mixed precision.
-        kept_whole: "module:name" of the model's functions that draw on the host.
+        host_random: names, "module:name", of the model's functions that draw on the host.
     """
 
     columns: tuple[str, ...]
@@ -35,7 +35,7 @@ class Call:
     loss_fn: LossFunction | None
     loss_columns: tuple[str, ...]
     autocast: Callable[[], AbstractContextManager[Any]] | None = None
-    kept_whole: tuple[str, ...] = ()
+    host_random: tuple[str, ...] = ()
 
 
 def call_model(

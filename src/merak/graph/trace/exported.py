@@ -30,7 +30,7 @@ class Exported:
         replaced: names of attributes that forward has replaced, by the identity of the tensor.
         columns: names of the batch's columns.
         num_conditions: as of `Trace`.
-        picking: what becomes of sizes that depend on values.
+        sizes: what becomes of sizes that depend on values.
     """
 
     graph: fx.Graph
@@ -42,7 +42,7 @@ class Exported:
     replaced: Mapping[int, str]
     columns: tuple[str, ...]
     num_conditions: int = 0
-    picking: DynamicSizes = DynamicSizes.REFUSED
+    sizes: DynamicSizes = DynamicSizes.REFUSED
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta, requires_grad
 from merak.graph.ir.custom_operators import custom_operator
-from merak.graph.ir.ir import Kind
+from merak.graph.ir.ir import Kind, ParameterWrites
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.trace.autocast import SETTLED, write_out_autocast
 from merak.graph.trace.autograd.calls import is_autograd_call, is_gradient_switch
-from merak.graph.trace.autograd.expand import CONSTANT, expand_autograd
+from merak.graph.trace.autograd.expand import CONSTANT
 from merak.graph.trace.autograd.steps import AUTOCAST
 from merak.graph.trace.explain import UntraceableError, refuse_dynamic_shape
 from merak.graph.trace.node_source import frames_of, line_of, modules_of
@@ -25,7 +24,6 @@ from merak.graph.trace.opaque.dynamic_region import (
     gather_dynamic_regions,
     is_assertion,
 )
-from merak.graph.trace.verify import verify_constants
 
 aten = torch.ops.aten
 
@@ -59,41 +57,71 @@ _NO_GRADIENT = {
 }
 
 
-def clean_graph(
-    graph: fx.Graph,
-    constants: Mapping[str, torch.Tensor],
-    picking: DynamicSizes = DynamicSizes.REFUSED,
-) -> frozenset[str]:
-    """Rewrite an exported graph in place, and give every node its Merak meta.
+@dataclass(slots=True)
+class Rewriting:
+    """An exported graph that passes rewrite, and what they find out about it.
 
     Args:
-        graph: as exported.
-        constants: the tensors in the model's code, by name.
-        picking: what becomes of sizes that depend on values.
+        graph: changed in place.
+        constants: tensors that are neither parameters nor buffers, by name.
+        sizes: policy for data-dependent sizes.
+        sources: source files that nodes come from.
+        parameter_writes: writes into parameters, taken out of the graph.
+    """
 
-    Returns:
-        The source files its nodes come from.
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    sizes: DynamicSizes = DynamicSizes.REFUSED
+    sources: set[str] = field(default_factory=set)
+    parameter_writes: tuple[ParameterWrites, ...] = ()
+
+
+def inline_subgraphs(rewriting: Rewriting) -> None:
+    """Replace `wrap_with_set_grad_enabled` and `wrap_with_autocast` by the graphs they wrap."""
+    _inline_subgraphs(rewriting.graph)
+
+
+def refuse_vmap(rewriting: Rewriting) -> None:
+    """Refuse `torch.vmap`.
 
     Raises:
-        TraceError: a shape that depends on numbers, or a constant without any.
+        UntraceableError: the graph has one.
     """
-    _inline_subgraphs(graph)
-    verify_constants(graph, constants)
-    sources: set[str] = set()
-    memory = _Memory()
-    for node in list(graph.nodes):
+    for node in rewriting.graph.nodes:
         _refuse_vmap(node)
-        gathered = picking is not DynamicSizes.REFUSED and is_assertion(node)
-        if str(node.target) in _ASSERTIONS and not gathered:
-            graph.erase_node(node)
-            continue
+
+
+def erase_assertions(rewriting: Rewriting) -> None:
+    """Erase assertions, but for those about data-dependent sizes that a region will check."""
+    are_checked = rewriting.sizes is not DynamicSizes.REFUSED
+    for node in list(rewriting.graph.nodes):
+        if str(node.target) in _ASSERTIONS and not (are_checked and is_assertion(node)):
+            rewriting.graph.erase_node(node)
+
+
+def drop_device_indices(rewriting: Rewriting) -> None:
+    """Name devices by their type alone: the graph of one rank runs on other ranks' devices."""
+    for node in rewriting.graph.nodes:
         node.args = fx.node.map_aggregate(node.args, _any_of_its_kind)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _any_of_its_kind)
-    expand_autograd(graph)
-    if picking is not DynamicSizes.REFUSED:
-        gather_dynamic_regions(graph, line_of)
-    for node in list(graph.nodes):
-        _set_meta(node, sources, memory)
+
+
+def gather_regions(rewriting: Rewriting) -> None:
+    """Put operators on data-dependent sizes into data-dependent regions, where that is allowed."""
+    if rewriting.sizes is not DynamicSizes.REFUSED:
+        gather_dynamic_regions(rewriting.graph, line_of)
+
+
+def set_metadata(rewriting: Rewriting) -> None:
+    """Give every node Merak's metadata in place of torch's."""
+    memory = _Memory()
+    for node in list(rewriting.graph.nodes):
+        _set_meta(node, rewriting.sources, memory)
+
+
+def erase_no_ops(rewriting: Rewriting) -> None:
+    """Erase operators that return their argument, and empty operands of `cat`."""
+    graph = rewriting.graph
     written = {a.meta["storage"] for n in graph.nodes for a in mutated_arguments(n)}
     for node in list(graph.nodes):
         if (replaced := _without_effect(node, written)) is not None:
@@ -101,7 +129,6 @@ def clean_graph(
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         _drop_empty_parts(node)
-    return frozenset(sources)
 
 
 def _any_of_its_kind(value: Any) -> Any:
@@ -109,15 +136,9 @@ def _any_of_its_kind(value: Any) -> Any:
     return torch.device(value.type) if isinstance(value, torch.device) else value
 
 
-def slice_neighbours(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
-    """Write picks of neighbouring elements, `x[:, [-2]]` say, as copies of slices.
-
-    A slice says which elements it takes, which a list of positions hides.
-
-    Args:
-        graph: a clean graph; changed in place.
-        constants: the tensors in the model's code, by name.
-    """
+def slice_neighbours(rewriting: Rewriting) -> None:
+    """Write an index of contiguous elements, `x[:, [-2]]` say, as a copy of a slice."""
+    graph, constants = rewriting.graph, rewriting.constants
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         x, positions = node.args
         found = [(dim, i) for dim, i in enumerate(positions) if i is not None]

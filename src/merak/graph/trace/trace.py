@@ -7,7 +7,7 @@ what comes out is the operators that one device would run, in their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
-from merak.graph.trace.autograd.calls import AutogradCalls
-from merak.graph.trace.autograd.func_transforms import func_by_autograd
-from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
+from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.branches.host_random import (
     HostRandomError,
     HostRandomFunctions,
@@ -31,39 +28,17 @@ from merak.graph.trace.call import Call, LossFunction, call_model
 from merak.graph.trace.explain import explain
 from merak.graph.trace.exported import Exported, lift
 from merak.graph.trace.fallbacks import trace_with_fallbacks
-from merak.graph.trace.modes.autograd_functions import (
-    record_autograd_functions,
-    refuse_seen_through,
-)
-from merak.graph.trace.modes.constant_values import ConstantValues
-from merak.graph.trace.modes.ctc_loss import CtcLosses
-from merak.graph.trace.modes.fakes import (
-    eager_masks,
-    fake_batch,
-    fake_weights,
-    find_replaced_attributes,
-    no_draws_in_python,
-    own_attributes,
-    seemingly_eager,
-    unmoved_modules,
-)
-from merak.graph.trace.modes.grad_hooks import TensorHooks, select_hooked_modules
+from merak.graph.trace.modes.fakes import fake_batch, seemingly_eager
+from merak.graph.trace.modes.grad_hooks import select_hooked_modules
 from merak.graph.trace.modes.lean_export import lean_export
-from merak.graph.trace.modes.metadata_queries import MetadataQueries
-from merak.graph.trace.modes.packed_sequences import PackedSequences
 from merak.graph.trace.modes.quiet_export import quiet_export
-from merak.graph.trace.modes.tensor_data import DetachedData
-from merak.graph.trace.modes.value_checks import ValueChecks
-from merak.graph.trace.normalize import clean_graph, slice_neighbours
-from merak.graph.trace.opaque.aliasing import refuse_lost_writes
-from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty, DynamicSizes
-from merak.graph.trace.opaque.loops import Loops
+from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.operator import attach_calls
-from merak.graph.trace.opaque.record import Real, record_opaque_modules
+from merak.graph.trace.opaque.record import RealTensors
 from merak.graph.trace.opaque.selection import OpaqueSelection
-from merak.graph.trace.parameter_writes import hoist_parameter_writes
+from merak.graph.trace.passes import run_passes
+from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.traced import Trace
-from merak.graph.trace.verify import is_without_numbers
 
 
 def trace(
@@ -107,8 +82,8 @@ def trace(
             return _traced(model, columns, call, device, opaque)
         except TraceError as error:
             function = error.function if isinstance(error, HostRandomError) else None
-            if function is not None and function not in call.kept_whole:
-                call = replace(call, kept_whole=(*call.kept_whole, function))
+            if function is not None and function not in call.host_random:
+                call = replace(call, host_random=(*call.host_random, function))
                 continue
             if type(error) is TraceError:
                 raise
@@ -145,60 +120,33 @@ def export_model(
     answers: tuple[bool, ...] = (),
     opaque: OpaqueSelection | None = None,
 ) -> Exported:
-    """The first half of `trace`.
+    """Run `torch.export` on a model: the first half of `trace`.
 
     Args:
         model: as of `trace`.
         columns: as of `trace`.
         call: how the model is called.
-        device: where fake tensors claim to be.
-        symbolic: write sizes that depend on the batch's down as such, not as numbers.
-        answers: to the choices that the model makes by chance; further ones are False.
-        opaque: modules to keep whole.
+        device: device that fake tensors claim to be on.
+        symbolic: keep sizes that depend on the batch's as symbols, not as numbers.
+        answers: to the model's random conditions; further ones are False.
+        opaque: opaque modules and functions.
 
     Raises:
         TraceError: as of `trace`.
     """
     names, tied = parameter_names(model)
-    loss_fn = call.loss_fn
-    _refuse_trained_loss(loss_fn)
+    _refuse_trained_loss(call.loss_fn)
     opaque = OpaqueSelection() if opaque is None else opaque
-    draws = RandomConditions(answers, opaque.by_batch)
-    runner = _Runner(model, call, draws)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    checks = ValueChecks()
-    real = Real.of(model)
-    host_draws = HostRandomFunctions(call.kept_whole)
-    with _traceable(model, columns, mode, device, draws), host_draws.recorded(model):
-        values = fake_batch(columns, mode, device)
-        try:
-            with (
-                no_draws_in_python(model),
-                find_replaced_attributes(model) as replaced,
-                draws,
-                checks,
-                CtcLosses(),
-                PackedSequences() as packed,
-                host_draws,
-                DetachedData(),
-                AutogradCalls() as autograd_calls,
-                AssumeNonEmpty() if opaque.picking is DynamicSizes.SOME else nullcontext(),
-                TensorHooks(),
-                ConstantValues(),
-                Loops(model, opaque.unrolled),
-                record_opaque_modules(model, opaque, real, device) as calls,
-                MetadataQueries(packed),
-            ):
-                program = _export(runner, values, symbolic)
-        except Exception as error:
-            opaque.asks_batch |= draws.asks_batch
-            raise explain(model, loss_fn, error, lambda: _call_eagerly(runner, values, mode)) from (
-                None if isinstance(error, TraceError) else error
-            )
+    conditions = RandomConditions(answers, opaque.by_batch)
+    host_random = HostRandomFunctions(call.host_random)
+    real = RealTensors.of(model)
+    session = Session(model, columns, device, opaque, conditions, host_random, real)
+    runner = _Runner(model, call, conditions)
+    program = _run_export(session, runner, call, symbolic)
     _refuse_growing(program, runner.remade)
-    autograd_calls.refuse_left_frozen()
-    checks.tell(are_sizes_checked=opaque.picking is not DynamicSizes.REFUSED)
-    attach_calls(program.graph_module, calls)
+    session.autograd.refuse_left_frozen()
+    session.checks.tell(are_sizes_checked=opaque.sizes is not DynamicSizes.REFUSED)
+    attach_calls(program.graph_module, session.calls)
     return Exported(
         program.graph_module.graph,
         program.graph_signature,
@@ -206,32 +154,27 @@ def export_model(
         runner.outputs(),
         names,
         tied,
-        replaced,
+        session.replaced,
         call.columns,
-        len(draws.made),
-        opaque.picking,
+        len(conditions.made),
+        opaque.sizes,
     )
 
 
-@contextmanager
-def _traceable(
-    model: nn.Module,
-    columns: Mapping[str, TensorMeta],
-    mode: FakeTensorMode,
-    device: torch.device,
-    draws: RandomConditions,
-) -> Iterator[None]:
-    """Replace, inside, the model's weights by fake ones, and functions by what a trace records."""
-    with (
-        own_attributes(model),
-        fake_weights(model, mode, device),
-        eager_masks(columns),
-        record_autograd_functions(model),
-        unmoved_modules(),
-        func_by_autograd(),
-        host_random_in_torch(model, draws),
-    ):
-        yield
+def _run_export(
+    session: Session, runner: _Runner, call: Call, symbolic: bool
+) -> torch.export.ExportedProgram:
+    """Export inside all modes of a session, and explain what goes wrong."""
+    model, fake = session.model, session.fake
+    with entered(REPLACEMENTS, session):
+        values = fake_batch(session.columns, fake, session.device)
+        try:
+            with entered(MODES, session):
+                return _export(runner, values, symbolic)
+        except Exception as error:
+            session.opaque.asks_batch |= session.conditions.asks_batch
+            told = explain(model, call.loss_fn, error, lambda: _call_eagerly(runner, values, fake))
+            raise told from (None if isinstance(error, TraceError) else error)
 
 
 def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
@@ -244,28 +187,17 @@ def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     Raises:
         TraceError: as of `trace`.
     """
-    graph = exported.graph
-    constants = lift(exported)
-    sources = clean_graph(graph, constants, exported.picking)
-    parameter_writes = hoist_parameter_writes(graph, constants)
-    repeat_buffer_mutations(graph)
-    eliminate_dead_code(graph)
-    slice_neighbours(graph, constants)
-    refuse_seen_through(graph)
-    refuse_lost_writes(graph)
-    names, tied = exported.parameters, exported.tied
-    # What nothing reads may be there without numbers.
-    constants = {n: t for n, t in constants.items() if not is_without_numbers(t)}
+    rewriting = run_passes(exported.graph, lift(exported), exported.sizes)
     return Trace(
-        graph=graph,
+        graph=rewriting.graph,
         outputs=exported.outputs,
-        parameters=names,
-        tied=tied,
-        constants=constants,
+        parameters=exported.parameters,
+        tied=exported.tied,
+        constants=rewriting.constants,
         columns=dict(columns),
-        sources=sources,
+        sources=frozenset(rewriting.sources),
         num_conditions=exported.num_conditions,
-        parameter_writes=parameter_writes,
+        parameter_writes=rewriting.parameter_writes,
     )
 
 

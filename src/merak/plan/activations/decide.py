@@ -1,4 +1,4 @@
-"""What a job recomputes or offloads: said, or chosen to fit the memory; and whether it fits.
+"""Decision on a job's activations: the policy that was requested, or one that fits the memory.
 
 Rank 0 decides for all ranks, since estimates rest on speeds that differ from rank to rank.
 """
@@ -7,119 +7,98 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from merak.core.errors import PlanError
-from merak.core.health.status import waiting_for_all, waiting_for_first
+from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.plan.activations.fit import Means, fit
+from merak.core.rank0 import decide_on_rank0
+from merak.plan.activation_policy import ActivationPolicy
+from merak.plan.activations.fit import Budget, fit_activations
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload import ARGUMENT, NOTHING, parse_offload
-from merak.plan.activations.offload_spec import Times, refuse_nothing, said
-from merak.plan.activations.recompute import keep_share, recomputing_stages
-from merak.plan.activations.suggest_degrees import others_that_fit
+from merak.plan.activations.offload_spec import Times, require_saved, resolve_offload
+from merak.plan.activations.recompute import recomputing_stages, save_fraction
+from merak.plan.activations.suggest_degrees import find_fitting_degrees
 from merak.plan.balance import balance
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.selective_ops import Dear
-from merak.plan.layout import EngineOptions
-from merak.plan.memory.model import Keeping, RankMemory
+from merak.plan.cost.selective_ops import SelectiveOps
+from merak.plan.engine_options import EngineOptions
+from merak.plan.memory.model import RankMemory
 from merak.plan.recompute_spec import Mode, Recompute, RecomputeSpec, parse_recompute
 from merak.plan.step_plans import StepPlans
 
-_SHARE_TO_FILL = 0.92
-"""What `auto` takes of a GPU's memory; the rest is for its context, libraries and fragments."""
+_AUTO_FRACTION = 0.92
+"""Fraction of a GPU's memory that `auto` fills; its context, libraries and fragments need some."""
 
 logger = logging.getLogger(__name__)
 
 Profile = Callable[[], DeviceProfile]
-"""Gives the speeds of the devices, likewise."""
+"""Function that returns the speeds of the devices, which may have to be measured first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Decided:
-    """What rank 0 has decided.
-
-    Args:
-        kept: segments that keep their activations.
-        partly: by segment of the others, the operators whose results it keeps.
-        offloaded: of those that keep their activations, those that do so in host memory.
-        problem: why the job cannot be run.
-    """
-
-    kept: frozenset[int] = frozenset()
-    partly: Mapping[int, Dear] = field(default_factory=dict)
-    offloaded: frozenset[int] = frozenset()
-    problem: str | None = None
-
-
-def settle_recompute(forecast: Forecast, times: Times, profile: Profile) -> Forecast:
-    """Decide what recomputes or offloads, and refuse what does not fit; alike on every rank.
+def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> Forecast:
+    """Resolve the options on activations to a policy that fits; collective, the same everywhere.
 
     Args:
-        forecast: the job as it is laid out, and what the user said about activations and memory.
+        forecast: the job as it is laid out, with the user's options.
         times: of the segments.
         profile: of the devices.
 
     Returns:
-        The job, with what keeps its activations and a schedule to match.
+        The job, with its activation policy and a schedule to match.
 
     Raises:
-        PlanError: a choice that makes no sense, or a memory that the job does not fit.
+        PlanError: options that contradict each other, or a job that does not fit its memory.
     """
     layout, mesh, options = forecast.layout, forecast.mesh, forecast.options
-    wish, away = parse_recompute(options.recompute), parse_offload(options.offload_activations)
+    spec, offload = parse_recompute(options.recompute), parse_offload(options.offload_activations)
     budgets = _on_all_ranks(_budget(options, mesh), mesh)
     known = [budget for budget in budgets if budget is not None]
-    leaves_all = wish.mode is Mode.SCHEDULE and away == NOTHING
-    if leaves_all and not known:
+    is_default = spec.mode is Mode.SCHEDULE and offload == NOTHING
+    if is_default and not known:
         return forecast
-    decided = [_Decided()]
-    if mesh.rank == 0:
+
+    def decide() -> ActivationPolicy:
         budget = min(known, default=None)
         try:
-            chosen = _choose(forecast, wish, times, profile, budget)
-            problem = _misfit(forecast, chosen, budget, times)
-            decided = [_Decided(chosen.kept, chosen.partly, chosen.offloaded, problem)]
-        except PlanError as error:
-            decided = [_Decided(problem=str(error))]
+            policy = _choose(forecast, spec, times, profile, budget)
+            _refuse_misfit(forecast, policy, budget, times)
+        except PlanError:
+            raise
         except Exception as error:
-            # Code of the model's own may look at numbers, which tensors without them do not have.
-            problem = _unforeseen(error, not leaves_all or options.memory_budget is not None)
-            decided = [_Decided(problem=problem)]
-    if mesh.device_mesh is not None:
-        with waiting_for_first("what is recomputed"):
-            dist.broadcast_object_list(decided, src=0)
-    found = decided[0]
-    if found.problem is not None:
-        raise PlanError(found.problem)
-    if leaves_all:
+            # Code of the model's own may read values, which fake tensors do not have.
+            _report_no_forecast(error, not is_default or options.memory_budget is not None)
+            return forecast.policy
+        return policy
+
+    policy = decide_on_rank0(mesh, "the activations to recompute", decide)
+    if is_default:
         return forecast
-    plans = layout.plans.recomputing(recomputing_stages(layout.partition, found.kept))
-    layout = replace(
-        layout, plans=plans, kept=found.kept, partly=found.partly, offloaded=found.offloaded
-    )
-    return replace(forecast, layout=layout)
+    plans = layout.plans.recomputing(recomputing_stages(layout.partition, policy.saved))
+    return replace(forecast, layout=replace(layout, plans=plans, activations=policy))
 
 
-def may_change(recompute: Recompute) -> bool:
-    """Whether what recomputes may change while the job runs, since it was chosen for the user."""
+def may_replan(recompute: Recompute) -> bool:
+    """Whether the activation policy may change while the job runs, since "auto" chose it."""
     return parse_recompute(recompute).mode is Mode.AUTO
 
 
-def _unforeseen(error: Exception, was_asked_for: bool) -> str | None:
-    """What to say when segments do not run on tensors without numbers: a refusal, if need be."""
-    what = f"the memory of this model cannot be foreseen ({type(error).__name__}: {error})"
-    if was_asked_for:
-        return f"{what}; leave memory_budget unset, and recompute 'off', 'full' or a list."
+def _report_no_forecast(error: Exception, requested: bool) -> None:
+    """Refuse, or warn about, a model whose segments do not run on fake tensors."""
+    what = f"the memory of this model cannot be forecast ({type(error).__name__}: {error})"
+    if requested:
+        raise PlanError(
+            f"{what}; leave memory_budget unset, and recompute 'off', 'full' or a list."
+        ) from error
     logger.warning("%s; it is not compared with the device's.", what)
-    return None
 
 
 def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
-    """What this rank may hold: as the user says, or its GPU's memory."""
+    """Bytes that this rank may hold: the user's limit, or its GPU's memory; None on the CPU."""
     if options.memory_budget is not None:
         return options.memory_budget
     if mesh.device.type != "cuda":
@@ -128,12 +107,12 @@ def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
 
 
 def common_budget(options: EngineOptions, mesh: Mesh) -> int | None:
-    """What every rank may hold, with room for what nobody foresees; None if nobody knows."""
+    """Bytes that every rank may fill, the smallest rank's; None where no rank knows its memory."""
     known = [budget for budget in _on_all_ranks(_budget(options, mesh), mesh) if budget is not None]
     least = min(known, default=None)
     if least is None or options.memory_budget is not None:
         return least
-    return int(_SHARE_TO_FILL * least)
+    return int(_AUTO_FRACTION * least)
 
 
 def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
@@ -145,125 +124,135 @@ def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
 
 
 def _choose(
-    forecast: Forecast, wish: RecomputeSpec, times: Times, profile: Profile, budget: int | None
-) -> Keeping:
-    """What is done with activations."""
-    away = parse_offload(forecast.options.offload_activations)
-    if away.mode is Mode.AUTO:
-        return _fitted(forecast, wish, times, profile, _to_fill(forecast, ARGUMENT, budget))
-    kept, partly = frozenset[int](), dict[int, Dear]()
-    if wish.mode is Mode.SELECTIVE:
-        partly = forecast.memory.find_dear(profile())
-    elif wish.mode is Mode.AUTO:
+    forecast: Forecast, spec: RecomputeSpec, times: Times, profile: Profile, budget: int | None
+) -> ActivationPolicy:
+    """The activation policy by the options `recompute` and `offload_activations`."""
+    offload = parse_offload(forecast.options.offload_activations)
+    if offload.mode is Mode.AUTO:
+        fill = _to_fill(forecast, ARGUMENT, budget)
+        return _with_auto_offload(forecast, spec, times, profile, fill)
+    saved, selective = frozenset[int](), dict[int, SelectiveOps]()
+    if spec.mode is Mode.SELECTIVE:
+        selective = forecast.memory.find_selective_ops(profile())
+    elif spec.mode is Mode.AUTO:
         fill = _to_fill(forecast, "recompute", budget)
-        kept, partly = _filled(forecast, away, times, dear_operators(forecast, profile), fill)
+        candidates = selective_operators(forecast, profile)
+        saved, selective = _filled(forecast, offload, times, candidates, fill)
     else:
-        kept = _said(forecast, wish, times)
-    kept |= forecast.untrained
-    strict = wish.mode is not Mode.AUTO
-    return Keeping(kept, partly, said(forecast, away, kept, times, strict))
+        saved = _resolve_saved(forecast, spec, times)
+    saved |= forecast.untrained
+    strict = spec.mode is not Mode.AUTO
+    offloaded = resolve_offload(forecast, offload, saved, times, strict)
+    return ActivationPolicy(saved, selective, offloaded)
 
 
 def _to_fill(forecast: Forecast, argument: str, budget: int | None) -> int:
-    """The bytes that a choice for the user may fill."""
+    """Bytes that `auto` may fill."""
     if budget is None:
         raise PlanError(
             f"{argument}='auto' fills a memory whose size is not known on the CPU; give "
             "memory_budget in bytes."
         )
     given = forecast.options.memory_budget is not None
-    return budget if given else int(_SHARE_TO_FILL * budget)
+    return budget if given else int(_AUTO_FRACTION * budget)
 
 
-def _fitted(
-    forecast: Forecast, wish: RecomputeSpec, times: Times, profile: Profile, budget: int
-) -> Keeping:
-    """What fits with the shortest iteration, of recomputing and of waiting in host memory."""
-    is_free = wish.mode is Mode.AUTO
-    kept = frozenset(range(forecast.layout.partition.num_segments))
-    if wish.mode is Mode.SELECTIVE:
-        kept = frozenset()
+def _with_auto_offload(
+    forecast: Forecast, spec: RecomputeSpec, times: Times, profile: Profile, fill: int
+) -> ActivationPolicy:
+    """The policy that fits with the shortest iteration, by recomputing and offloading."""
+    is_free = spec.mode is Mode.AUTO
+    saved = frozenset(range(forecast.layout.partition.num_segments))
+    if spec.mode is Mode.SELECTIVE:
+        saved = frozenset()
     elif not is_free:
-        kept = _said(forecast, wish, times)
-    refuse_nothing(forecast, kept)
+        saved = _resolve_saved(forecast, spec, times)
+    require_saved(forecast, saved)
     given = forecast.options.host_bytes_per_s
-    means = Means(
-        budget,
+    budget = Budget(
+        fill,
         times(),
         profile().host_bytes_per_s if given is None else given,
-        dear_operators(forecast, profile) if is_free else {},
+        selective_operators(forecast, profile) if is_free else {},
         is_free,
     )
-    return fit(forecast, kept, means)
+    return fit_activations(forecast, saved, budget)
 
 
 def _filled(
-    forecast: Forecast, away: RecomputeSpec, times: Times, dear: Mapping[int, Dear], budget: int
-) -> tuple[frozenset[int], dict[int, Dear]]:
-    """As many kept segments, and operators of others, as the memory allows."""
-    kept, partly = frozenset[int](), frozenset[int]()
+    forecast: Forecast,
+    offload: RecomputeSpec,
+    times: Times,
+    selective: Mapping[int, SelectiveOps],
+    budget: int,
+) -> tuple[frozenset[int], dict[int, SelectiveOps]]:
+    """Saved segments, and selective operators of others, that fill every rank's memory."""
+    saved, partly = frozenset[int](), frozenset[int]()
     for rank in range(forecast.mesh.pp):
-        whole, some = forecast.fill_one(
+        whole, some = forecast.fill_rank(
             rank,
             forecast.layout.schedule,
             times(),
             budget,
-            dear,
-            lambda chosen: said(forecast, away, chosen, times, strict=False),
+            selective,
+            lambda chosen: resolve_offload(forecast, offload, chosen, times, strict=False),
         )
-        kept, partly = kept | whole, partly | some
-    return kept, {index: dear[index] for index in partly - kept}
+        saved, partly = saved | whole, partly | some
+    return saved, {index: selective[index] for index in partly - saved}
 
 
-def dear_operators(forecast: Forecast, profile: Profile) -> Mapping[int, Dear]:
-    """By segment, the operators that `auto` may keep; halves of microbatches keep none."""
+def selective_operators(forecast: Forecast, profile: Profile) -> Mapping[int, SelectiveOps]:
+    """By segment, the operators that `auto` may save; none where sub-microbatches may run."""
     if forecast.mesh.tp > 1 and forecast.options.sub_pipelining != "off":
         return {}
-    return forecast.memory.find_dear(profile())
+    return forecast.memory.find_selective_ops(profile())
 
 
-def _said(forecast: Forecast, wish: RecomputeSpec, times: Times) -> frozenset[int]:
-    """The segments that keep their activations, as the user has said."""
+def _resolve_saved(forecast: Forecast, spec: RecomputeSpec, times: Times) -> frozenset[int]:
+    """The segments that save their activations by the option `recompute`."""
     layout = forecast.layout
     every = frozenset(range(layout.partition.num_segments))
-    if wish.mode is Mode.SCHEDULE:
-        return forecast.kept
-    if wish.mode is Mode.SEGMENTS:
-        return every - wish.numbers([segment.name for segment in layout.graph.segments])
-    if wish.mode is Mode.SHARE:
-        if wish.share in (0.0, 1.0):
-            return every if wish.share == 0.0 else frozenset()
-        held = forecast.held_bytes()
-        return keep_share(layout.partition, times(), [held[i] for i in sorted(held)], wish.share)
-    raise AssertionError(f"{wish.mode} is chosen elsewhere")
+    if spec.mode is Mode.SCHEDULE:
+        return forecast.saved
+    if spec.mode is Mode.SEGMENTS:
+        return every - spec.numbers([segment.name for segment in layout.graph.segments])
+    if spec.mode is Mode.FRACTION:
+        if spec.fraction in (0.0, 1.0):
+            return every if spec.fraction == 0.0 else frozenset()
+        sizes = forecast.saved_bytes()
+        in_order = [sizes[i] for i in sorted(sizes)]
+        return save_fraction(layout.partition, times(), in_order, spec.fraction)
+    raise AssertionError(f"{spec.mode} is chosen elsewhere")
 
 
-def _misfit(forecast: Forecast, keeping: Keeping, budget: int | None, times: Times) -> str | None:
-    """A sentence, if some rank does not fit: the numbers, and what would fit."""
+def _refuse_misfit(
+    forecast: Forecast, policy: ActivationPolicy, budget: int | None, times: Times
+) -> None:
+    """Refuse a job that does not fit, with the numbers and what would fit."""
     if budget is None:
-        return None
+        return
     schedule = forecast.layout.schedule
-    worst = _largest(forecast.ranks(schedule, keeping.kept, keeping.partly, keeping.offloaded))
+    worst = _largest(forecast.ranks(schedule, policy))
     if worst.peak.total_bytes <= budget:
-        return None
-    parts = ", ".join(f"{p.value} {gigabytes(b)}" for p, b in worst.peak.parts.items() if b)
+        return
+    parts = ", ".join(f"{c.value} {gigabytes(b)}" for c, b in worst.peak.by_category.items() if b)
     sentence = (
-        f"pipeline position {worst.rank} needs {gigabytes(worst.peak.total_bytes)} at "
+        f"pp rank {worst.rank} needs {gigabytes(worst.peak.total_bytes)} at "
         f"{worst.peak.at} ({parts}), but may hold {gigabytes(budget)}"
     )
-    least = _largest(forecast.ranks(schedule, frozenset(), {})).peak.total_bytes
+    least = _largest(forecast.ranks(schedule, ActivationPolicy())).peak.total_bytes
     fixes = [f"recompute='full' needs {gigabytes(least)}"] if least <= budget else []
-    fixes += _offload_that_fits(forecast, keeping, budget)
+    fixes += _offload_that_fits(forecast, policy, budget)
     if fixes:
         which = "that" if len(fixes) == 1 else "one of them"
-        return f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'."
+        raise PlanError(f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'.")
     fix = _fix(forecast, budget, times)
-    return f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix}."
+    raise PlanError(f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix}.")
 
 
 def _fix(forecast: Forecast, budget: int, times: Times) -> str:
-    """What to change so that a job fits that does not although everything recomputes."""
-    fits, others = pp_that_fits(forecast, budget, times), others_that_fit(forecast, budget)
+    """Degrees with which a job fits that does not although everything recomputes."""
+    fits, others = find_fitting_pp(forecast, budget, times), find_fitting_degrees(forecast, budget)
     most = forecast.layout.partition.num_segments
     if not others:
         fix = (
@@ -276,12 +265,12 @@ def _fix(forecast: Forecast, budget: int, times: Times) -> str:
     return f"no pp up to {most} fits; use {either} with recompute='full', or a smaller microbatch"
 
 
-def _offload_that_fits(forecast: Forecast, keeping: Keeping, budget: int) -> list[str]:
-    """What it takes if all kept activations wait in host memory, where that fits."""
-    kept = keeping.kept - forecast.untrained
-    if not kept or kept == keeping.offloaded or forecast.options.sub_pipelining == "on":
+def _offload_that_fits(forecast: Forecast, policy: ActivationPolicy, budget: int) -> list[str]:
+    """The memory of the job with all saved activations offloaded, if that fits."""
+    saved = policy.saved - forecast.untrained
+    if not saved or saved == policy.offloaded or forecast.options.sub_pipelining == "on":
         return []
-    ranks = forecast.ranks(forecast.layout.schedule, keeping.kept, keeping.partly, kept)
+    ranks = forecast.ranks(forecast.layout.schedule, replace(policy, offloaded=saved))
     needed, host = _largest(ranks).peak.total_bytes, max(rank.host_bytes for rank in ranks)
     if needed > budget:
         return []
@@ -293,8 +282,8 @@ def _largest(ranks: Sequence[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.peak.total_bytes)
 
 
-def pp_that_fits(forecast: Forecast, budget: int, times: Times) -> int | None:
-    """The least larger pipeline degree, by doubling, with which all fits that recomputes."""
+def find_fitting_pp(forecast: Forecast, budget: int, times: Times) -> int | None:
+    """The smallest larger pipeline degree, by doubling, with which a recomputing job fits."""
     mesh, layout, options = forecast.mesh, forecast.layout, forecast.options
     num_segments, pp = layout.partition.num_segments, 2 * mesh.pp
     while pp <= num_segments:
@@ -309,7 +298,7 @@ def pp_that_fits(forecast: Forecast, budget: int, times: Times) -> int | None:
             layout=replace(layout, partition=partition, plans=plans),
             mesh=replace(mesh, pp=pp),
         )
-        ranks = bigger.ranks(plans.base.schedule, frozenset(), {})
+        ranks = bigger.ranks(plans.base.schedule, ActivationPolicy())
         if _largest(ranks).peak.total_bytes <= budget:
             return pp
         pp *= 2

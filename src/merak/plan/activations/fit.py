@@ -1,130 +1,124 @@
-"""Where the memory is too small: which segments recompute, and which wait in host memory."""
+"""Placement of all activations where memory is short, rank by rank, by the simulated iteration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload_time import Estimate, Work, estimate
-from merak.plan.activations.placement import Options, Whereabouts, choose
+from merak.plan.activations.placement import Placement, PlacementOptions, choose_placement
 from merak.plan.balance import Timed
 from merak.plan.cost.measured_times import SegmentTimes
-from merak.plan.cost.selective_ops import Dear
-from merak.plan.memory.model import Keeping
+from merak.plan.cost.selective_ops import SelectiveOps
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What a choice rests on.
+class Budget:
+    """Memory, time and bandwidth that a placement of activations may spend.
 
     Args:
-        budget: bytes that a rank may hold.
+        device_bytes: bytes that a rank may hold.
         times: of the segments.
-        host_bytes_per_s: of a rank's way to host memory, each way while both are used.
-        dear: by segment, the operators worth keeping where it recomputes.
-        may_recompute: whether segments may recompute that would keep their activations.
+        host_bytes_per_s: of a rank's link to host memory, in each direction while both are used.
+        selective: by segment, the operators worth saving where it recomputes.
+        may_recompute: whether segments may recompute; else all of them save their activations.
     """
 
-    budget: int
+    device_bytes: int
     times: Sequence[Timed]
     host_bytes_per_s: float
-    dear: Mapping[int, Dear]
+    selective: Mapping[int, SelectiveOps]
     may_recompute: bool
 
 
-def fit(forecast: Forecast, kept: frozenset[int], means: Means) -> Keeping:
-    """Let kept activations wait in host memory or be computed again, so that every rank fits.
+def fit_activations(forecast: Forecast, saved: frozenset[int], budget: Budget) -> ActivationPolicy:
+    """The activation policy that fits every rank with the shortest simulated iteration.
 
-    Positions are settled one after another, each so that the simulated iteration is as short as it
-    can be. Where one does not fit at all, nothing of it stays on the device.
+    Ranks are decided one after another. Where one does not fit at all, nothing of it stays on the
+    device.
 
     Args:
         forecast: the job as it is laid out.
-        kept: segments that keep their activations, or may.
-        means: what the choice rests on.
+        saved: segments that save their activations, or may.
+        budget: what the policy may spend.
     """
-    trained = kept - forecast.untrained
-    settled = Whereabouts(here=trained)
+    trained = saved - forecast.untrained
+    decided = Placement(on_device=trained)
     for rank in range(forecast.mesh.pp):
         own = trained & frozenset(forecast.segments_of(rank))
-        others = _limited(settled, trained - own)
-        # What another position of the same stages has settled may do here, too.
-        known = _limited(settled, own)
-        if rank and known.host | (own - known.kept) and _fits(forecast, rank, known, means):
+        others = decided.within(trained - own)
+        # The placement that another rank of the same stages has got may do here, too.
+        known = decided.within(own)
+        if rank and known.offloaded | (own - known.saved) and _fits(forecast, rank, known, budget):
             continue
-        settled = _together(others, _settle(forecast, rank, (others, own), means))
-    return _keeping(settled, forecast, means.dear)
+        decided = others | _decide_rank(forecast, rank, (others, own), budget)
+    return _policy(decided, forecast, budget.selective)
 
 
 def simulated(
-    forecast: Forecast, keeping: Keeping, times: Sequence[Timed], host_bytes_per_s: float
+    forecast: Forecast, policy: ActivationPolicy, times: Sequence[Timed], host_bytes_per_s: float
 ) -> Estimate:
-    """What an iteration takes, with copies to host memory in its way.
+    """The simulated iteration of a job, with the copies of offloaded activations.
 
     Args:
         forecast: the job as it is laid out.
-        keeping: what is done with activations.
+        policy: what is saved, recomputed and offloaded.
         times: of the segments.
-        host_bytes_per_s: of a rank's way to host memory, each way while both are used.
+        host_bytes_per_s: of a rank's link to host memory, in each direction while both are used.
     """
     layout, tp = forecast.layout, forecast.mesh.tp
-    moved = forecast.moved_bytes()
-    every = range(layout.partition.num_segments)
-    partly = keeping.partly
-    again = {
-        i: 1.0 - (partly[i].saved_share if i in partly else 0.0)
-        for i in every
-        if i not in keeping.kept and i not in forecast.untrained
+    offload_bytes = forecast.offload_bytes()
+    selective = policy.selective
+    recomputed = {
+        i: 1.0 - (selective[i].time_fraction if i in selective else 0.0)
+        for i in range(layout.partition.num_segments)
+        if i not in policy.saved and i not in forecast.untrained
     }
     work = Work(
         layout.partition,
-        # Times are of whole segments, and bytes those of a rank's share.
+        # Times are of whole segments, and bytes those of a rank's shard.
         [SegmentTimes("", time.forward_s / tp, time.backward_s / tp) for time in times],
-        again,
-        {i: moved[i] for i in keeping.offloaded if moved[i]},
+        recomputed,
+        {i: offload_bytes[i] for i in policy.offloaded if offload_bytes[i]},
         host_bytes_per_s,
     )
-    return estimate(forecast.recomputing(layout.schedule, keeping.kept), work)
+    return estimate(forecast.recomputing(layout.schedule, policy.saved), work)
 
 
-def _settle(
-    forecast: Forecast, rank: int, place: tuple[Whereabouts, frozenset[int]], means: Means
-) -> Whereabouts:
-    others, own = place
-    schedule, moved = forecast.layout.schedule, forecast.moved_bytes()
-    position, parts = forecast.choices(rank, schedule, means.times, means.dear, own)
-    copy_s = {i: 2 * moved[i] / means.host_bytes_per_s for i in own if moved[i]}
+def _decide_rank(
+    forecast: Forecast, rank: int, context: tuple[Placement, frozenset[int]], budget: Budget
+) -> Placement:
+    """The placement of one rank's own segments, beside that of the others'."""
+    others, own = context
+    schedule, offload_bytes = forecast.layout.schedule, forecast.offload_bytes()
+    segments, partial = forecast.choices(rank, schedule, budget.times, budget.selective, own)
+    copy_s = {i: 2 * offload_bytes[i] / budget.host_bytes_per_s for i in own if offload_bytes[i]}
 
-    def peak_of(chosen: Whereabouts) -> int:
-        return forecast.peak(rank, schedule, _keeping(chosen, forecast, means.dear))
+    def peak_of(chosen: Placement) -> int:
+        return forecast.peak(rank, schedule, _policy(chosen, forecast, budget.selective))
 
-    def seconds_of(chosen: Whereabouts) -> tuple[float, float]:
-        keeping = _keeping(_together(others, chosen), forecast, means.dear)
-        found = simulated(forecast, keeping, means.times, means.host_bytes_per_s)
+    def seconds_of(chosen: Placement) -> tuple[float, float]:
+        policy = _policy(others | chosen, forecast, budget.selective)
+        found = simulated(forecast, policy, budget.times, budget.host_bytes_per_s)
         return found.iteration_s, found.busy_s[rank]
 
-    options = Options(position, copy_s, means.may_recompute, parts)
-    found = choose(options, peak_of, seconds_of, means.budget)
+    options = PlacementOptions(segments, copy_s, budget.may_recompute, partial)
+    found = choose_placement(options, peak_of, seconds_of, budget.device_bytes)
     if found is not None:
         return found
-    host = frozenset(copy_s)
-    return Whereabouts(frozenset() if means.may_recompute else own - host, host)
+    offloaded = frozenset(copy_s)
+    return Placement(frozenset() if budget.may_recompute else own - offloaded, offloaded)
 
 
-def _fits(forecast: Forecast, rank: int, chosen: Whereabouts, means: Means) -> bool:
-    keeping = _keeping(chosen, forecast, means.dear)
-    return forecast.peak(rank, forecast.layout.schedule, keeping) <= means.budget
+def _fits(forecast: Forecast, rank: int, chosen: Placement, budget: Budget) -> bool:
+    policy = _policy(chosen, forecast, budget.selective)
+    return forecast.peak(rank, forecast.layout.schedule, policy) <= budget.device_bytes
 
 
-def _keeping(chosen: Whereabouts, forecast: Forecast, dear: Mapping[int, Dear]) -> Keeping:
-    partly = {index: dear[index] for index in chosen.partly}
-    return Keeping(chosen.kept | forecast.untrained, partly, chosen.host)
-
-
-def _limited(chosen: Whereabouts, segments: frozenset[int]) -> Whereabouts:
-    return Whereabouts(chosen.here & segments, chosen.host & segments, chosen.partly & segments)
-
-
-def _together(one: Whereabouts, other: Whereabouts) -> Whereabouts:
-    return Whereabouts(one.here | other.here, one.host | other.host, one.partly | other.partly)
+def _policy(
+    chosen: Placement, forecast: Forecast, selective: Mapping[int, SelectiveOps]
+) -> ActivationPolicy:
+    some = {index: selective[index] for index in chosen.selective}
+    return ActivationPolicy(chosen.saved | forecast.untrained, some, chosen.offloaded)

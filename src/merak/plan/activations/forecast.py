@@ -1,10 +1,10 @@
-"""Before anything is built: what recomputes, how much memory that takes, and whether it fits."""
+"""The memory forecast of a job before it is built, for any activation policy."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -12,36 +12,44 @@ from torch import nn
 from merak.core.mesh import Mesh
 from merak.graph.program.program import Program, Rewrite, compile_program
 from merak.graph.tensor_parallel.apply import TensorParallel
-from merak.plan.activations.recompute import Parts, Position, fill_partly, recomputing_stages
+from merak.plan.activation_policy import ActivationPolicy
+from merak.plan.activations.recompute import (
+    Choice,
+    PartialSaving,
+    RankSegments,
+    fill_memory,
+    recomputing_stages,
+)
 from merak.plan.balance import Timed
-from merak.plan.cost.selective_ops import Dear
-from merak.plan.layout import EngineOptions, Layout, stage_bounds, stages_of_parameters
-from merak.plan.memory.context import SharedHere
-from merak.plan.memory.model import Job, Keeping, MemoryModel, RankMemory
-from merak.plan.memory.zero import Sharing
+from merak.plan.cost.selective_ops import SelectiveOps
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout, stage_bounds, stages_of_parameters
+from merak.plan.memory.context import TiedParameter
+from merak.plan.memory.model import Job, MemoryModel, RankMemory
+from merak.plan.memory.zero import ZeroSharding
 from merak.plan.tied_parameters import Holder, find_holders
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.lower import lower
 from merak.schedule.with_recompute import recomputing
 
 Offloaded = Callable[[frozenset[int]], frozenset[int]]
-"""Of segments that keep their activations, those that do so in host memory."""
+"""Function from the saved segments to those of them whose activations are offloaded."""
 
 
-def _none_of(kept: frozenset[int]) -> frozenset[int]:
+def _offload_none(saved: frozenset[int]) -> frozenset[int]:
     return frozenset()
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The memory of a job, for any choice of what recomputes.
+    """Forecast of a job's memory on every pp rank, for any activation policy.
 
     Args:
         model: the user's model, for its buffers.
-        layout: which segments form which stage, and the schedule.
+        layout: the segments of every stage, and the schedule.
         mesh: the degrees and the device.
-        rewrite: what tensor parallelism does to segments; None for nothing.
-        options: of which the optimizer and the ways of reducing gradients matter.
+        rewrite: the tensor parallel rewrite of segments; None without tensor parallelism.
+        options: the engine's, for the optimizer, ZeRO and the reduction of gradients.
     """
 
     model: nn.Module
@@ -51,45 +59,40 @@ class Forecast:
     options: EngineOptions
 
     @property
-    def kept(self) -> frozenset[int]:
-        """All segments that keep their activations, as the layout and its schedule say."""
+    def saved(self) -> frozenset[int]:
+        """All segments that save their activations under the layout and its schedule."""
         stages, flags = self.layout.partition.stages, self.layout.schedule.recompute
         whole = {
             i for own, recomputes in zip(stages, flags, strict=True) if not recomputes for i in own
         }
-        return self.layout.kept | self.untrained | whole
+        return self.layout.activations.saved | self.untrained | whole
+
+    @property
+    def policy(self) -> ActivationPolicy:
+        """The layout's activation policy, with the schedule's own saved segments."""
+        return replace(self.layout.activations, saved=self.saved)
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """What estimates the memory; made when it is first asked for."""
+        """The memory model, made on first use."""
         return MemoryModel(self._job())
 
     def ranks(
-        self,
-        schedule: Schedule,
-        kept: frozenset[int],
-        partly: Mapping[int, Dear] | None = None,
-        offloaded: frozenset[int] | None = None,
+        self, schedule: Schedule, policy: ActivationPolicy | None = None
     ) -> tuple[RankMemory, ...]:
-        """The memory of every pipeline position.
+        """Forecast memory of every pp rank.
 
         Args:
             schedule: any that has the layout's stages.
-            kept: segments that keep their activations.
-            partly: by segment that recomputes, the operators whose results it keeps; None for
-                those of the layout.
-            offloaded: of the kept segments, those that keep them in host memory; None for those
-                of the layout.
+            policy: what is saved, recomputed and offloaded; None for the layout's own policy.
         """
-        chosen = self.recomputing(schedule, kept)
-        partly = self.layout.partly if partly is None else partly
-        offloaded = self.layout.offloaded if offloaded is None else offloaded
-        keeping = Keeping(kept, partly, offloaded)
-        return self.memory.ranks(chosen, lower(chosen), keeping)
+        policy = self.policy if policy is None else policy
+        chosen = self.recomputing(schedule, policy.saved)
+        return self.memory.ranks(chosen, lower(chosen), policy)
 
-    def recomputing(self, schedule: Schedule, kept: frozenset[int]) -> Schedule:
-        """A schedule in which exactly the stages recompute that have a segment not kept."""
-        free = kept | self.untrained
+    def recomputing(self, schedule: Schedule, saved: frozenset[int]) -> Schedule:
+        """The schedule in which exactly the stages recompute that have an unsaved segment."""
+        free = saved | self.untrained
         return recomputing(schedule, recomputing_stages(self.layout.partition, free))
 
     @property
@@ -102,103 +105,94 @@ class Forecast:
             if not any(graph.values[name].requires_grad for name in segment.outputs)
         )
 
-    def positions(self, schedule: Schedule, times: Sequence[Timed]) -> tuple[Position, ...]:
-        """What there is to keep on every pipeline position, and what it costs and saves."""
-        return tuple(
-            self._position(schedule.stages_of(rank), schedule, times)
-            for rank in range(self.mesh.pp)
-        )
-
-    def fill(
-        self, schedule: Schedule, times: Sequence[Timed], budget_bytes: Sequence[int]
-    ) -> frozenset[int]:
-        """Let as much keep its activations as fits, what saves most time first."""
-        kept = [
-            self.fill_one(rank, schedule, times, budget, {})[0]
-            for rank, budget in enumerate(budget_bytes)
-        ]
-        return frozenset().union(*kept)
-
-    def fill_one(
+    def fill_rank(
         self,
         rank: int,
         schedule: Schedule,
         times: Sequence[Timed],
         budget_bytes: int,
-        dear: Mapping[int, Dear],
-        offloaded: Offloaded = _none_of,
-    ) -> tuple[frozenset[int], frozenset[int]]:
-        """What one pipeline position keeps, of whole segments and of operators.
+        selective: Mapping[int, SelectiveOps],
+        offloaded: Offloaded = _offload_none,
+    ) -> Choice:
+        """Fill the memory of one pp rank with the saved activations that spare most recomputation.
 
         Args:
-            rank: the pipeline position.
+            rank: the pp rank.
             schedule: any that has the layout's stages.
             times: of the segments.
-            budget_bytes: what the position may hold.
-            dear: by segment, the operators worth keeping where it recomputes.
-            offloaded: of some that keep their activations, those that do so in host memory.
+            budget_bytes: bytes that the rank may hold.
+            selective: by segment, the operators worth saving where it recomputes.
+            offloaded: the offloaded ones among some saved segments.
 
         Returns:
-            The segments that keep their activations, and those of the others that keep the results
-            of their dear operators.
+            The segments that save all activations, and those of the others that save the results
+            of their selective operators.
         """
 
-        def peak_of(kept: frozenset[int], partly: frozenset[int]) -> int:
-            some = {index: dear[index] for index in partly}
-            return self.peak(rank, schedule, Keeping(kept, some, offloaded(kept)))
+        def peak_of(saved: frozenset[int], partly: frozenset[int]) -> int:
+            some = {index: selective[index] for index in partly}
+            return self.peak(rank, schedule, ActivationPolicy(saved, some, offloaded(saved)))
 
-        position, parts = self.choices(rank, schedule, times, dear)
-        return fill_partly(position, parts, peak_of, budget_bytes)
+        segments, partial = self.choices(rank, schedule, times, selective)
+        return fill_memory(segments, partial, peak_of, budget_bytes)
 
-    def peak(self, rank: int, schedule: Schedule, keeping: Keeping) -> int:
-        """The most bytes of one position; what segments of others do is not looked at."""
-        chosen = self.recomputing(schedule, keeping.kept)
-        return self.memory.rank(rank, chosen, lower(chosen), keeping).peak.total_bytes
+    def peak(self, rank: int, schedule: Schedule, policy: ActivationPolicy) -> int:
+        """Peak bytes of one pp rank; the policy of other ranks' segments does not matter."""
+        chosen = self.recomputing(schedule, policy.saved)
+        return self.memory.rank(rank, chosen, lower(chosen), policy).peak.total_bytes
 
     def choices(
         self,
         rank: int,
         schedule: Schedule,
         times: Sequence[Timed],
-        dear: Mapping[int, Dear],
+        selective: Mapping[int, SelectiveOps],
         among: frozenset[int] | None = None,
-    ) -> tuple[Position, Parts]:
-        """What there is to keep on one pipeline position, whole segments and parts of them.
+    ) -> tuple[RankSegments, PartialSaving]:
+        """Segments of one pp rank that may save activations, and their selective operators.
 
         Args:
-            rank: the pipeline position.
+            rank: the pp rank.
             schedule: any that has the layout's stages.
             times: of the segments.
-            dear: by segment, the operators worth keeping where it recomputes.
-            among: the segments to choose from; None for all of the position.
+            selective: by segment, the operators worth saving where it recomputes.
+            among: the segments to choose from; None for all of the rank.
         """
+        partition, saved_bytes = self.layout.partition, self.saved_bytes()
         stages = schedule.stages_of(rank)
-        position = self._position(stages, schedule, times, among)
-        flights = {stage: most_in_flight(schedule, stage) for stage in stages}
-        stage_of = self.layout.partition.stage_of
-        own = [index for index in position.segments if index in dear]
-        parts = Parts(
-            {index: dear[index].held_bytes * flights[stage_of(index)] for index in own},
-            {index: dear[index].saved_share for index in own},
+        every = [i for stage in stages for i in partition.stages[stage]]
+        segments = [i for i in every if among is None or i in among]
+        flights = {stage: max_in_flight(schedule, stage) for stage in stages}
+        in_flight = {i: flights[partition.stage_of(i)] for i in segments}
+        own = [index for index in segments if index in selective]
+        return (
+            RankSegments(
+                segments=tuple(segments),
+                recompute_s=tuple(times[i].forward_s for i in segments),
+                saved_bytes=tuple(saved_bytes[i] * in_flight[i] for i in segments),
+            ),
+            PartialSaving(
+                {index: selective[index].saved_bytes * in_flight[index] for index in own},
+                {index: selective[index].time_fraction for index in own},
+            ),
         )
-        return position, parts
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
-        """The segments of a pipeline position."""
+        """The segments of a pp rank."""
         stages = self.layout.schedule.stages_of(rank)
         return tuple(i for stage in stages for i in self.layout.partition.stages[stage])
 
-    def held_bytes(self) -> dict[int, int]:
-        """What each segment holds for a microbatch when it keeps its activations."""
+    def saved_bytes(self) -> dict[int, int]:
+        """Bytes of each segment's saved activations for one microbatch."""
         return {
             index: memory.saved_bytes + sum(output.num_bytes for output in memory.outputs.values())
             for index, memory in self.memory.segments.items()
         }
 
-    def moved_bytes(self) -> dict[int, int]:
-        """What each segment moves to host memory for a microbatch if its activations wait there.
+    def offload_bytes(self) -> dict[int, int]:
+        """Bytes that each segment copies to host memory for a microbatch if it is offloaded.
 
-        Of values that several segments of a stage save, the first one counts them.
+        A value that several segments of a stage save counts for the first of them.
         """
         found: dict[int, int] = {}
         roots: dict[str, str] = {}
@@ -210,29 +204,10 @@ class Forecast:
                 for name, output in memory.outputs.items():
                     root = roots[name] = roots.get(output.root, output.root)
                     sizes[root] = max(sizes[root], output.num_bytes)
-                new = {roots.get(name, name) for name in memory.moved_values} - counted
+                new = {roots.get(name, name) for name in memory.offload_values} - counted
                 counted |= new
-                found[index] = memory.moved_bytes + sum(sizes[root] for root in new)
+                found[index] = memory.offload_bytes + sum(sizes[root] for root in new)
         return found
-
-    def _position(
-        self,
-        stages: Sequence[int],
-        schedule: Schedule,
-        times: Sequence[Timed],
-        among: frozenset[int] | None = None,
-    ) -> Position:
-        every = [i for stage in stages for i in self.layout.partition.stages[stage]]
-        segments = [i for i in every if among is None or i in among]
-        flights = {stage: most_in_flight(schedule, stage) for stage in stages}
-        held = self.held_bytes()
-        return Position(
-            segments=tuple(segments),
-            saved_s=tuple(times[i].forward_s for i in segments),
-            held_bytes=tuple(
-                held[i] * flights[self.layout.partition.stage_of(i)] for i in segments
-            ),
-        )
 
     def _job(self) -> Job:
         layout, mesh = self.layout, self.mesh
@@ -254,22 +229,22 @@ class Forecast:
         return Job(
             programs=programs,
             mesh=mesh,
-            shared=tuple(self._shared(rank) for rank in range(mesh.pp)),
+            tied=tuple(self._tied(rank) for rank in range(mesh.pp)),
             others=tuple(self._other_bytes(programs, rank, owners) for rank in range(mesh.pp)),
             optimizer=self.options.optimizer,
             every_microbatch=self.options.exact_tied_gradients,
             bucket_bytes=self.options.bucket_bytes,
-            sharing=Sharing(
+            zero=ZeroSharding(
                 degree=mesh.dp if self.options.zero else 1,
-                every_microbatch=self.options.zero >= 2 and mesh.dp > 1,
-                masters=self.options.master_weights,
+                gradients=self.options.zero >= 2 and mesh.dp > 1,
+                master_weights=self.options.master_weights,
                 float32_gradients=self.options.float32_gradients,
                 parameters=self.options.zero == 3 and mesh.dp > 1,
             ),
         )
 
-    def _shared(self, rank: int) -> dict[tuple[str, int], SharedHere]:
-        """The parameters that several segments read, one of them here."""
+    def _tied(self, rank: int) -> dict[tuple[str, int], TiedParameter]:
+        """Tied parameters of a pp rank, by name and pipe."""
         schedule = self.layout.schedule
         if not schedule.is_synchronous:
             return {}
@@ -281,7 +256,7 @@ class Forecast:
             return plan.open_sends(pipe, found[place].stage, found[place + 1].stage)
 
         return {
-            (name, pipe): SharedHere(
+            (name, pipe): TiedParameter(
                 holder.first, holder is found[-1], len(found), open_sends(pipe, place, found)
             )
             for pipe in range(len(schedule.pipes))
@@ -293,7 +268,7 @@ class Forecast:
     def _other_bytes(
         self, programs: Sequence[Program], rank: int, owners: Mapping[str, frozenset[int]]
     ) -> int:
-        """Buffers, constants of the trace, and the parameters here that no segment reads."""
+        """Bytes of buffers, trace constants, and the rank's parameters that no segment reads."""
         graph = self.layout.graph
         buffers = [*self.model.buffers(), *graph.constants.values()]
         read = {name for segment in graph.segments for name in segment.parameters}
@@ -302,8 +277,8 @@ class Forecast:
         return sum(b.nbytes for b in buffers) + sum(m.num_bytes for m in unread)
 
 
-def most_in_flight(schedule: Schedule, stage: int) -> int:
-    """Microbatches that a stage has in flight at a time on one rank, at most."""
+def max_in_flight(schedule: Schedule, stage: int) -> int:
+    """The most microbatches that a stage has in flight at a time on one rank."""
     most = 0
     for rank in schedule.ranks_of(stage):
         level = 0

@@ -1,4 +1,4 @@
-"""Which segments keep their activations in host memory instead of the device's."""
+"""The argument `offload_activations`: parsing, and the segments that it names."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from merak.plan.partition import Partition
 from merak.plan.recompute_spec import Mode, Recompute, RecomputeSpec, parse_recompute
 
 ARGUMENT = "offload_activations"
-"""What users call it."""
+"""Name of the argument in messages."""
 
-NOTHING = RecomputeSpec(Mode.SHARE, share=0.0)
-"""Nothing waits in host memory."""
+NOTHING = RecomputeSpec(Mode.FRACTION, fraction=0.0)
+"""Offload nothing."""
 
 
 def parse_offload(value: Recompute) -> RecomputeSpec:
-    """Read what a user says about activations in host memory.
+    """Parse the argument `offload_activations`.
 
     Args:
-        value: None or "off" for none; "full" for all that are kept; the share of every stage's
-            segments that keep their activations, 0 to 1; segments by number or name, as a list or
-            as a text with commas; or "auto" for as few as the memory needs.
+        value: None or "off" for none; "full" for all saved activations; the fraction of every
+            stage's saving segments, 0 to 1; segments by number or name, as a list or as a text
+            with commas; or "auto" for as few as the memory needs.
 
     Raises:
         PlanError: it is none of these.
@@ -31,62 +31,61 @@ def parse_offload(value: Recompute) -> RecomputeSpec:
     if value is None:
         return NOTHING
     try:
-        wish = parse_recompute(value)
+        spec = parse_recompute(value)
     except PlanError:
-        wish = RecomputeSpec(Mode.SELECTIVE)
-    if wish.mode is Mode.SELECTIVE:
+        spec = RecomputeSpec(Mode.SELECTIVE)
+    if spec.mode is Mode.SELECTIVE:
         raise PlanError(
-            f"{ARGUMENT}={value!r} is no choice of activations to keep in host memory; use 'off', "
-            "'full', 'auto', a share of every stage's segments (0 to 1), or segments such as "
-            "'3,4,7'."
+            f"{ARGUMENT}={value!r} is no choice of activations to offload; use 'off', 'full', "
+            "'auto', a fraction of every stage's segments (0 to 1), or segments such as '3,4,7'."
         )
-    return wish
+    return spec
 
 
-def listed(wish: RecomputeSpec, names: Sequence[str], kept: frozenset[int]) -> frozenset[int]:
-    """The segments that a user has listed.
+def listed(spec: RecomputeSpec, names: Sequence[str], saved: frozenset[int]) -> frozenset[int]:
+    """Segments that the argument lists by number or name.
 
     Args:
-        wish: of mode `SEGMENTS`.
+        spec: of mode `SEGMENTS`.
         names: of the model's segments.
-        kept: those that keep their activations.
+        saved: those that save their activations.
 
     Raises:
         PlanError: there is no such segment, or it recomputes.
     """
-    numbers = wish.numbers(names, ARGUMENT)
-    if numbers - kept:
-        first = min(numbers - kept)
+    numbers = spec.numbers(names, ARGUMENT)
+    if numbers - saved:
+        first = min(numbers - saved)
         raise PlanError(
-            f"{ARGUMENT} names segment {first} ({names[first]}), which recomputes and has nothing "
-            "to keep; leave it out of one of the two."
+            f"{ARGUMENT} names segment {first} ({names[first]}), which recomputes and saves "
+            "nothing; leave it out of one of the two."
         )
     return numbers
 
 
-def offload_share(
+def offload_fraction(
     partition: Partition,
-    kept: frozenset[int],
+    saved: frozenset[int],
     times: Sequence[Timed],
-    moved_bytes: Mapping[int, int],
-    share: float,
+    offload_bytes: Mapping[int, int],
+    fraction: float,
 ) -> frozenset[int]:
-    """Let a share of every stage's kept segments wait in host memory, what hides best first.
+    """Offloaded segments: a fraction of every stage's, longest time per copied byte first.
 
     Args:
         partition: segments by stage.
-        kept: segments that keep their activations.
+        saved: segments that save their activations.
         times: of the segments.
-        moved_bytes: what each would move for a microbatch.
-        share: of a stage's kept segments; a part of a segment counts as a whole one.
+        offload_bytes: for each segment, the bytes it would copy for a microbatch.
+        fraction: of a stage's saving segments, rounded up to whole segments.
     """
 
     def seconds_per_byte(index: int) -> float:
         time = times[index]
-        return (time.forward_s + time.backward_s) / max(moved_bytes[index], 1)
+        return (time.forward_s + time.backward_s) / max(offload_bytes[index], 1)
 
     chosen: list[int] = []
     for stage in partition.stages:
-        own = sorted((i for i in stage if i in kept), key=seconds_per_byte, reverse=True)
-        chosen += own[: math.ceil(share * len(own) - 1e-9)]
+        own = sorted((i for i in stage if i in saved), key=seconds_per_byte, reverse=True)
+        chosen += own[: math.ceil(fraction * len(own) - 1e-9)]
     return frozenset(chosen)

@@ -1,4 +1,4 @@
-"""Which activations wait in host memory: as the user says, or as the memory makes needed."""
+"""The segments whose activations are offloaded by the user's `offload_activations`."""
 
 from __future__ import annotations
 
@@ -6,59 +6,63 @@ from collections.abc import Callable, Sequence
 
 from merak.core.errors import PlanError
 from merak.plan.activations.forecast import Forecast
-from merak.plan.activations.offload import ARGUMENT, NOTHING, listed, offload_share
+from merak.plan.activations.offload import ARGUMENT, NOTHING, listed, offload_fraction
 from merak.plan.balance import Timed
 from merak.plan.recompute_spec import Mode, RecomputeSpec
 
 Times = Callable[[], Sequence[Timed]]
-"""Gives the times of the segments, which may have to be measured."""
+"""Function that returns the times of the segments, which may have to be measured first."""
 
 
-def said(
-    forecast: Forecast, wish: RecomputeSpec, kept: frozenset[int], times: Times, strict: bool = True
+def resolve_offload(
+    forecast: Forecast,
+    spec: RecomputeSpec,
+    saved: frozenset[int],
+    times: Times,
+    strict: bool = True,
 ) -> frozenset[int]:
-    """Of the segments that keep their activations, those that a user wants in host memory.
+    """Segments whose activations are offloaded, as the user's argument names them.
 
     Args:
         forecast: the job as it is laid out.
-        wish: what the user says.
-        kept: segments that keep their activations.
+        spec: the argument, parsed; of any mode but `AUTO`.
+        saved: segments that save their activations.
         times: of the segments.
-        strict: refuse what recomputes; else leave it out.
+        strict: refuse segments that recompute; else leave them out.
 
     Raises:
-        PlanError: a listed segment does not exist or recomputes, or no segment keeps anything.
+        PlanError: a listed segment does not exist or recomputes, or no segment saves activations.
     """
-    trained = kept - forecast.untrained
-    if wish == NOTHING:
+    trained = saved - forecast.untrained
+    if spec == NOTHING:
         return frozenset()
     if strict:
-        refuse_nothing(forecast, kept)
-    if wish.mode is Mode.SEGMENTS:
+        require_saved(forecast, saved)
+    if spec.mode is Mode.SEGMENTS:
         names = [segment.name for segment in forecast.layout.graph.segments]
         every = frozenset(range(len(names)))
-        return listed(wish, names, kept | forecast.untrained if strict else every) & trained
-    if wish.share == 1.0:
+        return listed(spec, names, saved | forecast.untrained if strict else every) & trained
+    if spec.fraction == 1.0:
         return trained
     partition = forecast.layout.partition
-    return offload_share(partition, trained, times(), forecast.moved_bytes(), wish.share)
+    return offload_fraction(partition, trained, times(), forecast.offload_bytes(), spec.fraction)
 
 
-def refuse_nothing(forecast: Forecast, kept: frozenset[int]) -> None:
-    """Refuse to move activations where none are kept.
+def require_saved(forecast: Forecast, saved: frozenset[int]) -> None:
+    """Refuse to offload activations where no segment saves any.
 
     Args:
         forecast: the job as it is laid out.
-        kept: segments that keep their activations.
+        saved: segments that save their activations.
 
     Raises:
         PlanError: none of them has any.
     """
-    if kept - forecast.untrained:
+    if saved - forecast.untrained:
         return
     options = forecast.options
     raise PlanError(
-        f"{ARGUMENT}={options.offload_activations!r} moves activations that are kept, but every "
+        f"{ARGUMENT}={options.offload_activations!r} offloads saved activations, but every "
         f"segment recomputes (recompute={options.recompute!r}, schedule={options.schedule!r}); set "
-        f"recompute='off' or a share of it, or leave {ARGUMENT} out."
+        f"recompute='off' or a fraction of it, or leave {ARGUMENT} out."
     )

@@ -1,21 +1,22 @@
-"""How long an iteration takes where activations are copied to host memory and back, on paper.
+"""Simulated iteration time of a job whose activations are copied to host memory and back.
 
 The simulator of schedules knows stages; copies begin and end between segments. So every rank's
 actions are run segment by segment here, with the rules of
-`merak.engine.segments.activation_offload`: what a segment saved leaves while the next one computes,
-computation waits for it before the one after that, and it comes back while the segment behind it
-goes backward.
+`merak.engine.segments.activation_offload`: a segment's activations are copied out while the next
+segment computes, the segment after that waits for the copy, and they are copied back while the
+segment behind runs its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from merak.plan.balance import Timed
 from merak.plan.partition import Partition
 from merak.schedule.action_table import NONE, tabulate
-from merak.schedule.ir import Action, Kind, Schedule
+from merak.schedule.interpreter import ActionInterpreter
+from merak.schedule.ir import Action, Schedule
 
 _Key = tuple[int, int]
 """A segment and a microbatch."""
@@ -23,30 +24,30 @@ _Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What segments do for every microbatch.
+    """Computation and copies of the segments, for one microbatch.
 
     Args:
         partition: segments by stage.
         times: of the segments.
-        again: by segment that recomputes, the share of its forward that runs again.
-        moved_bytes: by segment whose activations wait in host memory, what is copied each way.
-        bytes_per_s: of a rank's way to host memory, in each direction while both are used.
+        recomputed: by segment that recomputes, the fraction of its forward that runs again.
+        offload_bytes: by offloaded segment, the bytes that are copied in each direction.
+        bytes_per_s: of a rank's link to host memory, in each direction while both are used.
     """
 
     partition: Partition
     times: Sequence[Timed]
-    again: Mapping[int, float]
-    moved_bytes: Mapping[int, int]
+    recomputed: Mapping[int, float]
+    offload_bytes: Mapping[int, int]
     bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an iteration takes.
+    """Simulated times of an iteration.
 
     Args:
         iteration_s: from its start to the end of its last action.
-        busy_s: of every rank, the time of its actions, with what they wait for copies.
+        busy_s: of every rank, the time of its actions, their waits for copies included.
         starts_s: of every rank, when each of its actions begins.
     """
 
@@ -60,7 +61,7 @@ def estimate(schedule: Schedule, work: Work) -> Estimate:
 
     Args:
         schedule: a valid schedule.
-        work: what its stages do.
+        work: of its stages.
     """
     table = tabulate(schedule)
     sources: list[int] = table.source.tolist()
@@ -79,7 +80,7 @@ def estimate(schedule: Schedule, work: Work) -> Estimate:
             if ready is None:
                 waiting[sources[place]] = rank
                 break
-            ends[place] = ranks[rank].run(place - first, ready)
+            ends[place] = ranks[rank].run(schedule.actions[rank][place - first], ready)
             places[rank] += 1
             if place in waiting:
                 runnable.append(waiting.pop(place))
@@ -91,75 +92,82 @@ def estimate(schedule: Schedule, work: Work) -> Estimate:
     )
 
 
-@dataclass(slots=True)
-class _Rank:
-    """One rank's clock and its ways to host memory and back."""
+class _Rank(ActionInterpreter):
+    """Clock of one rank, and the state of its copies to host memory and back."""
 
-    work: Work
-    stages: Sequence[range]
-    actions: Sequence[Action]
-    now: float = 0.0
-    busy_s: float = 0.0
-    starts_s: list[float] = field(default_factory=list)
-    _out_free: float = 0.0
-    _back_free: float = 0.0
-    _next: _Key | None = None
-    _leaving: _Key | None = None
-    # When copies to the host, and those back, are complete.
-    _left: dict[_Key, float] = field(default_factory=dict)
-    _came: dict[_Key, float] = field(default_factory=dict)
-    _recomputed: set[_Key] = field(default_factory=set)
+    def __init__(self, work: Work, stages: Sequence[range], actions: Sequence[Action]) -> None:
+        super().__init__(actions)
+        self.work = work
+        self.stages = stages
+        self.now = 0.0
+        self.busy_s = 0.0
+        self.starts_s: list[float] = []
+        self._out_free = self._back_free = 0.0
+        self._next: _Key | None = None
+        self._leaving: _Key | None = None
+        # When copies to the host, and those back, are complete.
+        self._left: dict[_Key, float] = {}
+        self._came: dict[_Key, float] = {}
+        self._done: set[_Key] = set()
 
-    def run(self, place: int, ready: float) -> float:
-        """Run an action whose data are there at some time; returns when it ends."""
-        action = self.actions[place]
-        if place + 1 < len(self.actions):
-            following = self.actions[place + 1]
-            if following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-                self._begin_fetch(self.stages[following.stage][-1], following)
+    def run(self, action: Action, ready: float) -> float:
+        """Run an action whose input is ready at some time; returns the time at which it ends."""
+        self.prefetch_following(action)
         start = self.now = max(self.now, ready)
         self.starts_s.append(start)
-        _ACTIONS[action.kind](self, action)
+        self.dispatch(action)
         self.busy_s += self.now - start
         return self.now
 
-    def _forward(self, action: Action) -> None:
+    def prefetch(self, action: Action) -> None:
+        """Begin to copy back the last segment of a stage."""
+        self._begin_fetch(self.stages[action.stage][-1], action)
+
+    def forward(self, action: Action) -> None:
+        """Run the segments of a stage forward."""
         for segment in self.stages[action.stage]:
             self.now += self.work.times[segment].forward_s
-            if segment in self.work.moved_bytes:
+            if segment in self.work.offload_bytes:
                 self._next = (segment, action.microbatch)
-            self._turn()
+            self._segment_ended()
 
-    def _recompute(self, action: Action) -> None:
+    def recompute(self, action: Action) -> None:
+        """Recompute the segments of a stage."""
         for segment in self.stages[action.stage]:
-            self._again(segment, action)
+            self._recompute_segment(segment, action)
 
-    def _backward(self, action: Action, share: float = 1.0) -> None:
+    def backward(self, action: Action) -> None:
+        """Run the segments of a stage backward."""
+        self._run_backward(action, 1.0)
+
+    def input_gradient(self, action: Action) -> None:
+        """Run the half of a backward that computes the gradients of inputs."""
+        self._run_backward(action, 0.5)
+
+    def weight_gradient(self, action: Action) -> None:
+        """Run the other half, which computes the gradients of weights."""
+        segments = self.stages[action.stage]
+        self.now += 0.5 * sum(self.work.times[segment].backward_s for segment in segments)
+
+    def _run_backward(self, action: Action, fraction: float) -> None:
         segments = self.stages[action.stage]
         self._begin_fetch(segments[-1], action)
         for segment, before in zip(reversed(segments), [*segments[-2::-1], None], strict=True):
             if before is not None:
                 self._begin_fetch(before, action)
             self.now = max(self.now, self._came.pop((segment, action.microbatch), 0.0))
-            self._again(segment, action)
-            self.now += share * self.work.times[segment].backward_s
-            self._turn()
+            self._recompute_segment(segment, action)
+            self.now += fraction * self.work.times[segment].backward_s
+            self._segment_ended()
 
-    def _input_gradient(self, action: Action) -> None:
-        self._backward(action, 0.5)
+    def _recompute_segment(self, segment: int, action: Action) -> None:
+        fraction = self.work.recomputed.get(segment, 0.0)
+        if fraction and (segment, action.microbatch) not in self._done:
+            self.now += fraction * self.work.times[segment].forward_s
+            self._done.add((segment, action.microbatch))
 
-    def _weight_gradient(self, action: Action) -> None:
-        segments = self.stages[action.stage]
-        self.now += 0.5 * sum(self.work.times[segment].backward_s for segment in segments)
-
-    def _again(self, segment: int, action: Action) -> None:
-        share = self.work.again.get(segment, 0.0)
-        if share and (segment, action.microbatch) not in self._recomputed:
-            self.now += share * self.work.times[segment].forward_s
-            self._recomputed.add((segment, action.microbatch))
-
-    def _turn(self) -> None:
-        """A segment has ended: what left meanwhile has to be away, what it saved begins to go."""
+    def _segment_ended(self) -> None:
+        """Wait for the copy that ran beside a segment, and begin that of its own activations."""
         if self._leaving is not None:
             self.now = max(self.now, self._left[self._leaving])
         self._leaving, self._next = self._next, None
@@ -169,9 +177,9 @@ class _Rank:
 
     def _begin_fetch(self, segment: int, action: Action) -> None:
         key = (segment, action.microbatch)
-        if segment not in self.work.moved_bytes or key in self._came:
+        if segment not in self.work.offload_bytes or key in self._came:
             return
-        if key in (self._next, self._leaving):  # it is here still, and stays
+        if key in (self._next, self._leaving):  # it is on the device still, and stays
             self._next = None if key == self._next else self._next
             self._leaving = None if key == self._leaving else self._leaving
             self._came[key] = self.now
@@ -180,13 +188,4 @@ class _Rank:
             self._came[key] = self._back_free = start + self._copy_s(key)
 
     def _copy_s(self, key: _Key) -> float:
-        return self.work.moved_bytes[key[0]] / self.work.bytes_per_s
-
-
-_ACTIONS: dict[Kind, Callable[[_Rank, Action], None]] = {
-    Kind.FORWARD: _Rank._forward,
-    Kind.RECOMPUTE: _Rank._recompute,
-    Kind.BACKWARD: _Rank._backward,
-    Kind.INPUT_GRADIENT: _Rank._input_gradient,
-    Kind.WEIGHT_GRADIENT: _Rank._weight_gradient,
-}
+        return self.work.offload_bytes[key[0]] / self.work.bytes_per_s

@@ -1,9 +1,9 @@
-"""Where a segment's activations are too many to keep: computed again, or kept in host memory.
+"""Placement of a pp rank's activations where memory is short: on device, offloaded, recomputed.
 
-A segment that recomputes takes its forward's time for certain. One that is copied to host memory
-and back takes time only where the copies outlast what is computed meanwhile; but all segments of a
-rank share its way to the host. So those go there first that are dear to compute again and cheap to
-copy, as many as the way has room for, and the simulated iteration says how many those are.
+A recomputed segment certainly costs the time of its forward. An offloaded one costs time only where
+its copies outlast the computation beside them; but all segments of a rank share its link to the
+host. So those are offloaded first that take long to recompute and are quick to copy, as many as
+the link has room for, and the simulated iteration says how many those are.
 """
 
 from __future__ import annotations
@@ -12,74 +12,93 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from merak.plan.activations.recompute import Parts, Position, add_parts, fill_partly, fill_whole
+from merak.plan.activations.recompute import (
+    PartialSaving,
+    RankSegments,
+    add_partial_savings,
+    fill_memory,
+    fill_segments,
+)
 
 _MOST_MOVES = 64
-"""Segments that are tried elsewhere, one by one, at the end."""
+"""Segments whose placement is changed one by one at the end of the search."""
 
 _LEAST_GAIN = 1e-6
-"""A choice is better if it is shorter by more than this share."""
+"""A placement is better if its iteration is shorter by more than this fraction."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """Where the activations of a position's segments are; what is in none of these recomputes.
+class Placement:
+    """Activations of a pp rank's segments by place; a segment in none of the sets recomputes.
 
     Args:
-        here: segments that keep them on the device.
-        host: segments that keep them in host memory.
-        partly: segments that recompute, and keep the results of dear operators.
+        on_device: segments that save them on the device.
+        offloaded: segments that save them in host memory.
+        selective: recomputed segments that save the results of their selective operators.
     """
 
-    here: frozenset[int] = frozenset()
-    host: frozenset[int] = frozenset()
-    partly: frozenset[int] = frozenset()
+    on_device: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
+    selective: frozenset[int] = frozenset()
 
     @property
-    def kept(self) -> frozenset[int]:
+    def saved(self) -> frozenset[int]:
         """Segments that do not recompute."""
-        return self.here | self.host
+        return self.on_device | self.offloaded
+
+    def within(self, segments: frozenset[int]) -> Placement:
+        """The placement of some segments alone."""
+        return Placement(
+            self.on_device & segments, self.offloaded & segments, self.selective & segments
+        )
+
+    def __or__(self, other: Placement) -> Placement:
+        return Placement(
+            self.on_device | other.on_device,
+            self.offloaded | other.offloaded,
+            self.selective | other.selective,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What a position may do.
+class PlacementOptions:
+    """The segments of a pp rank, and the places that their activations may have.
 
     Args:
-        position: its segments, the time of computing each again, and what it holds.
-        copy_s: by segment that has something to copy, the time of copies there and back.
-        may_recompute: whether a segment may recompute; else all are kept somewhere.
-        parts: what segments that recompute may keep of themselves.
+        rank: the segments, with the time and memory of each.
+        copy_s: by segment that has something to offload, the seconds of both copies.
+        may_recompute: whether segments may recompute; else all of them save their activations.
+        partial_saving: the selective operators that recomputed segments may save.
     """
 
-    position: Position
+    rank: RankSegments
     copy_s: Mapping[int, float]
     may_recompute: bool
-    parts: Parts
+    partial_saving: PartialSaving
 
 
-PeakOf = Callable[[Whereabouts], int]
-"""The most bytes that the position holds on the device."""
+PeakOf = Callable[[Placement], int]
+"""Peak bytes on the pp rank's device."""
 
-SecondsOf = Callable[[Whereabouts], tuple[float, float]]
-"""The time of an iteration, and of the position's own work in it."""
+SecondsOf = Callable[[Placement], tuple[float, float]]
+"""Seconds of an iteration, and of the pp rank's own work in it."""
 
 
-def choose(
-    options: Options, peak_of: PeakOf, seconds_of: SecondsOf, budget: int
-) -> Whereabouts | None:
-    """The choice that fits with the shortest iteration.
+def choose_placement(
+    options: PlacementOptions, peak_of: PeakOf, seconds_of: SecondsOf, budget: int
+) -> Placement | None:
+    """The placement of a pp rank's activations that fits with the shortest iteration.
 
     Args:
-        options: of the position.
-        peak_of: judges its memory.
-        seconds_of: judges its time.
-        budget: bytes that the position may hold.
+        options: of the rank.
+        peak_of: estimates the memory of a placement.
+        seconds_of: estimates its time.
+        budget: bytes that the rank may hold.
 
     Returns:
         None where nothing fits.
     """
-    everything = Whereabouts(here=frozenset(options.position.segments))
+    everything = Placement(on_device=frozenset(options.rank.segments))
     if peak_of(everything) <= budget:
         return everything
     found = list(_candidates(options, peak_of, budget))
@@ -89,92 +108,101 @@ def choose(
     return _improved(best, options, peak_of, seconds_of, budget)
 
 
-def _candidates(options: Options, peak_of: PeakOf, budget: int) -> Iterator[Whereabouts]:
-    """Choices that fit: so many of the best to copy do that where they are not kept here."""
-    position, whole = options.position, len(options.copy_s)
-    again_s = dict(zip(position.segments, position.saved_s, strict=True))
-    in_order = sorted(options.copy_s, key=lambda i: again_s[i] / options.copy_s[i], reverse=True)
-    counts = {whole}
+def _candidates(options: PlacementOptions, peak_of: PeakOf, budget: int) -> Iterator[Placement]:
+    """Placements that fit: the best segments to copy are offloaded, a quarter of them up to all."""
+    rank, most = options.rank, len(options.copy_s)
+    recompute_s = dict(zip(rank.segments, rank.recompute_s, strict=True))
+    in_order = sorted(
+        options.copy_s, key=lambda i: recompute_s[i] / options.copy_s[i], reverse=True
+    )
+    counts = {most}
     if options.may_recompute:
-        counts = {math.ceil(whole * part / 4) for part in range(1, 5)}
-        alone = _without_copies(options, peak_of, budget)
-        if peak_of(alone) <= budget:
-            yield alone
+        counts = {math.ceil(most * quarter / 4) for quarter in range(1, 5)}
+        without = _without_copies(options, peak_of, budget)
+        if peak_of(without) <= budget:
+            yield without
     for count in sorted(counts):
-        host = frozenset(in_order[:count])
-        forced = frozenset() if options.may_recompute else frozenset(position.segments) - host
-        base = Whereabouts(forced, host)
+        offloaded = frozenset(in_order[:count])
+        forced = frozenset() if options.may_recompute else frozenset(rank.segments) - offloaded
+        base = Placement(forced, offloaded)
         if peak_of(base) <= budget:
             yield _filled(base, options, peak_of, budget)
 
 
-def _without_copies(options: Options, peak_of: PeakOf, budget: int) -> Whereabouts:
-    """What fits where the others recompute."""
-    kept, partly = fill_partly(
-        options.position,
-        options.parts,
-        lambda here, some: peak_of(Whereabouts(here, partly=some)),
+def _without_copies(options: PlacementOptions, peak_of: PeakOf, budget: int) -> Placement:
+    """The placement that fits with nothing offloaded: the other segments recompute."""
+    saved, selective = fill_memory(
+        options.rank,
+        options.partial_saving,
+        lambda on_device, some: peak_of(Placement(on_device, selective=some)),
         budget,
     )
-    return Whereabouts(kept, partly=partly)
+    return Placement(saved, selective=selective)
 
 
-def _filled(base: Whereabouts, options: Options, peak_of: PeakOf, budget: int) -> Whereabouts:
-    """Have as much on the device as fits, what saves most time first; and parts of the rest."""
-    position = options.position
-    free = [place for place, i in enumerate(position.segments) if i not in base.here]
-    rest = Position(
-        tuple(position.segments[place] for place in free),
+def _filled(base: Placement, options: PlacementOptions, peak_of: PeakOf, budget: int) -> Placement:
+    """A placement with the rest of the device's memory filled, longest recomputations first."""
+    rank = options.rank
+    free = [number for number, i in enumerate(rank.segments) if i not in base.on_device]
+    rest = RankSegments(
+        tuple(rank.segments[number] for number in free),
         tuple(
-            options.copy_s[i] if i in base.host else position.saved_s[place]
-            for place, i in ((place, position.segments[place]) for place in free)
+            options.copy_s[i] if i in base.offloaded else rank.recompute_s[number]
+            for number, i in ((number, rank.segments[number]) for number in free)
         ),
-        tuple(position.held_bytes[place] for place in free),
+        tuple(rank.saved_bytes[number] for number in free),
     )
 
-    def with_here(chosen: frozenset[int]) -> Whereabouts:
-        return Whereabouts(base.here | chosen, base.host - chosen)
+    def with_on_device(chosen: frozenset[int]) -> Placement:
+        return Placement(base.on_device | chosen, base.offloaded - chosen)
 
-    filled = with_here(fill_whole(rest, lambda chosen: peak_of(with_here(chosen)), budget))
-    again = frozenset(options.parts.held_bytes) - filled.kept
-    partly = add_parts(
-        position,
-        options.parts,
-        lambda chosen: peak_of(replace(filled, partly=chosen)),
+    filled = with_on_device(
+        fill_segments(rest, lambda chosen: peak_of(with_on_device(chosen)), budget)
+    )
+    recomputed = frozenset(options.partial_saving.saved_bytes) - filled.saved
+    selective = add_partial_savings(
+        rank,
+        options.partial_saving,
+        lambda chosen: peak_of(replace(filled, selective=chosen)),
         budget,
-        again,
+        recomputed,
     )
-    return replace(filled, partly=partly)
+    return replace(filled, selective=selective)
 
 
 def _improved(
-    best: Whereabouts, options: Options, peak_of: PeakOf, seconds_of: SecondsOf, budget: int
-) -> Whereabouts:
-    """Put segments elsewhere one by one, as long as that is shorter and fits."""
+    best: Placement,
+    options: PlacementOptions,
+    peak_of: PeakOf,
+    seconds_of: SecondsOf,
+    budget: int,
+) -> Placement:
+    """The placement after changing segments one by one, each change that is shorter and fits."""
     seconds = seconds_of(best)
-    for segment in options.position.segments[:_MOST_MOVES]:
-        for other in _elsewhere(best, segment, options):
+    for segment in options.rank.segments[:_MOST_MOVES]:
+        for other in _neighbours(best, segment, options):
             found = seconds_of(other)
             if _is_shorter(found, seconds) and peak_of(other) <= budget:
                 best, seconds = other, found
     return best
 
 
-def _elsewhere(now: Whereabouts, segment: int, options: Options) -> Iterator[Whereabouts]:
+def _neighbours(now: Placement, segment: int, options: PlacementOptions) -> Iterator[Placement]:
+    """Placements that differ in one segment."""
     one = frozenset({segment})
-    without = Whereabouts(now.here - one, now.host - one, now.partly - one)
-    if segment not in now.here:
-        yield replace(without, here=without.here | one)
-    if segment not in now.host and segment in options.copy_s:
-        yield replace(without, host=without.host | one)
-    if segment in now.kept and options.may_recompute:
+    without = Placement(now.on_device - one, now.offloaded - one, now.selective - one)
+    if segment not in now.on_device:
+        yield replace(without, on_device=without.on_device | one)
+    if segment not in now.offloaded and segment in options.copy_s:
+        yield replace(without, offloaded=without.offloaded | one)
+    if segment in now.saved and options.may_recompute:
         yield without
-        if segment in options.parts.held_bytes:
-            yield replace(without, partly=without.partly | one)
+        if segment in options.partial_saving.saved_bytes:
+            yield replace(without, selective=without.selective | one)
 
 
 def _is_shorter(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether an iteration is shorter, or as long with less work on the position."""
+    """Whether an iteration is shorter, or as long with less work on the pp rank."""
     if abs(one[0] - other[0]) > _LEAST_GAIN * other[0]:
         return one[0] < other[0]
     return one[1] < (1 - _LEAST_GAIN) * other[1]

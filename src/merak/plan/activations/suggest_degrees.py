@@ -1,4 +1,4 @@
-"""Which degrees would fit, where a job does not fit its memory although everything recomputes."""
+"""Degrees with which a job fits that does not fit although everything recomputes."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from merak.core.errors import MerakError
 from merak.core.gradients import is_low_precision
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
+from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.constraints import refuse_sharing
+from merak.plan.constraints import refuse_zero
 
 _MOST_DOUBLINGS = 3
 """A tensor parallel degree is looked for up to eight times the present one."""
 
 
-def others_that_fit(forecast: Forecast, budget: int) -> list[str]:
-    """The least larger tp, and the least further sharing over dp, with which each position fits.
+def find_fitting_degrees(forecast: Forecast, budget: int) -> list[str]:
+    """The smallest larger tp, and the smallest higher ZeRO stage, with which every pp rank fits.
 
     Args:
         forecast: the job as it is laid out; with every candidate all segments recompute.
-        budget: bytes that a position may hold.
+        budget: bytes that a rank may hold.
 
     Returns:
         Such as `tp=2` and `zero=1`.
     """
     found = []
-    for name, candidates in (("tp", _more_shards(forecast)), ("zero", _more_sharing(forecast))):
+    for name, candidates in (("tp", _larger_tp(forecast)), ("zero", _higher_zero(forecast))):
         for value, bigger in candidates:
-            ranks = bigger.ranks(bigger.layout.schedule, frozenset(), {})
+            ranks = bigger.ranks(bigger.layout.schedule, ActivationPolicy())
             if max(rank.peak.total_bytes for rank in ranks) <= budget:
                 found.append(f"{name}={value}")
                 break
     return found
 
 
-def _more_shards(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
+def _larger_tp(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
     """The job with larger tensor parallel degrees."""
     mesh, options, graph = forecast.mesh, forecast.options, forecast.layout.graph
     features = given_plan(forecast.model) if options.features is None else options.features
@@ -49,13 +50,13 @@ def _more_shards(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
         yield tp, replace(forecast, mesh=replace(mesh, tp=tp), rewrite=rewrite)
 
 
-def _more_sharing(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
-    """The job whose replicas share more."""
+def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
+    """The job with higher ZeRO stages."""
     options = forecast.options
     low = any(is_low_precision(p) and p.requires_grad for p in forecast.model.parameters())
     for zero in range(options.zero + 1, 4 if forecast.mesh.dp > 1 else 0):
         try:
-            refuse_sharing(forecast.layout.schedule, zero)
+            refuse_zero(forecast.layout.schedule, zero)
         except MerakError:
             return
         if zero == 3 and low and not options.master_weights:

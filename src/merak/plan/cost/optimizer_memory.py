@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from merak.core.rank0 import is_rank0
+from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
-from merak.plan.cost.live_storages import Storages
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,9 @@
-"""How long tensor parallel layers take, with their all-reduces in line or beside the other half.
+"""Times of tensor parallel layers, whole or as two interleaved sub-microbatches.
 
-A layer computes for T_m forward and 2 T_m backward, and sums over the ranks for T_a in each
-direction. In line that is T_m + T_a and 2 T_m + T_a. In halves
-(`engine.segments.run_sub_pipelined`) the halves take turns: each computes while the other's sum is
-under way, and the next turn begins when both are done. Only the first half's first computation and
-the second half's last sum stand alone.
+A layer computes for T_m forward and 2 T_m backward, and its all-reduce takes T_a in each direction.
+Whole that is T_m + T_a and 2 T_m + T_a. Two sub-microbatches (`engine.segments.run_sub_pipelined`)
+are interleaved: each computes beside the other's all-reduce, and goes on when both are done. Only
+the first computation of the first and the last all-reduce of the second stand alone.
 
 Source: Merak (IEEE TPDS), section 5.3.
 """
@@ -18,38 +17,38 @@ from itertools import pairwise
 from merak.schedule.costs import Costs, stage_costs
 
 Step = tuple[float, float]
-"""Seconds of computation, and of the sum over the ranks that follows it, of a whole microbatch."""
+"""Seconds of computation, and of the all-reduce after it, for a whole microbatch."""
 
 
-def in_line_s(steps: Sequence[Step]) -> float:
-    """Seconds of work whose every sum is waited for."""
-    return sum(compute_s + sum_s for compute_s, sum_s in steps)
+def sequential_s(steps: Sequence[Step]) -> float:
+    """Seconds of steps that wait for every all-reduce."""
+    return sum(compute_s + all_reduce_s for compute_s, all_reduce_s in steps)
 
 
-def in_turns_s(steps: Sequence[Step], share: float = 0.5) -> float:
-    """Seconds of the same work in halves that take turns.
+def interleaved_s(steps: Sequence[Step], fraction: float = 0.5) -> float:
+    """Seconds of the same steps as two interleaved sub-microbatches.
 
     Args:
-        steps: of a whole microbatch; a half takes its share of the time.
-        share: what the first half has of the microbatch.
+        steps: of a whole microbatch.
+        fraction: of the microbatch in the first sub-microbatch, and of the time.
     """
     merged = _merged(steps)
-    other = 1 - share
-    total = merged[0][0] * share
-    for (compute_s, sum_s), (next_s, _) in pairwise([*merged, (0.0, 0.0)]):
-        total += max(compute_s * other, sum_s * share)
-        total += max(next_s * share, sum_s * other)
+    other = 1 - fraction
+    total = merged[0][0] * fraction
+    for (compute_s, all_reduce_s), (next_s, _) in pairwise([*merged, (0.0, 0.0)]):
+        total += max(compute_s * other, all_reduce_s * fraction)
+        total += max(next_s * fraction, all_reduce_s * other)
     return total
 
 
 def _merged(steps: Sequence[Step]) -> list[Step]:
-    """Steps that end in a sum each, but for the last: a half goes on where there is none."""
+    """Steps merged so that each but the last ends in an all-reduce."""
     merged: list[Step] = []
     before = 0.0
-    for compute_s, sum_s in steps:
+    for compute_s, all_reduce_s in steps:
         before += compute_s
-        if sum_s:
-            merged.append((before, sum_s))
+        if all_reduce_s:
+            merged.append((before, all_reduce_s))
             before = 0.0
     return [*merged, (before, 0.0)]
 
@@ -72,41 +71,41 @@ class Layers:
     backward_compute_s: float | None = None
     recompute_compute_s: float | None = None
 
-    def forward_s(self, in_halves: bool) -> float:
+    def forward_s(self, split: bool) -> float:
         """Seconds of the forward of all layers."""
-        return self._seconds([(self.compute_s, self.communication_s)], in_halves)
+        return self._seconds([(self.compute_s, self.communication_s)], split)
 
-    def recompute_s(self, in_halves: bool) -> float:
+    def recompute_s(self, split: bool) -> float:
         """Seconds of the recomputation of all layers, ahead of the backward."""
-        return self._seconds([self._recompute], in_halves)
+        return self._seconds([self._recompute], split)
 
-    def backward_s(self, in_halves: bool) -> float:
+    def backward_s(self, split: bool) -> float:
         """Seconds of the backward of all layers."""
-        return self._seconds([self._backward], in_halves)
+        return self._seconds([self._backward], split)
 
-    def recomputed_backward_s(self, in_halves: bool) -> float:
+    def recomputed_backward_s(self, split: bool) -> float:
         """Seconds of a backward that recomputes each layer first, in one go."""
-        return self._seconds([self._recompute, self._backward], in_halves)
+        return self._seconds([self._recompute, self._backward], split)
 
-    def input_gradient_s(self, in_halves: bool) -> float:
+    def input_gradient_s(self, split: bool) -> float:
         """Seconds of the backward without the gradients of the weights: half its computation."""
-        return self._seconds([self._input_gradient], in_halves)
+        return self._seconds([self._input_gradient], split)
 
-    def recomputed_input_gradient_s(self, in_halves: bool) -> float:
-        """Seconds of the same that recomputes each layer first."""
-        return self._seconds([self._recompute, self._input_gradient], in_halves)
+    def recomputed_input_gradient_s(self, split: bool) -> float:
+        """Seconds of the input gradient that recomputes each layer first."""
+        return self._seconds([self._recompute, self._input_gradient], split)
 
     def weight_gradient_s(self) -> float:
-        """Seconds of the gradients of the weights, which sum nothing over the ranks."""
+        """Seconds of the gradients of the weights, which have no all-reduce."""
         return self.num_layers * self._backward[0] / 2
 
     def gain(self) -> float:
-        """How many times as fast forward and backward are in halves."""
-        whole, halves = (self.forward_s(h) + self.backward_s(h) for h in (False, True))
-        return whole / halves if halves else 1.0
+        """Speed-up of forward and backward by sub-pipelining."""
+        whole_s, split_s = (self.forward_s(s) + self.backward_s(s) for s in (False, True))
+        return whole_s / split_s if split_s else 1.0
 
     def paper_s(self) -> float:
-        """Forward and backward in halves by the paper's formula, which runs them in one go."""
+        """Seconds of forward and backward by the paper's formula for sub-pipelining."""
         compute, communication = self.compute_s, self.communication_s
         longest = max(3 * compute, 2 * compute + communication, 2 * communication)
         return 0.75 * compute + 0.5 * communication + (self.num_layers - 0.25) * longest
@@ -125,31 +124,31 @@ class Layers:
     def _input_gradient(self) -> Step:
         return self._backward[0] / 2, self.communication_s
 
-    def _seconds(self, layer: Sequence[Step], in_halves: bool) -> float:
+    def _seconds(self, layer: Sequence[Step], split: bool) -> float:
         steps = [*layer] * self.num_layers
-        return in_turns_s(steps) if in_halves else in_line_s(steps)
+        return interleaved_s(steps) if split else sequential_s(steps)
 
 
-def layer_costs(stages: Sequence[Layers], in_halves: bool, **others: object) -> Costs:
-    """What stages of tensor parallel layers cost a schedule's simulation.
+def layer_costs(stages: Sequence[Layers], split: bool, **others: object) -> Costs:
+    """Costs of stages of tensor parallel layers, for the simulator.
 
     Args:
         stages: the layers of each.
-        in_halves: whether microbatches run in halves.
+        split: whether microbatches are split into sub-microbatches.
         **others: further fields of `Costs`.
     """
-    backward_s = tuple(own.backward_s(in_halves) for own in stages)
-    input_gradient_s = tuple(own.input_gradient_s(in_halves) for own in stages)
+    backward_s = tuple(own.backward_s(split) for own in stages)
+    input_gradient_s = tuple(own.input_gradient_s(split) for own in stages)
     return stage_costs(
-        tuple(own.forward_s(in_halves) for own in stages),
+        tuple(own.forward_s(split) for own in stages),
         backward_s,
-        recompute_s=tuple(own.recompute_s(in_halves) for own in stages),
+        recompute_s=tuple(own.recompute_s(split) for own in stages),
         recompute_in_backward_s=tuple(
-            own.recomputed_backward_s(in_halves) - alone
+            own.recomputed_backward_s(split) - alone
             for own, alone in zip(stages, backward_s, strict=True)
         ),
         recompute_in_input_gradient_s=tuple(
-            own.recomputed_input_gradient_s(in_halves) - alone
+            own.recomputed_input_gradient_s(split) - alone
             for own, alone in zip(stages, input_gradient_s, strict=True)
         ),
         input_gradient_s=input_gradient_s,

@@ -1,8 +1,8 @@
-"""What one segment holds and needs for one microbatch, found on tensors without numbers.
+"""Memory of one segment for one microbatch, measured with fake tensors.
 
-A segment is run forward and backward as the engine runs it, on fake tensors: operators and autograd
-work as always, and only the kernels are left out. So what is counted is what autograd saves, no
-matter which operators and functions the model uses.
+A segment is run forward and backward as the engine runs it: operators and autograd work as always,
+and only the kernels are left out. So the saved tensors of autograd are counted, no matter which
+operators and functions the model uses.
 """
 
 from __future__ import annotations
@@ -16,72 +16,70 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.gradients import gradient_dtype, sum_in_float32
-from merak.core.storages import can_move, storages_of
+from merak.core.storages import Storages, can_move, storages_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
-from merak.plan.cost.live_storages import Storages
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where an output of a segment lies.
+    """Storage of a segment's output.
 
     Args:
-        num_bytes: of its storage; 0 where it lies in a parameter, buffer, column or batch-only
+        num_bytes: of the storage; 0 where it is that of a parameter, buffer, column or batch-only
             value.
-        root: the input, or the first output, in whose storage it lies; itself if its own.
-        in_a_row: whether its numbers lie one after another; else it is copied to be sent.
+        root: the input, or the first output, that has the same storage; its own name if none.
+        is_contiguous: whether it is contiguous; else it is copied to be sent.
     """
 
     num_bytes: int
     root: str
-    in_a_row: bool = True
+    is_contiguous: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMemory:
-    """What a segment holds and needs for one microbatch.
+    """Memory of a segment for one microbatch.
 
     Args:
-        outputs: where each output lies, by name.
-        saved_bytes: what autograd holds for the backward beyond the segment's inputs and outputs.
-        forward_bytes: the most that a forward which keeps nothing takes while it runs, outputs
-            included.
-        kept_forward_bytes: likewise one that keeps its activations.
-        first_backward_bytes: the most that the backward takes beyond what it starts with, when
+        outputs: storage of each output, by name.
+        saved_bytes: tensors that autograd saves, besides the segment's inputs and outputs.
+        forward_bytes: peak of a forward that saves nothing, outputs included.
+        saving_forward_bytes: peak of a forward that saves its activations, outputs included.
+        first_backward_bytes: peak of the backward beyond the bytes held at its start, when
             gradients of parameters are new; gradients of inputs included.
-        backward_bytes: likewise when they are added to those of earlier microbatches.
-        deferred_bytes: what is left for the weights' gradients, where backwards are split.
-        moved_bytes: of `saved_bytes`, what goes to host memory if the segment's activations do.
-        left_bytes: of `saved_bytes`, what stays on the device all the same.
-        moved_values: inputs and outputs that autograd saves, and that could go likewise.
+        backward_bytes: the same when gradients are added to those of earlier microbatches.
+        deferred_bytes: held for the gradients of weights, where backwards are split.
+        offload_bytes: of `saved_bytes`, those that an offloaded segment copies to host memory.
+        resident_bytes: of `saved_bytes`, those that stay on the device all the same.
+        offload_values: saved inputs and outputs that could be copied to host memory, too.
     """
 
     outputs: Mapping[str, Output]
     saved_bytes: int
     forward_bytes: int
-    kept_forward_bytes: int
+    saving_forward_bytes: int
     first_backward_bytes: int
     backward_bytes: int
     deferred_bytes: int
-    moved_bytes: int
-    left_bytes: int
-    moved_values: frozenset[str]
+    offload_bytes: int
+    resident_bytes: int
+    offload_values: frozenset[str]
 
     @property
     def own_bytes(self) -> int:
-        """Of the outputs that lie in memory of their own."""
+        """Bytes of the outputs that have storages of their own."""
         return sum(o.num_bytes for name, o in self.outputs.items() if o.root == name)
 
 
 class SegmentMemories:
-    """Finds what segments need; those that are alike, as blocks of a model are, only once.
+    """Measures the memory of segments; those with equal graphs, such as blocks, only once.
 
     Args:
-        device: type of device they run on, which may choose other kernels than another's.
-        float32_gradients: whether gradients of low precision are summed in float32.
+        device: type of the device, on which the choice of kernels depends.
+        float32_gradients: whether gradients of low precision are accumulated in float32.
     """
 
     def __init__(self, device: torch.device, float32_gradients: bool = True) -> None:
@@ -90,8 +88,8 @@ class SegmentMemories:
         self._known: dict[Any, tuple[SegmentMemory, Segment]] = {}
 
     def __call__(self, segment: Segment) -> SegmentMemory:
-        """What a segment needs, by the shapes in its graph."""
-        key = likeness(segment.graph)
+        """Memory of a segment, by the shapes in its graph."""
+        key = structural_key(segment.graph)
         if key not in self._known:
             self._known[key] = (self._measure(segment), segment)
         found, known = self._known[key]
@@ -100,8 +98,8 @@ class SegmentMemories:
             names[name]: replace(output, root=names.get(output.root, output.root))
             for name, output in found.outputs.items()
         }
-        moved = frozenset(names[name] for name in found.moved_values)
-        return replace(found, outputs=outputs, moved_values=moved)
+        offloadable = frozenset(names[name] for name in found.offload_values)
+        return replace(found, outputs=outputs, offload_values=offloadable)
 
     def _measure(self, segment: Segment) -> SegmentMemory:
         run = FakeRun(segment, self._device)
@@ -123,8 +121,8 @@ class FakeRun:
     """A segment with fake arguments.
 
     Args:
-        segment: its placeholders say what each argument is.
-        device: where the fakes claim to be.
+        segment: whose placeholders describe the arguments.
+        device: of the fake tensors.
     """
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
@@ -145,18 +143,18 @@ class FakeRun:
                 self.parameters.append(argument)
 
     def fake(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
-        """A tensor without numbers."""
+        """A fake tensor."""
         with self.mode:
             return torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
     def call(self) -> tuple[torch.Tensor, ...]:
-        """The segment's outputs."""
+        """Run the forward; returns the segment's outputs."""
         with self.mode:
             outputs: tuple[torch.Tensor, ...] = self._function(*self.arguments)
         return outputs
 
     def gradients(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients of the outputs that carry one."""
+        """Fake gradients of the outputs that require one."""
         with self.mode, torch.no_grad():
             return [torch.empty_like(o) for o in outputs if o.requires_grad]
 
@@ -170,24 +168,24 @@ class FakeRun:
 def _measure(run: FakeRun) -> SegmentMemory:
     with torch.no_grad(), Storages(run.arguments) as plain:
         run.call()
-    kept, first, places = _backward(run)
+    held, first, places = _backward(run)
     with run.mode, torch.no_grad():
         for parameter in run.parameters:
             parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     _, later, _ = _backward(run)
     own = sum(o.num_bytes for name, o in places.items() if o.root == name)
-    moved_bytes, left_bytes, moved_values = _moved(run)
+    offload_bytes, resident_bytes, offload_values = _offloadable(run)
     return SegmentMemory(
         outputs=places,
-        saved_bytes=kept[0] - own,
+        saved_bytes=held[0] - own,
         forward_bytes=plain.peak_bytes,
-        kept_forward_bytes=kept[1],
+        saving_forward_bytes=held[1],
         first_backward_bytes=first,
         backward_bytes=later,
         deferred_bytes=_deferred_bytes(run.segment.graph),
-        moved_bytes=moved_bytes,
-        left_bytes=left_bytes - own,
-        moved_values=moved_values,
+        offload_bytes=offload_bytes,
+        resident_bytes=resident_bytes - own,
+        offload_values=offload_values,
     )
 
 
@@ -208,13 +206,13 @@ def _backward(run: FakeRun) -> tuple[tuple[int, int], int, dict[str, Output]]:
     return forward, taken, places
 
 
-def _moved(run: FakeRun) -> tuple[int, int, frozenset[str]]:
-    """What can go to host memory, what stays with the outputs, and the values that can go, too."""
-    stays = storages_of(a for a in run.arguments if all(a is not i for i in run.inputs.values()))
+def _offloadable(run: FakeRun) -> tuple[int, int, frozenset[str]]:
+    """Bytes that can be offloaded, bytes that stay with the outputs, and offloadable values."""
+    resident = storages_of(a for a in run.arguments if all(a is not i for i in run.inputs.values()))
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | None:
-        if not can_move(tensor, tensor.device, stays):
+        if not can_move(tensor, tensor.device, resident):
             return tensor.detach()
         storage = tensor.untyped_storage()
         saved[storage._cdata] = storage
@@ -225,16 +223,16 @@ def _moved(run: FakeRun) -> tuple[int, int, frozenset[str]]:
             outputs = run.call()
         values = {**run.inputs, **dict(zip(run.segment.outputs, outputs, strict=True))}
         places = {name: value.untyped_storage()._cdata for name, value in values.items()}
-        moved = frozenset(name for name, place in places.items() if place in saved)
+        offloaded = frozenset(name for name, place in places.items() if place in saved)
         for place in places.values():
             saved.pop(place, None)
-        moved_bytes = sum(storage.nbytes() for storage in saved.values())
+        offload_bytes = sum(storage.nbytes() for storage in saved.values())
         saved.clear()
-        return moved_bytes, storages.live_bytes, moved
+        return offload_bytes, storages.live_bytes, offloaded
 
 
 def _never(saved: object) -> torch.Tensor:
-    raise AssertionError("nothing goes backward here")
+    raise AssertionError("no backward runs here")
 
 
 def _places(run: FakeRun, outputs: Sequence[torch.Tensor], storages: Storages) -> dict[str, Output]:
@@ -242,18 +240,18 @@ def _places(run: FakeRun, outputs: Sequence[torch.Tensor], storages: Storages) -
     places = {}
     for name, output in zip(run.segment.outputs, outputs, strict=True):
         storage = output.untyped_storage()
-        in_a_row = output.is_contiguous()
+        contiguous = output.is_contiguous()
         if not storages.holds(output):
             # An input's storage is counted as the input; any other argument's not at all.
-            places[name] = Output(0, roots.get(storage._cdata, ""), in_a_row)
+            places[name] = Output(0, roots.get(storage._cdata, ""), contiguous)
             continue
         root = roots.setdefault(storage._cdata, name)
-        places[name] = Output(storage.nbytes(), root, in_a_row)
+        places[name] = Output(storage.nbytes(), root, contiguous)
     return places
 
 
-def likeness(graph: fx.Graph) -> Any:
-    """The same for graphs that differ in names alone."""
+def structural_key(graph: fx.Graph) -> Any:
+    """Hashable key that is equal for graphs that differ in names alone."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
 
     def plain(value: Any) -> Any:
@@ -281,25 +279,25 @@ def likeness(graph: fx.Graph) -> Any:
 
 
 _PRODUCTS = {"aten.linear.default": (0, 1), "aten.addmm.default": (1, 2)}
-"""Products whose weight's gradient can wait: where their input and their weight are."""
+"""Matrix products whose weight gradient is deferred: positions of input and weight."""
 
 
 def _deferred_bytes(graph: fx.Graph) -> int:
-    """Inputs and gradients of outputs of the products whose weights' gradients wait."""
-    waiting: dict[fx.Node, int] = {}
+    """Bytes of inputs and output gradients that deferred weight gradients need."""
+    deferred: dict[fx.Node, int] = {}
     for node in graph.nodes:
         places = _PRODUCTS.get(str(node.target))
         if places is None or node.kwargs:
             continue
         x, weight = (node.args[place] for place in places)
         if weight.meta.get("kind") is Kind.PARAMETER and weight.meta["tensor"].requires_grad:
-            waiting[node] = node.meta["tensor"].num_bytes
-            waiting[_whole(x)] = x.meta["tensor"].num_bytes
-    return sum(waiting.values())
+            deferred[node] = node.meta["tensor"].num_bytes
+            deferred[_base(x)] = x.meta["tensor"].num_bytes
+    return sum(deferred.values())
 
 
-def _whole(node: fx.Node) -> fx.Node:
-    """What a tensor is a view of."""
+def _base(node: fx.Node) -> fx.Node:
+    """The node that a tensor is a view of."""
     while str(node.target) in ("aten.view.default", "aten.reshape.default"):
         node = node.args[0]  # type: ignore[assignment]
     return node

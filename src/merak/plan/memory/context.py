@@ -1,4 +1,4 @@
-"""What a walk through a rank's steps needs to know besides the steps; see `timeline`."""
+"""Context of a rank's memory timeline: its program, schedule, tied parameters and ZeRO."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind as ValueKind
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.segment_memory import SegmentMemory
-from merak.plan.cost.selective_ops import Dear
-from merak.plan.memory.zero import Sharing
+from merak.plan.cost.selective_ops import SelectiveOps
+from merak.plan.memory.zero import ZeroSharding
 from merak.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class SharedHere:
-    """A parameter that several segments read, as one pipe sees it from this rank.
+class TiedParameter:
+    """A parameter that several segments of a pipe read, one of them on this rank.
 
     Args:
-        first: the first segment here that reads it.
-        owned: whether this rank has the first segment of all, and so sums what the others send.
-        num_holders: how many ranks of the pipe read it.
-        open_sends: gradients of it that this rank may have sent and not yet seen taken.
+        first: the first segment of this rank that reads it.
+        owned: whether this rank has the first reader of all, which sums the gradients of the
+        others.
+        num_holders: ranks of the pipe that read it.
+        open_sends: gradients of it that this rank may have sent and that are not yet received.
     """
 
     first: int
@@ -32,52 +33,52 @@ class SharedHere:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a rank's walk needs to know besides its steps.
+class MemoryContext:
+    """Everything that a rank's memory timeline depends on besides its steps.
 
     Args:
-        rank: the pipeline position.
-        schedule: the schedule, with the stages that recompute anything.
-        program: the rank's stages, with the segments that keep their activations.
-        memory: what each segment needs, by its number.
-        partly: by segment that recomputes, the operators whose results it keeps.
-        derived_bytes: of the batch-only values of a microbatch.
-        shared: parameters that several segments read, by name and pipe.
-        sharing: what of gradients and optimizer each replica holds.
-        bucket_bytes: gradients of parameters of so many bytes are summed over replicas as soon as
-            they are final; None where nobody else holds the rank's stages.
-        every_microbatch: whether gradients of shared parameters travel after every microbatch.
-        open_sends: sends of a rank whose buffers may be held at a time.
+        rank: the pp rank.
+        schedule: the schedule, with the recompute flags of its stages.
+        program: the rank's stages, with the segments that save their activations.
+        memory: bytes of each segment, by its number.
+        selective: by recomputed segment, the operators whose results are saved.
+        derived_bytes: batch-only values of a microbatch.
+        tied: tied parameters by name and pipe.
+        zero: what replicas shard of parameters, gradients and optimizer state.
+        bucket_bytes: size of the buckets in which final gradients are reduced over replicas; None
+            where the rank's stages have no replicas.
+        every_microbatch: whether gradients of tied parameters are exchanged after every microbatch.
+        open_sends: sends of the rank whose buffers may be held at a time.
     """
 
     rank: int
     schedule: Schedule
     program: Program
     memory: Mapping[int, SegmentMemory]
-    partly: Mapping[int, Dear]
+    selective: Mapping[int, SelectiveOps]
     derived_bytes: int
-    shared: Mapping[tuple[str, int], SharedHere]
-    sharing: Sharing
+    tied: Mapping[tuple[str, int], TiedParameter]
+    zero: ZeroSharding
     bucket_bytes: int | None
     every_microbatch: bool
     open_sends: int
 
-    def in_shares(self) -> dict[str, TensorMeta]:
-        """Parameters of which replicas hold shares: all that have rows."""
-        if not self.sharing.parameters:
+    def sharded_parameters(self) -> dict[str, TensorMeta]:
+        """Parameters that ZeRO-3 shards over replicas: all that have rows."""
+        if not self.zero.parameters:
             return {}
         return {n: m for n, m in parameters_of(self.program).items() if m.shape}
 
 
-def trained(segment: SegmentProgram) -> list[str]:
-    """Names of the parameters that a segment gives gradients to."""
+def trained_parameters(segment: SegmentProgram) -> list[str]:
+    """Names of the parameters whose gradients a segment computes."""
     nodes = segment.segment.graph.find_nodes(op="placeholder")
     parameters = [node for node in nodes if node.meta["kind"] is ValueKind.PARAMETER]
     return [n.meta["name"] for n in parameters if n.meta["tensor"].requires_grad]
 
 
 def parameters_of(program: Program) -> dict[str, TensorMeta]:
-    """What this rank's share of each parameter is that its segments read."""
+    """Shape and element type of this rank's shard of each parameter that its segments read."""
     return {
         node.meta["name"]: node.meta["tensor"]
         for stage in program.stages.values()

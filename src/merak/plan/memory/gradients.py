@@ -1,4 +1,4 @@
-"""What gradients of parameters take while a rank's steps are walked through."""
+"""Gradients of parameters in the memory timeline."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from dataclasses import dataclass, field
 
 from merak.graph.program.program import SegmentProgram
 from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
-from merak.plan.memory.context import SharedHere, Surroundings, parameters_of
-from merak.plan.memory.ledger import Ledger, Part, Window
+from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
+from merak.plan.memory.ledger import Category, Ledger, SendWindow
 from merak.schedule.ir import FINAL_KINDS, Action
 
 
 @dataclass(slots=True)
 class Gradients:
-    """The gradients of a rank's parameters, as they come, are summed over replicas, and stay.
+    """Bytes of a rank's gradients: their accumulation, and their buckets while they are reduced.
 
     Args:
-        around: what the walk knows.
-        ledger: what is held.
+        ctx: the context of the timeline.
+        ledger: of the rank.
     """
 
-    around: Surroundings
+    ctx: MemoryContext
     ledger: Ledger
     _last: dict[int, int] = field(default_factory=dict)
     _exist: set[str] = field(default_factory=set)
-    # Final gradients of the open bucket and its size, and buckets that are being summed.
+    # Final gradients of the open bucket and its size, and buckets that are being reduced.
     _bucket: list[str] = field(default_factory=list)
     _size: int = 0
     _num_buckets: int = 0
     _open: deque[tuple[Hashable, list[str]]] = field(default_factory=deque)
-    _windows: dict[str, Window] = field(default_factory=dict)
+    _windows: dict[str, SendWindow] = field(default_factory=dict)
     _parameter_bytes: dict[str, int] = field(init=False)
     bytes: dict[str, int] = field(init=False)
-    _share_bytes: dict[str, int] = field(init=False)
-    _in_shares: frozenset[str] = frozenset()
+    _shard_bytes: dict[str, int] = field(init=False)
+    _sharded: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """There are none."""
-        around = self.around
-        metas = parameters_of(around.program)
+        """Begin without any gradient."""
+        ctx = self.ctx
+        metas = parameters_of(ctx.program)
         trained = {name: meta for name, meta in metas.items() if meta.requires_grad}
         self._parameter_bytes = {name: meta.num_bytes for name, meta in trained.items()}
-        self.bytes = around.sharing.gradient_bytes(trained)
-        self._share_bytes = around.sharing.share_bytes(trained)
-        self._in_shares = frozenset(around.in_shares())
-        for action in around.schedule.actions[around.rank]:
+        self.bytes = ctx.zero.gradient_bytes(trained)
+        self._shard_bytes = ctx.zero.gradient_shard_bytes(trained)
+        self._sharded = frozenset(ctx.sharded_parameters())
+        for action in ctx.schedule.actions[ctx.rank]:
             if action.kind in FINAL_KINDS:
                 self._last[action.stage] = action.microbatch
 
@@ -55,117 +55,117 @@ class Gradients:
         return any(name not in self._exist for name in names)
 
     def add(self, name: str, segment: SegmentProgram, action: Action) -> None:
-        """A segment's backward has given a gradient."""
-        shared = self.shared(name, action)
-        if name in self._in_shares and (shared is None or shared.num_holders == 1):
-            self._gets_final(name)
+        """Add the gradient that a segment's backward has computed."""
+        tied = self.tied(name, action)
+        if name in self._sharded and (tied is None or tied.num_holders == 1):
+            self._hold_final(name)
             return
-        if shared is not None:
-            self._add_shared(name, shared, segment, action)
+        if tied is not None:
+            self._add_tied(name, tied, segment, action)
             return
-        self._now_exists(name)
+        self._hold_whole(name)
         self.reduce(name, action)
 
-    def shared(self, name: str, action: Action) -> SharedHere | None:
-        """What a parameter is that several segments read; None for others."""
-        pipe = self.around.schedule.microbatch_pipes[action.microbatch]
-        return self.around.shared.get((name, pipe))
+    def tied(self, name: str, action: Action) -> TiedParameter | None:
+        """The tied parameter of this name in the action's pipe; None for others."""
+        pipe = self.ctx.schedule.microbatch_pipes[action.microbatch]
+        return self.ctx.tied.get((name, pipe))
 
     def reduce(self, name: str, action: Action) -> None:
-        """A final gradient goes into a bucket; a full one is summed over replicas."""
-        around = self.around
-        if around.bucket_bytes is None or action.kind not in FINAL_KINDS:
+        """Put a final gradient into the open bucket, and reduce the bucket when it is full."""
+        ctx = self.ctx
+        if ctx.bucket_bytes is None or action.kind not in FINAL_KINDS:
             return
-        if not (self._is_last(action) or around.sharing.every_microbatch):
+        if not (self._is_last(action) or ctx.zero.gradients):
             return
         self._bucket.append(name)
         self._size += self._parameter_bytes[name]
-        if self._size >= around.bucket_bytes:
-            self.flush(around.schedule.label(action))
+        if self._size >= ctx.bucket_bytes:
+            self.flush(ctx.schedule.label(action))
 
     def flush(self, at: str) -> None:
-        """The open bucket takes the place of its gradients, which it is copied from."""
+        """Reduce the open bucket, which replaces the gradients that are copied into it."""
         names, self._bucket, self._size = self._bucket, [], 0
         if not names:
             return
-        sharing = self.around.sharing
-        if not sharing.is_sharded:
+        zero = self.ctx.zero
+        if not zero.is_sharded:
             if len(names) > 1:
-                self.ledger.look(at, sum(self.bytes[name] for name in names))
+                self.ledger.record_peak(at, sum(self.bytes[name] for name in names))
             return
-        if sharing.every_microbatch and len(self._open) >= MAX_OPEN_BUCKETS:
+        if zero.gradients and len(self._open) >= MAX_OPEN_BUCKETS:
             self._take()
-        share_bytes = sum(self._share_bytes[name] for name in names)
-        sent_bytes = (sharing.degree + 1) * share_bytes
-        self.ledger.look(at, sent_bytes)
+        shard_bytes = sum(self._shard_bytes[name] for name in names)
+        sent_bytes = (zero.degree + 1) * shard_bytes
+        self.ledger.record_peak(at, sent_bytes)
         for name in names:
             if name in self._exist:  # else zeros are sent
                 self._exist.remove(name)
                 self.ledger.release(("gradient of", name))
         self._num_buckets += 1
-        self.ledger.hold(("bucket", self._num_buckets), sent_bytes, Part.COMMUNICATION)
+        self.ledger.hold(("bucket", self._num_buckets), sent_bytes, Category.COMMUNICATION)
         self._open.append((("bucket", self._num_buckets), names))
 
     def finish(self) -> None:
-        """All sums have come."""
+        """Wait for all reductions."""
         while self._open:
             self._take()
         for window in self._windows.values():
             window.close()
 
     def _take(self) -> None:
-        """The oldest sum becomes this replica's share, or is added to it."""
+        """Wait for the oldest reduction, which becomes this replica's shard or is added to it."""
         key, names = self._open.popleft()
         self.ledger.release(key)
         for name in names:
-            if not self.ledger.has(("share of", name)):
-                self.ledger.hold(("share of", name), self._share_bytes[name], Part.GRADIENTS)
+            if not self.ledger.has(("shard of", name)):
+                self.ledger.hold(("shard of", name), self._shard_bytes[name], Category.GRADIENTS)
 
     def _is_last(self, action: Action) -> bool:
         return action.microbatch == self._last[action.stage]
 
-    def _now_exists(self, name: str) -> None:
+    def _hold_whole(self, name: str) -> None:
         if name not in self._exist:
             self._exist.add(name)
-            self.ledger.hold(("gradient of", name), self.bytes[name], Part.GRADIENTS)
+            self.ledger.hold(("gradient of", name), self.bytes[name], Category.GRADIENTS)
 
-    def _add_shared(
-        self, name: str, shared: SharedHere, segment: SegmentProgram, action: Action
+    def _add_tied(
+        self, name: str, tied: TiedParameter, segment: SegmentProgram, action: Action
     ) -> None:
-        """A share of a shared parameter's gradient, which waits for those of other segments."""
-        every_microbatch = self.around.every_microbatch
+        """Add one segment's term of a tied gradient, which waits for those of other segments."""
+        every_microbatch = self.ctx.every_microbatch
         number = action.microbatch if every_microbatch else 0
-        in_shares = name in self._in_shares
-        key = ("share", name, number)
-        num_bytes = self._share_bytes[name] if in_shares else self.bytes[name]
+        is_sharded = name in self._sharded
+        key = ("term", name, number)
+        num_bytes = self._shard_bytes[name] if is_sharded else self.bytes[name]
         if not self.ledger.has(key):
-            self.ledger.hold(key, num_bytes, Part.COMMUNICATION, action.stage)
+            self.ledger.hold(key, num_bytes, Category.COMMUNICATION, action.stage)
         is_last = self._is_last(action)
-        if segment.segment.index != shared.first or not (every_microbatch or is_last):
+        if segment.segment.index != tied.first or not (every_microbatch or is_last):
             return
-        if not shared.owned:
-            sends = self._windows.setdefault(name, Window(self.ledger, shared.open_sends))
+        if not tied.owned:
+            sends = self._windows.setdefault(name, SendWindow(self.ledger, tied.open_sends))
             sends.add([key])
-            if is_last:  # the owner's sum comes at the end
-                self._gets_final(name)
+            if is_last:  # the owner's sum arrives at the end
+                self._hold_final(name)
             return
-        if in_shares:
-            self._gets_final(name)
+        if is_sharded:
+            self._hold_final(name)
         else:
-            self._now_exists(name)
-        if shared.num_holders > 1 and not self.ledger.has(("ahead", name)):
-            # The share of the next microbatch is posted ahead.
-            self.ledger.hold(("ahead", name), num_bytes, Part.COMMUNICATION, action.stage)
-        if shared.num_holders > 1:
-            # For a moment there are the others' sum, the share of this rank, and both together.
-            self.ledger.look(self.around.schedule.label(action), 2 * num_bytes, action.stage)
+            self._hold_whole(name)
+        if tied.num_holders > 1 and not self.ledger.has(("ahead", name)):
+            # The receive for the next microbatch is posted ahead.
+            self.ledger.hold(("ahead", name), num_bytes, Category.COMMUNICATION, action.stage)
+        if tied.num_holders > 1:
+            # For a moment there are the others' sum, this rank's term, and the sum of both.
+            self.ledger.record_peak(self.ctx.schedule.label(action), 2 * num_bytes, action.stage)
         self.ledger.release(key)
-        if not in_shares:
+        if not is_sharded:
             self.reduce(name, action)
 
-    def _gets_final(self, name: str) -> None:
-        """What another rank has summed, of which a sharded optimizer needs a share."""
-        if not self.around.sharing.is_sharded:
-            self._now_exists(name)
-        elif not self.ledger.has(("share of", name)):
-            self.ledger.hold(("share of", name), self._share_bytes[name], Part.GRADIENTS)
+    def _hold_final(self, name: str) -> None:
+        """Hold a final gradient that was summed elsewhere: all of it, or this replica's shard."""
+        if not self.ctx.zero.is_sharded:
+            self._hold_whole(name)
+        elif not self.ledger.has(("shard of", name)):
+            self.ledger.hold(("shard of", name), self._shard_bytes[name], Category.GRADIENTS)

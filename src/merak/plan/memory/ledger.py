@@ -1,8 +1,7 @@
-"""What a rank holds at every moment: its list of steps, walked through on paper.
+"""Ledger of the bytes that a rank holds, by storage and category, and the peak so far.
 
-The walk does with bytes what the engine does with tensors: the same storages are taken and given
-up by the same steps. A storage that several hold, such as an activation that two segments read and
-that is being sent, counts once.
+A storage that several hold, such as an activation that two segments read and that is being sent,
+counts once.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Part(Enum):
-    """What a rank holds bytes for."""
+class Category(Enum):
+    """Use of a rank's bytes."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -29,105 +28,110 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """What a rank holds when it holds most.
+class Peak:
+    """The moment at which a rank holds the most bytes.
 
     Args:
         at: the step, such as `B3`; "update" for the optimizer's step.
-        total_bytes: all of it.
-        parts: of it, by what it is for.
+        total_bytes: all of them.
+        by_category: the same bytes by category.
     """
 
     at: str
     total_bytes: int
-    parts: Mapping[Part, int]
+    by_category: Mapping[Category, int]
 
 
 @dataclass(slots=True)
 class _Held:
     num_bytes: int
-    part: Part
+    category: Category
     stage: int | None
     holders: int = 0
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What is held, by whom, and the most of it so far."""
+    """Storages that a rank holds, with their holders, and the peak of their bytes."""
 
-    parts: Counter[Part] = field(default_factory=Counter)
+    by_category: Counter[Category] = field(default_factory=Counter)
     total_bytes: int = 0
-    peak: Moment | None = None
-    # Per stage: what its microbatches hold now, and have held at most.
+    peak: Peak | None = None
+    # Per stage: bytes that its microbatches hold now, and have held at most.
     by_stage: Counter[int] = field(default_factory=Counter)
     stage_peaks: Counter[int] = field(default_factory=Counter)
     _held: dict[Hashable, _Held] = field(default_factory=dict)
 
     def hold(
-        self, key: Hashable, num_bytes: int, part: Part = Part.ACTIVATIONS, stage: int | None = None
+        self,
+        key: Hashable,
+        num_bytes: int,
+        category: Category = Category.ACTIVATIONS,
+        stage: int | None = None,
     ) -> None:
-        """One more holder of a storage; the first one takes the bytes."""
+        """Add a holder to a storage; the first holder adds its bytes."""
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = _Held(num_bytes, part, stage)
-            self._add(part, stage, num_bytes)
+            held = self._held[key] = _Held(num_bytes, category, stage)
+            self._add(category, stage, num_bytes)
         held.holders += 1
 
-    def again(self, key: Hashable) -> None:
-        """One more holder of a storage that is held already."""
+    def share(self, key: Hashable) -> None:
+        """Add a holder to a storage that is held already."""
         self._held[key].holders += 1
 
     def release(self, key: Hashable) -> None:
-        """One holder less; the last one gives the bytes back."""
+        """Remove a holder from a storage; the last holder removes its bytes."""
         held = self._held[key]
         held.holders -= 1
         if held.holders == 0:
             del self._held[key]
-            self._add(held.part, held.stage, -held.num_bytes)
+            self._add(held.category, held.stage, -held.num_bytes)
 
     def has(self, key: Hashable) -> bool:
-        """Whether somebody holds a storage."""
+        """Whether a storage is held."""
         return key in self._held
 
     def bytes_of(self, key: Hashable) -> int:
-        """The size of a storage that somebody holds."""
+        """Bytes of a storage that is held."""
         return self._held[key].num_bytes
 
     def release_all(self, keys: Iterable[Hashable]) -> None:
-        """One holder less of each."""
+        """Remove a holder from each of some storages."""
         for key in keys:
             self.release(key)
 
-    def look(self, at: str, taken_bytes: int = 0, stage: int | None = None) -> None:
-        """Note the moment, if it is the highest: what is held, and what is taken meanwhile."""
+    def record_peak(self, at: str, taken_bytes: int = 0, stage: int | None = None) -> None:
+        """Record the peak, if held bytes and those taken meanwhile are more than ever before."""
         total = self.total_bytes + taken_bytes
         if stage is not None:
             level = self.by_stage[stage] + taken_bytes
             self.stage_peaks[stage] = max(self.stage_peaks[stage], level)
         if self.peak is None or total > self.peak.total_bytes:
-            parts = dict(self.parts)
-            parts[Part.TEMPORARY] = parts.get(Part.TEMPORARY, 0) + taken_bytes
-            self.peak = Moment(at, total, parts)
+            by_category = dict(self.by_category)
+            temporary = by_category.get(Category.TEMPORARY, 0)
+            by_category[Category.TEMPORARY] = temporary + taken_bytes
+            self.peak = Peak(at, total, by_category)
 
-    def settle(self, part: Part, num_bytes: int) -> None:
-        """A part has come down to so much, whoever held it."""
-        self.total_bytes += num_bytes - self.parts[part]
-        self.parts[part] = num_bytes
+    def set_category(self, category: Category, num_bytes: int) -> None:
+        """Set the bytes of a category, whatever its storages are."""
+        self.total_bytes += num_bytes - self.by_category[category]
+        self.by_category[category] = num_bytes
 
-    def _add(self, part: Part, stage: int | None, num_bytes: int) -> None:
-        self.parts[part] += num_bytes
+    def _add(self, category: Category, stage: int | None, num_bytes: int) -> None:
+        self.by_category[category] += num_bytes
         self.total_bytes += num_bytes
         if stage is not None:
             self.by_stage[stage] += num_bytes
             self.stage_peaks[stage] = max(self.stage_peaks[stage], self.by_stage[stage])
 
 
-class Window:
-    """Storages that stay until so many newer ones have come, as sends do.
+class SendWindow:
+    """Storages of open sends, each held until a number of later ones has been sent.
 
     Args:
         ledger: where they are held.
-        size: how many groups may stay.
+        size: open sends at a time.
     """
 
     def __init__(self, ledger: Ledger, size: int) -> None:
@@ -136,12 +140,12 @@ class Window:
         self._open: deque[list[Hashable]] = deque()
 
     def add(self, keys: list[Hashable]) -> None:
-        """A group that is held already by whoever hands it over."""
+        """Open a send of storages that the caller holds, and hands over."""
         self._open.append(keys)
         if len(self._open) > self._size:
             self._ledger.release_all(self._open.popleft())
 
     def close(self) -> None:
-        """Let all go."""
+        """Release the storages of all open sends."""
         while self._open:
             self._ledger.release_all(self._open.popleft())

@@ -1,6 +1,6 @@
-"""The memory of every rank, before anything runs: what it holds, when most, and whether it fits.
+"""The memory model: peak bytes of every pp rank under a schedule and an activation policy.
 
-Source: arXiv 2206.04959 (Merak), section 5.2, for what grows with the microbatches in flight.
+Source: arXiv 2206.04959 (Merak), section 5.2, for the activations of microbatches in flight.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import torch
 from merak.core.mesh import Mesh, pretended
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.program.program import Program, with_offloading
+from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemory, optimizer_memory
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory, storage_bytes
-from merak.plan.cost.selective_ops import Dear, find_dear
+from merak.plan.cost.selective_ops import SelectiveOps, find_selective_ops
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
-from merak.plan.memory.context import SharedHere, Surroundings, parameters_of
-from merak.plan.memory.ledger import Ledger, Moment, Part
-from merak.plan.memory.timeline import Walk
-from merak.plan.memory.zero import Sharing, total_bytes
+from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
+from merak.plan.memory.ledger import Category, Ledger, Peak
+from merak.plan.memory.timeline import MemoryTimeline
+from merak.plan.memory.zero import ZeroSharding, total_bytes
 from merak.schedule.ir import Schedule
 from merak.schedule.simulate.memory import num_weight_versions
 from merak.schedule.steps import Step
 
 SENDS_PER_RANK = 4
-"""A rank holds the buffers of so many sends for each pipeline position."""
+"""Open sends of a rank, for each pp rank, whose buffers it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class StageMemory:
     Args:
         stage: its number.
         parameters: of its parameters.
-        gradients: of their gradients, as they are between microbatches.
-        optimizer: of the optimizer's state for them, masters included.
-        activations: the most that its microbatches take at a time: what autograd saves, inputs
-            kept by what recomputes, what arrives and leaves, and what an operator takes meanwhile.
+        gradients: of their gradients between microbatches.
+        optimizer: of their optimizer state, masters included.
+        activations: peak of its microbatches: saved activations, saved inputs of segments that
+            recompute, open transfers, and temporaries of operators.
     """
 
     stage: int
@@ -57,64 +58,48 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What the ranks of one pipeline position hold.
+    """Memory of one pp rank.
 
     Args:
-        rank: the pipeline position.
+        rank: the pp rank.
         stages: its stages.
-        peak: the moment at which it holds most.
-        host_bytes: the most that it keeps in host memory at a time.
+        peak: the moment at which it holds the most.
+        host_bytes: peak of its offloaded activations in host memory.
     """
 
     rank: int
     stages: tuple[StageMemory, ...]
-    peak: Moment
+    peak: Peak
     host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """What is done with activations.
-
-    Args:
-        kept: segments that keep them, in stages that recompute others.
-        partly: by segment that recomputes, the operators whose results it keeps.
-        offloaded: of the kept segments, those that keep them in host memory.
-    """
-
-    kept: frozenset[int]
-    partly: Mapping[int, Dear] = field(default_factory=dict)
-    offloaded: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
-    """A model laid out over pipeline positions, as its memory depends on it.
+    """A model laid out over pp ranks, with everything that its memory depends on.
 
     Args:
-        programs: for each position, its stages with their local segments; what recomputes is said
-            apart.
+        programs: for each pp rank, its stages with their local segments, of any policy.
         mesh: the degrees, and the device.
-        shared: by position, the parameters that several segments read, by name and pipe.
-        others: by position, bytes of its buffers and of parameters that no segment reads.
-        optimizer: makes the optimizer; None counts none.
-        every_microbatch: whether gradients of shared parameters travel after every microbatch.
-        bucket_bytes: gradients are summed over replicas as soon as so many bytes are final.
-        sharing: what of gradients and optimizer each replica holds.
+        tied: by pp rank, its tied parameters by name and pipe.
+        others: by pp rank, bytes of its buffers and of parameters that no segment reads.
+        optimizer: makes the optimizer; None for a job without one.
+        every_microbatch: whether gradients of tied parameters are exchanged after every microbatch.
+        bucket_bytes: size of the buckets in which gradients are reduced over replicas.
+        zero: what replicas shard of parameters, gradients and optimizer state.
     """
 
     programs: tuple[Program, ...]
     mesh: Mesh
-    shared: tuple[Mapping[tuple[str, int], SharedHere], ...]
+    tied: tuple[Mapping[tuple[str, int], TiedParameter], ...]
     others: tuple[int, ...]
     optimizer: OptimizerFactory | None = None
     every_microbatch: bool = True
     bucket_bytes: int = 25 * 2**20
-    sharing: Sharing = field(default_factory=Sharing)
+    zero: ZeroSharding = field(default_factory=ZeroSharding)
 
 
 class MemoryModel:
-    """Estimates the memory of a job under any schedule and choice of what recomputes.
+    """Estimates the memory of a job under any schedule and activation policy.
 
     Args:
         job: the model as it is laid out.
@@ -124,7 +109,7 @@ class MemoryModel:
         self.job = job
         self._device = device = _fake_device(job.mesh.device)
         with pretended(replace(job.mesh, rank=0, device_mesh=None)):
-            measure = SegmentMemories(device, job.sharing.float32_gradients)
+            measure = SegmentMemories(device, job.zero.float32_gradients)
             self.segments: dict[int, SegmentMemory] = {
                 segment.segment.index: measure(segment.segment)
                 for program in job.programs
@@ -134,8 +119,8 @@ class MemoryModel:
             self._derived = [_prologue_bytes(p, device) for p in job.programs]
         self._optimizers = [_optimizer(job, program, device) for program in job.programs]
 
-    def find_dear(self, profile: DeviceProfile) -> dict[int, Dear]:
-        """By segment, the operators that are worth keeping where it recomputes.
+    def find_selective_ops(self, profile: DeviceProfile) -> dict[int, SelectiveOps]:
+        """By segment, the operators that are worth saving where it recomputes.
 
         Args:
             profile: the speeds of the devices.
@@ -148,23 +133,23 @@ class MemoryModel:
                     saved_bytes = self.segments[own.segment.index].saved_bytes
                     segments += [(own.segment, saved_bytes)] if own.trains else []
         with pretended(replace(self.job.mesh, rank=0, device_mesh=None)):
-            return find_dear(segments, profile, self._device)
+            return find_selective_ops(segments, profile, self._device)
 
     def ranks(
         self,
         schedule: Schedule,
         steps: Sequence[Sequence[Step]],
-        keeping: Keeping,
+        policy: ActivationPolicy,
     ) -> tuple[RankMemory, ...]:
-        """The memory of every pipeline position.
+        """Memory of every pp rank.
 
         Args:
-            schedule: with the stages that recompute anything.
+            schedule: with the recompute flags of its stages.
             steps: its steps, lowered.
-            keeping: what is done with activations.
+            policy: what is saved, recomputed and offloaded.
         """
         return tuple(
-            self.rank(rank, schedule, steps, keeping) for rank in range(len(self.job.programs))
+            self.rank(rank, schedule, steps, policy) for rank in range(len(self.job.programs))
         )
 
     def rank(
@@ -172,78 +157,80 @@ class MemoryModel:
         rank: int,
         schedule: Schedule,
         steps: Sequence[Sequence[Step]],
-        keeping: Keeping,
+        policy: ActivationPolicy,
     ) -> RankMemory:
-        """The memory of one pipeline position; arguments as of `ranks`."""
+        """Memory of one pp rank; arguments as of `ranks`."""
         job = self.job
-        program = _keeping(job.programs[rank], keeping)
+        program = _with_policy(job.programs[rank], policy)
         state, taken = self._optimizers[rank]
         fixed_bytes, varying_bytes = self._derived[rank]
         ledger = Ledger()
         parameters = parameters_of(program)
-        ledger.hold("versions", _version_bytes(rank, schedule, program), Part.PARAMETERS)
-        ledger.hold("others", job.others[rank] + fixed_bytes, Part.BUFFERS)
-        ledger.hold("optimizer", sum(state.values()), Part.OPTIMIZER)
+        ledger.hold("versions", _version_bytes(rank, schedule, program), Category.PARAMETERS)
+        ledger.hold("others", job.others[rank] + fixed_bytes, Category.BUFFERS)
+        ledger.hold("optimizer", sum(state.values()), Category.OPTIMIZER)
         columns = sum(column.num_bytes for column in _columns(program))
-        ledger.hold("columns", columns * schedule.num_microbatches, Part.COLUMNS)
-        around = Surroundings(
+        ledger.hold("columns", columns * schedule.num_microbatches, Category.COLUMNS)
+        ctx = MemoryContext(
             rank=rank,
             schedule=schedule,
             program=program,
             memory=self.segments,
-            partly=keeping.partly,
+            selective=policy.selective,
             derived_bytes=varying_bytes,
-            shared=job.shared[rank],
-            sharing=job.sharing,
+            tied=job.tied[rank],
+            zero=job.zero,
             bucket_bytes=job.bucket_bytes if _is_replicated(rank, schedule, job) else None,
             every_microbatch=job.every_microbatch,
             open_sends=SENDS_PER_RANK * job.mesh.pp,
         )
-        _hold_parameters(around, ledger)
-        walk = Walk(around, ledger)
-        walk.run(steps[rank])
+        _hold_parameters(ctx, ledger)
+        timeline = MemoryTimeline(ctx, ledger)
+        timeline.run(steps[rank])
         # Buckets have become the gradients when the optimizer steps.
-        ledger.settle(Part.COMMUNICATION, 0)
-        stepped_bytes = total_bytes(job.sharing.stepped(_trained(parameters)).values())
-        ledger.settle(Part.GRADIENTS, min(stepped_bytes, ledger.parts[Part.GRADIENTS]))
-        ledger.look("update", taken)
-        whole = {n: m for n, m in parameters.items() if n not in around.in_shares()}
-        ledger.look("gather", _gathered_bytes(job, _trained(whole)))
+        ledger.set_category(Category.COMMUNICATION, 0)
+        stepped_bytes = total_bytes(job.zero.optimizer_tensors(_trained(parameters)).values())
+        ledger.set_category(
+            Category.GRADIENTS, min(stepped_bytes, ledger.by_category[Category.GRADIENTS])
+        )
+        ledger.record_peak("update", taken)
+        whole = {n: m for n, m in parameters.items() if n not in ctx.sharded_parameters()}
+        ledger.record_peak("gather", _gathered_bytes(job, _trained(whole)))
         assert ledger.peak is not None
         stages = tuple(
-            _stage(stage, program, state, job.sharing, ledger.stage_peaks[stage])
+            _stage(stage, program, state, job.zero, ledger.stage_peaks[stage])
             for stage in program.stages
         )
-        return RankMemory(rank, stages, ledger.peak, walk.host.peak_bytes)
+        return RankMemory(rank, stages, ledger.peak, timeline.host.peak_bytes)
 
 
-def _hold_parameters(around: Surroundings, ledger: Ledger) -> None:
-    """Parameters as they are held throughout, and what the largest segment gathers of them."""
-    in_shares, every = around.in_shares(), parameters_of(around.program)
-    stepped = around.sharing.stepped(_trained(in_shares))
-    masters = {n for n in stepped if around.sharing.master_bytes(in_shares[n], stepped[n])}
-    frozen = {n: meta for n, meta in in_shares.items() if not meta.requires_grad}
-    shares = {**stepped, **replace(around.sharing, masters=False).stepped(frozen)}
-    held = {n: shares.get(n, meta) for n, meta in every.items() if n not in masters}
-    ledger.hold("parameters", _sum(held), Part.PARAMETERS)
+def _hold_parameters(ctx: MemoryContext, ledger: Ledger) -> None:
+    """Hold the parameters, and those that the largest segment gathers under ZeRO-3."""
+    sharded, every = ctx.sharded_parameters(), parameters_of(ctx.program)
+    stepped = ctx.zero.optimizer_tensors(_trained(sharded))
+    masters = {n for n in stepped if ctx.zero.master_bytes(sharded[n], stepped[n])}
+    frozen = {n: meta for n, meta in sharded.items() if not meta.requires_grad}
+    shards = {**stepped, **replace(ctx.zero, master_weights=False).optimizer_tensors(frozen)}
+    held = {n: shards.get(n, meta) for n, meta in every.items() if n not in masters}
+    ledger.hold("parameters", _sum(held), Category.PARAMETERS)
     gathered = [
-        {n: in_shares[n] for n in segment.segment.parameters if n in in_shares}
-        for stage in around.program.stages.values()
+        {n: sharded[n] for n in segment.segment.parameters if n in sharded}
+        for stage in ctx.program.stages.values()
         for segment in stage.segments
     ]
-    # As they arrive, and in their places.
+    # In the buffer of the all-gather, and copied out of it.
     most = max((2 * _sum(own) for own in gathered), default=0)
-    ledger.hold("gathered", most, Part.COMMUNICATION)
+    ledger.hold("gathered", most, Category.COMMUNICATION)
 
 
 def _is_replicated(rank: int, schedule: Schedule, job: Job) -> bool:
-    """Whether others hold the same stages, replicas or ranks of another pipe."""
+    """Whether replicas, or ranks of another pipe, hold the same stages."""
     stages = schedule.stages_of(rank)
     return job.mesh.dp > 1 or any(len(schedule.ranks_of(stage)) > 1 for stage in stages)
 
 
 def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:
-    """Bytes of the weights that microbatches under way still need, besides the present ones."""
+    """Bytes of older weight versions that microbatches in flight still use."""
     versions = num_weight_versions(schedule)
     every = parameters_of(program)
     return sum(
@@ -253,40 +240,40 @@ def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:
 
 
 def _fake_device(device: torch.device) -> torch.device:
-    """Where fake tensors claim to be: on the job's kind of device, if this machine has one."""
+    """Device type of fake tensors: the job's, if this machine has such a device."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return torch.device("cpu")
     return device
 
 
-def _keeping(program: Program, keeping: Keeping) -> Program:
+def _with_policy(program: Program, policy: ActivationPolicy) -> Program:
     stages = {}
     for number, stage in program.stages.items():
-        own = [replace(s, saved=s.segment.index in keeping.kept) for s in stage.segments]
-        stages[number] = replace(stage, segments=tuple(with_offloading(own, keeping.offloaded)))
+        own = [replace(s, saved=s.segment.index in policy.saved) for s in stage.segments]
+        stages[number] = replace(stage, segments=tuple(with_offloading(own, policy.offloaded)))
     return replace(program, stages=stages)
 
 
 def _optimizer(job: Job, program: Program, device: torch.device) -> tuple[dict[str, int], int]:
-    """State of the optimizer by parameter with its master, and what it takes while it steps."""
+    """Optimizer state by parameter, masters included, and temporaries of its step."""
     metas = _trained(parameters_of(program))
-    stepped = job.sharing.stepped(metas)
+    stepped = job.zero.optimizer_tensors(metas)
     some = {name: meta for name, meta in stepped.items() if meta.num_bytes}
     found: OptimizerMemory = optimizer_memory(job.optimizer, list(some.values()), device)
     state = dict(zip(some, found.state_bytes, strict=True))
-    masters = {name: job.sharing.master_bytes(metas[name], stepped[name]) for name in metas}
+    masters = {name: job.zero.master_bytes(metas[name], stepped[name]) for name in metas}
     return {name: state.get(name, 0) + masters[name] for name in metas}, found.taken_bytes
 
 
 def _gathered_bytes(job: Job, metas: Mapping[str, TensorMeta]) -> int:
-    """What replicas take to give each other the parameters that they have stepped."""
-    if not job.sharing.is_sharded or not metas:
+    """Bytes of the all-gathers that give every replica the updated parameters."""
+    if not job.zero.is_sharded or not metas:
         return 0
     sent = total_bytes(metas.values())
-    if job.sharing.every_microbatch:
+    if job.zero.gradients:
         largest = max(meta.num_bytes for meta in metas.values())
         sent = min(sent, MAX_OPEN_GATHERS * (job.bucket_bytes + largest))
-    return sent + sent // job.sharing.degree
+    return sent + sent // job.zero.degree
 
 
 def _trained(metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
@@ -294,7 +281,7 @@ def _trained(metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
 
 
 def _prologue_bytes(program: Program, device: torch.device) -> tuple[int, int]:
-    """Batch-only values that stay throughout, and those of one microbatch."""
+    """Bytes of batch-only values that are held throughout, and of those of one microbatch."""
     fixed, varying = (
         sum(storage_bytes(prologue.segment, device).values()) if prologue.segment.outputs else 0
         for prologue in (program.fixed, program.batch_only)
@@ -303,7 +290,7 @@ def _prologue_bytes(program: Program, device: torch.device) -> tuple[int, int]:
 
 
 def _columns(program: Program) -> list[TensorMeta]:
-    """What each column is that a position reads."""
+    """Shapes and element types of the columns that a pp rank reads."""
     found: dict[str, TensorMeta] = {}
     segments = [s.segment for stage in program.stages.values() for s in stage.segments]
     for segment in (*segments, program.batch_only.segment):
@@ -314,18 +301,18 @@ def _columns(program: Program) -> list[TensorMeta]:
 
 
 def _stage(
-    stage: int, program: Program, state: Mapping[str, int], sharing: Sharing, activations: int
+    stage: int, program: Program, state: Mapping[str, int], zero: ZeroSharding, activations: int
 ) -> StageMemory:
-    """A stage's row; a parameter of several stages of one position counts in the first."""
+    """Memory of a stage; a parameter of several stages of one rank counts in the first."""
     earlier = {n for s in program.stages if s < stage for n in _names(program, s)}
     own = {n: m for n, m in parameters_of(program).items() if n in _names(program, stage)}
     metas = {name: meta for name, meta in own.items() if name not in earlier}
     trained = _trained(metas)
-    of = sharing.share_bytes if sharing.every_microbatch else sharing.gradient_bytes
+    sizes = zero.gradient_shard_bytes if zero.gradients else zero.gradient_bytes
     return StageMemory(
         stage=stage,
         parameters=_sum(metas),
-        gradients=sum(of(trained).values()),
+        gradients=sum(sizes(trained).values()),
         optimizer=sum(state.get(name, 0) for name in trained),
         activations=activations,
     )

@@ -1,4 +1,4 @@
-"""What each replica holds of gradients and of what the optimizer steps.
+"""ZeRO: shards of parameters, gradients and optimizer state over the replicas.
 
 Source: arXiv:1910.02054 (ZeRO), sections 5.1 and 5.2.
 """
@@ -17,59 +17,60 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """How replicas share the optimizer, and in which precision it steps.
+class ZeroSharding:
+    """Sharding over replicas, and the precision of the tensors that the optimizer steps.
 
     Args:
-        degree: the replicas that share it; 1 where each steps everything.
-        every_microbatch: whether replicas keep shares of the gradients between microbatches.
-        masters: whether parameters of low precision have float32 masters.
-        float32_gradients: whether their gradients are summed in float32.
-        parameters: whether replicas hold shares of the parameters as well, and gather those of a
-            segment while it runs.
+        degree: replicas that shard the optimizer state; 1 where each steps everything.
+        gradients: whether gradients are sharded between microbatches, too.
+        master_weights: whether parameters of low precision have float32 masters.
+        float32_gradients: whether their gradients are accumulated in float32.
+        parameters: whether parameters are sharded, too, and gathered while their segment runs.
     """
 
     degree: int = 1
-    every_microbatch: bool = False
-    masters: bool = False
+    gradients: bool = False
+    master_weights: bool = False
     float32_gradients: bool = True
     parameters: bool = False
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica steps a share."""
+        """Whether each replica steps a shard."""
         return self.degree > 1
 
-    def stepped(self, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
-        """What the optimizer steps of some parameters, on the replica that steps most."""
-        shares = [
+    def optimizer_tensors(self, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+        """Tensors that the optimizer steps, on the replica with the largest shards."""
+        shards = [
             {name: self._rows(meta, index) for name, meta in metas.items()}
             for index in range(self.degree)
         ]
-        return max(shares, key=lambda share: sum(meta.num_bytes for meta in share.values()))
+        return max(shards, key=lambda shard: sum(meta.num_bytes for meta in shard.values()))
 
     def gradient_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
-        """Bytes of the whole gradients of some parameters."""
+        """Bytes of the unsharded gradients of some parameters."""
         return {name: meta.num_bytes for name, meta in self._gradients(metas).items()}
 
-    def share_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
-        """Bytes of what the replica that steps most gets of each gradient."""
-        shares = replace(self, masters=False).stepped(self._gradients(metas))
-        return {name: meta.num_bytes for name, meta in shares.items()}
+    def gradient_shard_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
+        """Bytes of each gradient's shard, on the replica with the largest shards."""
+        shards = replace(self, master_weights=False).optimizer_tensors(self._gradients(metas))
+        return {name: meta.num_bytes for name, meta in shards.items()}
 
     def _gradients(self, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
-        def summed(meta: TensorMeta) -> TensorMeta:
+        def accumulated(meta: TensorMeta) -> TensorMeta:
             is_low = meta.dtype in _LOW_PRECISION and self.float32_gradients
             return replace(meta, dtype=torch.float32) if is_low else meta
 
-        return {name: summed(meta) for name, meta in metas.items()}
+        return {name: accumulated(meta) for name, meta in metas.items()}
 
     def master_bytes(self, parameter: TensorMeta, stepped: TensorMeta) -> int:
-        """Bytes of a parameter's master on a replica."""
+        """Bytes of a parameter's float32 master on a replica."""
         return stepped.num_bytes if stepped.dtype != parameter.dtype else 0
 
     def _rows(self, meta: TensorMeta, index: int) -> TensorMeta:
-        dtype = torch.float32 if self.masters and meta.dtype in _LOW_PRECISION else meta.dtype
+        dtype = (
+            torch.float32 if self.master_weights and meta.dtype in _LOW_PRECISION else meta.dtype
+        )
         if not self.is_sharded:
             return replace(meta, dtype=dtype)
         rows = row_shard(meta.shape, self.degree, index)

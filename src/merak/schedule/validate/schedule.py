@@ -8,7 +8,6 @@ from itertools import islice
 
 from merak.core.errors import ScheduleError
 from merak.schedule.action_table import tabulate
-from merak.schedule.costs import Costs
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind, Schedule
 from merak.schedule.lower import lower
 from merak.schedule.simulate import memory
@@ -64,31 +63,6 @@ def check_in_flight(schedule: Schedule, limit: float) -> None:
         f"{schedule.name} does not fit the limit of {limit:g} microbatches in flight: {where} "
         f"brings its rank to {levels[index]}. The least limit it fits is {peak}."
     )
-
-
-def check_memory(schedule: Schedule, costs: Costs, limit_bytes: float) -> None:
-    """Refuse a schedule that needs too much memory on a rank.
-
-    Raises:
-        ScheduleError: with the rank, the action where it happens, and the least limit that fits.
-    """
-    table = tabulate(schedule)
-    levels = memory.activation_bytes(schedule, table, costs)
-    state = memory.state_bytes(schedule, costs)
-    peaks = memory.peak_per_rank(table, levels)
-    least = max(a + b for a, b in zip(state, peaks))
-    if least <= limit_bytes:
-        return
-    for rank, (first, stop) in enumerate(zip(table.starts, table.starts[1:])):
-        over = levels[first:stop] + state[rank] > limit_bytes
-        if over.any():
-            position = int(over.argmax())
-            needed = levels[first + position] + state[rank]
-            raise ScheduleError(
-                f"{schedule.name} does not fit the memory limit of {limit_bytes:g}: "
-                f"{_where(schedule, rank, position)} needs {needed:g} in all. "
-                f"The least limit it fits is {least:g}."
-            )
 
 
 def _where(schedule: Schedule, rank: int, position: int) -> str:

@@ -22,7 +22,7 @@ from merak.engine.segments.activation_offload import (
 )
 from merak.graph.segment.build import GraphSource
 from merak.plan.cost.device import preset
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 from tests.unit.graph.dropped_layers import Skipping
 
@@ -137,7 +137,7 @@ def test_as_much_moves_as_was_foreseen(family: str) -> None:
     columns = signature(batch(0)).columns
     options = EngineOptions(offload_activations="full")
     place = mesh.current_mesh()
-    foreseen = forecast_of(GraphSource(make()), columns, place, options).moved_bytes()
+    foreseen = forecast_of(GraphSource(make()), columns, place, options).offload_bytes()
     engine = build_engine(GraphSource(make()), columns, place, options)
     sizes = moved_bytes(engine)
     engine.train_step(0, [columns], [batch(0)], 1.0)
@@ -322,7 +322,7 @@ def test_halves_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [{"recompute": "full"}, {"schedule": "early_recompute"}])
 def test_nothing_to_move_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="'full' moves activations that are kept, but every seg"):
+    with pytest.raises(PlanError, match="'full' offloads saved activations, but every seg"):
         engine_of("gpt2", offload_activations="full", **options)
 
 

@@ -13,7 +13,7 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.segments.activation_offload import ActivationOffload, OffloadedTensors
 from merak.graph.segment.build import GraphSource
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from merak.engine import Engine, build_engine, forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import preset
-from merak.plan.layout import EngineOptions
+from merak.plan.engine_options import EngineOptions
 from merak.schedule.registry import build
 from tests.unit.engine.models import gpt2, text_batch
 
@@ -48,9 +48,10 @@ def forecast(**options: object) -> Forecast:
     return forecast_of(GraphSource(gpt2(dropout=0.2)), sample, mesh.current_mesh(), chosen)
 
 
-def peak(found: Forecast, kept: frozenset[int] | None = None) -> int:
+def peak(found: Forecast, saved: frozenset[int] | None = None) -> int:
     schedule = found.layout.plans.base.schedule
-    (rank,) = found.ranks(schedule, found.kept if kept is None else kept)
+    policy = found.policy if saved is None else replace(found.policy, saved=saved)
+    (rank,) = found.ranks(schedule, policy)
     return rank.peak.total_bytes
 
 
@@ -88,8 +89,8 @@ def test_a_segment_that_keeps_its_activations_runs_once(
 
 def test_a_share_of_the_segments_recomputes() -> None:
     engine = engine_of(recompute=0.5)
-    kept = [s.kept for s in engine._state.base.stages[0].segments]
-    assert sum(kept) == 3
+    saved = [s.saved for s in engine._state.base.stages[0].segments]
+    assert sum(saved) == 3
 
 
 @pytest.mark.parametrize("recompute", ["full", "2,3", 0.5, "selective"])
@@ -120,9 +121,9 @@ def test_auto_fills_a_budget() -> None:
     assert least < most
     budget = (least + most) // 2
     found = forecast(recompute="auto", memory_budget=budget)
-    assert 0 < len(found.layout.kept) < 6
+    assert 0 < len(found.layout.activations.saved) < 6
     assert peak(found) <= budget
-    assert len(forecast(recompute="auto", memory_budget=most).layout.kept) == 6
+    assert len(forecast(recompute="auto", memory_budget=most).layout.activations.saved) == 6
 
 
 def test_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
@@ -135,7 +136,7 @@ def test_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
         forecast(memory_budget=least - 1)
     with pytest.raises(PlanError, match=r"no pp up to 6 fits; use a larger tp"):
         forecast(memory_budget=1000, recompute="auto")
-    assert forecast(memory_budget=most).kept == frozenset(range(6))
+    assert forecast(memory_budget=most).saved == frozenset(range(6))
 
 
 def test_degrees_that_are_said_to_fit_do() -> None:
@@ -174,11 +175,11 @@ def test_a_memory_that_cannot_be_foreseen_stops_nobody_who_did_not_ask(
         raise RuntimeError("no numbers here")
 
     monkeypatch.setattr("merak.plan.activations.forecast.MemoryModel", fail)
-    with pytest.raises(PlanError, match=r"cannot be foreseen \(RuntimeError: no numbers"):
+    with pytest.raises(PlanError, match=r"cannot be forecast \(RuntimeError: no numbers"):
         forecast(memory_budget=10**9)
     # As on a GPU, whose memory is known without asking.
     monkeypatch.setattr("merak.plan.activations.decide._budget", lambda *_: 10**9)
-    assert forecast().kept == frozenset(range(6))
+    assert forecast().saved == frozenset(range(6))
     assert "it is not compared with the device's" in caplog.text
 
 
@@ -186,6 +187,6 @@ def test_unset_leaves_it_to_the_schedule() -> None:
     assert forecast().layout.plans.base.schedule == build("1f1b", 1, 2, recompute=False)
     early = forecast(schedule="early_recompute")
     assert early.layout.plans.base.schedule == build("early_recompute", 1, 2)
-    assert early.kept == frozenset()
+    assert early.saved == frozenset()
     off = forecast(schedule="early_recompute", recompute="off")
     assert off.layout.plans.base.schedule.recompute == (False,)

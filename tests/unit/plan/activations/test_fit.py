@@ -18,8 +18,7 @@ from merak.plan.activations.fit import simulated
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import preset
 from merak.plan.cost.measured_times import SegmentTimes
-from merak.plan.layout import EngineOptions
-from merak.plan.memory.model import Keeping
+from merak.plan.engine_options import EngineOptions
 from tests.unit.engine.models import gpt2, text_batch
 
 FAST, SLOW = 1e15, 1.0
@@ -50,7 +49,7 @@ def forecast(pp: int = 2, **options: Any) -> Forecast:
 
 
 def peaks(found: Forecast) -> list[int]:
-    return [r.peak.total_bytes for r in found.ranks(found.layout.schedule, found.kept)]
+    return [r.peak.total_bytes for r in found.ranks(found.layout.schedule)]
 
 
 def between(share: float = 0.5) -> int:
@@ -63,8 +62,7 @@ def seconds(found: Forecast, rate: float) -> float:
     layout = found.layout
     segments = layout.partition.num_segments
     times = [SegmentTimes("", 1.0, 2.0) for _ in range(segments)]
-    keeping = Keeping(found.kept, layout.partly, layout.offloaded)
-    return simulated(found, keeping, times, rate).iteration_s
+    return simulated(found, found.policy, times, rate).iteration_s
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble_v", "chimera"])
@@ -80,8 +78,8 @@ def test_a_fast_way_to_the_host_leaves_nothing_to_recompute(schedule: str) -> No
         host_bytes_per_s=FAST,
     )
     assert max(peaks(found)) <= budget
-    assert found.layout.offloaded
-    assert found.kept == frozenset(range(found.layout.partition.num_segments))
+    assert found.layout.activations.offloaded
+    assert found.saved == frozenset(range(found.layout.partition.num_segments))
 
 
 def test_a_slow_way_to_the_host_leaves_it_alone() -> None:
@@ -89,13 +87,13 @@ def test_a_slow_way_to_the_host_leaves_it_alone() -> None:
     asked = {"recompute": "auto", "memory_budget": budget}
     found = forecast(offload_activations="auto", host_bytes_per_s=SLOW, **asked)
     assert max(peaks(found)) <= budget
-    assert not found.layout.offloaded
-    assert len(found.kept) >= len(forecast(**asked).kept)
+    assert not found.layout.activations.offloaded
+    assert len(found.saved) >= len(forecast(**asked).saved)
 
 
 @pytest.mark.usefixtures("equal_times")
 def test_in_between_the_iteration_is_shorter_than_with_either_alone() -> None:
-    sizes = sorted(size for size in forecast().moved_bytes().values() if size)
+    sizes = sorted(size for size in forecast().offload_bytes().values() if size)
     rate = sizes[len(sizes) // 2] / 1.0  # half of them leave while another one's forward runs
     budget = between(0.1)
 
@@ -112,23 +110,23 @@ def test_in_between_the_iteration_is_shorter_than_with_either_alone() -> None:
 def test_only_as_much_is_away_as_has_to_be() -> None:
     most = max(peaks(forecast(recompute="off")))
     asked = {"recompute": "off", "offload_activations": "auto", "host_bytes_per_s": FAST}
-    assert not forecast(memory_budget=most, **asked).layout.offloaded
+    assert not forecast(memory_budget=most, **asked).layout.activations.offloaded
     found = forecast(memory_budget=most - 1, **asked)
-    some = found.layout.offloaded
-    assert 1 <= len(some) < len(found.moved_bytes())
-    assert found.kept == frozenset(range(found.layout.partition.num_segments))
+    some = found.layout.activations.offloaded
+    assert 1 <= len(some) < len(found.offload_bytes())
+    assert found.saved == frozenset(range(found.layout.partition.num_segments))
 
 
 def test_a_list_of_what_recomputes_is_kept_to() -> None:
     budget = between()
     found = forecast(recompute="1,2", offload_activations="auto", memory_budget=budget)
-    assert {1, 2}.isdisjoint(found.kept) and max(peaks(found)) <= budget
-    assert len(found.kept) == found.layout.partition.num_segments - 2
+    assert {1, 2}.isdisjoint(found.saved) and max(peaks(found)) <= budget
+    assert len(found.saved) == found.layout.partition.num_segments - 2
 
 
 @pytest.mark.parametrize("recompute", ["auto", "off"])
 def test_what_fits_nowhere_is_refused(recompute: str) -> None:
-    with pytest.raises(PlanError, match=r"pipeline position \d needs .* but may hold 1.0 kB"):
+    with pytest.raises(PlanError, match=r"pp rank \d needs .* but may hold 1.0 kB"):
         forecast(recompute=recompute, offload_activations="auto", memory_budget=1000)
 
 
@@ -152,5 +150,5 @@ def test_it_needs_to_know_the_memory() -> None:
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_nothing_kept_is_refused(recompute: str) -> None:
-    with pytest.raises(PlanError, match="'auto' moves activations that are kept, but every seg"):
+    with pytest.raises(PlanError, match="'auto' offloads saved activations, but every seg"):
         forecast(recompute=recompute, offload_activations="auto", memory_budget=10**9)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from merak.core.errors import PlanError
-from merak.plan.activations.offload import NOTHING, listed, offload_share, parse_offload
+from merak.plan.activations.offload import NOTHING, listed, offload_fraction, parse_offload
 from merak.plan.partition import from_sizes
 from merak.plan.recompute_spec import Mode, RecomputeSpec
 
@@ -19,25 +19,25 @@ class Time:
 
 
 @pytest.mark.parametrize(
-    ("said", "wish"),
+    ("value", "spec"),
     [
         (None, NOTHING),
         ("off", NOTHING),
-        ("full", RecomputeSpec(Mode.SHARE, share=1.0)),
+        ("full", RecomputeSpec(Mode.FRACTION, fraction=1.0)),
         ("auto", RecomputeSpec(Mode.AUTO)),
-        (0.25, RecomputeSpec(Mode.SHARE, share=0.25)),
+        (0.25, RecomputeSpec(Mode.FRACTION, fraction=0.25)),
         ("3,head", RecomputeSpec(Mode.SEGMENTS, segments=(3, "head"))),
         ([3, "head"], RecomputeSpec(Mode.SEGMENTS, segments=(3, "head"))),
     ],
 )
-def test_reads_what_users_say(said, wish):
-    assert parse_offload(said) == wish
+def test_reads_what_users_say(value, spec):
+    assert parse_offload(value) == spec
 
 
-@pytest.mark.parametrize("said", ["selective", "some", "1.5", -0.1, [True]])
-def test_refuses_what_is_no_choice(said):
+@pytest.mark.parametrize("value", ["selective", "some", "1.5", -0.1, [True]])
+def test_refuses_what_is_no_choice(value):
     with pytest.raises(PlanError, match=r"offload_activations=.* is no choice of activations"):
-        parse_offload(said)
+        parse_offload(value)
 
 
 def test_a_listed_segment_must_exist_and_keep_its_activations():
@@ -56,7 +56,7 @@ def test_a_share_takes_what_computes_longest_for_its_bytes():
     moved = {0: 1, 1: 6, 2: 2, 3: 1, 4: 1, 5: 0}
     partition = from_sizes((3, 3), 6)
     every = frozenset(range(6))
-    assert offload_share(partition, every, times, moved, 1 / 3) == {0, 4}
-    assert offload_share(partition, every, times, moved, 0.5) == {0, 2, 3, 4}
-    assert offload_share(partition, every - {0, 5}, times, moved, 0.5) == {2, 4}
-    assert offload_share(partition, frozenset(), times, moved, 1.0) == frozenset()
+    assert offload_fraction(partition, every, times, moved, 1 / 3) == {0, 4}
+    assert offload_fraction(partition, every, times, moved, 0.5) == {0, 2, 3, 4}
+    assert offload_fraction(partition, every - {0, 5}, times, moved, 0.5) == {2, 4}
+    assert offload_fraction(partition, frozenset(), times, moved, 1.0) == frozenset()

@@ -7,12 +7,13 @@ import math
 import pytest
 
 from merak.plan.activations.offload_time import Work, estimate
-from merak.plan.activations.recompute import pipeline_costs, recomputing_stages
+from merak.plan.activations.recompute import recomputing_stages
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.partition import from_sizes
 from merak.schedule.registry import build, names
 from merak.schedule.simulate.simulate import simulate
 from merak.schedule.with_recompute import recomputing
+from tests.unit.plan.judges import pipeline_costs
 
 
 def times(*pairs: tuple[float, float]) -> list[SegmentTimes]:

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from merak.core.errors import PlanError
 from merak.plan.activations.recompute import (
-    Parts,
-    Position,
-    fill_partly,
-    keep_ratios,
-    keep_share,
-    paper_ratios,
-    pipeline_costs,
+    PartialSaving,
+    RankSegments,
+    fill_memory,
     recomputing_stages,
+    save_fraction,
 )
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.recompute_spec import Mode, RecomputeSpec, parse_recompute
@@ -24,6 +21,7 @@ from merak.schedule.registry import build, names
 from merak.schedule.simulate.simulate import simulate
 from merak.schedule.validate.schedule import validate
 from merak.schedule.with_recompute import recomputing
+from tests.unit.plan.judges import pipeline_costs
 
 
 @dataclass(frozen=True)
@@ -33,60 +31,47 @@ class Time:
 
 
 @pytest.mark.parametrize(
-    ("said", "wish"),
+    ("value", "spec"),
     [
         (None, RecomputeSpec(Mode.SCHEDULE)),
-        ("off", RecomputeSpec(Mode.SHARE, 0.0)),
-        ("full", RecomputeSpec(Mode.SHARE, 1.0)),
+        ("off", RecomputeSpec(Mode.FRACTION, 0.0)),
+        ("full", RecomputeSpec(Mode.FRACTION, 1.0)),
         ("auto", RecomputeSpec(Mode.AUTO)),
         ("selective", RecomputeSpec(Mode.SELECTIVE)),
-        (0.25, RecomputeSpec(Mode.SHARE, 0.25)),
-        ("0.25", RecomputeSpec(Mode.SHARE, 0.25)),
-        (1, RecomputeSpec(Mode.SHARE, 1.0)),
+        (0.25, RecomputeSpec(Mode.FRACTION, 0.25)),
+        ("0.25", RecomputeSpec(Mode.FRACTION, 0.25)),
+        (1, RecomputeSpec(Mode.FRACTION, 1.0)),
         ([1, "h.2.mlp"], RecomputeSpec(Mode.SEGMENTS, segments=(1, "h.2.mlp"))),
         ("1, h.2.mlp", RecomputeSpec(Mode.SEGMENTS, segments=(1, "h.2.mlp"))),
         ("3,", RecomputeSpec(Mode.SEGMENTS, segments=(3,))),
         ([], RecomputeSpec(Mode.SEGMENTS)),
     ],
 )
-def test_what_users_may_say(said, wish):
-    assert parse_recompute(said) == wish
+def test_what_users_may_say(value, spec):
+    assert parse_recompute(value) == spec
 
 
-@pytest.mark.parametrize("said", ["some", 1.5, "-0.1", "", [1.5], [True], "nan"])
-def test_what_makes_no_sense_is_refused(said):
+@pytest.mark.parametrize("value", ["some", 1.5, "-0.1", "", [1.5], [True], "nan"])
+def test_what_makes_no_sense_is_refused(value):
     with pytest.raises(PlanError, match=r"is no choice of what to recompute; use 'off', 'full'"):
-        parse_recompute(said)
+        parse_recompute(value)
 
 
 def test_segments_are_found_by_number_and_name():
-    wish = parse_recompute("0,b")
-    assert wish.numbers(["a", "b", "c", "b"]) == {0, 1, 3}
+    spec = parse_recompute("0,b")
+    assert spec.numbers(["a", "b", "c", "b"]) == {0, 1, 3}
     with pytest.raises(PlanError, match="names the segment 'z', but the model's are 0 to 1"):
         parse_recompute(["z"]).numbers(["a", "b"])
-
-
-def test_the_papers_ratios():
-    # Written out from the formula with s = 8 and α_1 = 0.3: 7 · 0.3 / (8 − i), at most 1.
-    expected = (0.3, 0.35, 0.42, 0.525, 0.7, 1.0, 1.0, 1.0)
-    assert paper_ratios(0.3, 8) == pytest.approx(expected)
-    assert paper_ratios(0.1, 4) == pytest.approx((0.1, 0.15, 0.15, 1.0))
-    assert paper_ratios(0.5, 2) == pytest.approx((0.5, 1.0))
-    assert paper_ratios(0.5, 1) == (1.0,)
-
-
-def test_ratios_keep_the_first_segments_of_a_stage():
-    assert keep_ratios(from_sizes((4, 4), 8), (0.5, 0.99)) == {0, 1, 4, 5, 6}
 
 
 def test_a_share_recomputes_what_is_cheap_for_the_memory_it_frees():
     times = [Time(1.0), Time(4.0), Time(2.0), Time(3.0)]
     partition = Partition(4, ())
-    assert keep_share(partition, times, [10, 10, 10, 10], 0.5) == {1, 3}
-    assert keep_share(partition, times, [1, 10, 10, 10], 0.5) == {0, 1}
+    assert save_fraction(partition, times, [10, 10, 10, 10], 0.5) == {1, 3}
+    assert save_fraction(partition, times, [1, 10, 10, 10], 0.5) == {0, 1}
     # A part of a segment counts as a whole one.
-    assert keep_share(partition, times, [10] * 4, 0.3) == {1, 3}
-    assert keep_share(partition, times, [10] * 4, 0.25) == {1, 2, 3}
+    assert save_fraction(partition, times, [10] * 4, 0.3) == {1, 3}
+    assert save_fraction(partition, times, [10] * 4, 0.25) == {1, 2, 3}
 
 
 @given(
@@ -96,16 +81,16 @@ def test_a_share_recomputes_what_is_cheap_for_the_memory_it_frees():
 def test_memory_is_filled_with_what_saves_most(items, budget):
     """Against all subsets, where bytes simply add up."""
     numbers = range(len(items))
-    position = Position(
+    position = RankSegments(
         tuple(numbers), tuple(float(s) for s, _ in items), tuple(b for _, b in items)
     )
 
-    def peak_of(kept, partly):
-        assert not partly
-        return 3 + sum(items[i][1] for i in kept)
+    def peak_of(saved, selective):
+        assert not selective
+        return 3 + sum(items[i][1] for i in saved)
 
-    chosen, partly = fill_partly(position, Parts({}, {}), peak_of, budget)
-    assert not partly
+    chosen, selective = fill_memory(position, PartialSaving({}, {}), peak_of, budget)
+    assert not selective
     fitting = [
         sum(items[i][0] for i in subset)
         for size in range(len(items) + 1)
@@ -123,39 +108,39 @@ def test_memory_is_filled_with_what_saves_most(items, budget):
     budget=st.integers(0, 40),
 )
 def test_parts_of_segments_never_make_it_worse(items, budget):
-    """Parts hold less than whole segments do; a choice fits, and saves at least as much."""
-    position = Position(
+    """Selective operators hold less than whole segments; a choice fits, and spares as much."""
+    position = RankSegments(
         tuple(range(len(items))),
         tuple(float(s) for s, _, _ in items),
         tuple(b for _, b, _ in items),
     )
     held = {i: min(part, whole - 1) for i, (_, whole, part) in enumerate(items) if part}
-    parts = Parts(held, dict.fromkeys(held, 0.5))
+    parts = PartialSaving(held, dict.fromkeys(held, 0.5))
 
-    def peak_of(kept, partly):
-        assert not kept & partly and partly <= frozenset(held)
-        return 3 + sum(items[i][1] for i in kept) + sum(held[i] for i in partly)
+    def peak_of(saved, selective):
+        assert not saved & selective and selective <= frozenset(held)
+        return 3 + sum(items[i][1] for i in saved) + sum(held[i] for i in selective)
 
-    def saved(choice):
+    def spared(choice):
         return sum(items[i][0] for i in choice[0]) + sum(items[i][0] / 2 for i in choice[1])
 
-    without = fill_partly(position, Parts({}, {}), peak_of, budget)
-    chosen = fill_partly(position, parts, peak_of, budget)
+    without = fill_memory(position, PartialSaving({}, {}), peak_of, budget)
+    chosen = fill_memory(position, parts, peak_of, budget)
     assert chosen == (frozenset(), frozenset()) or peak_of(*chosen) <= budget
-    assert saved(chosen) >= saved(without)
+    assert spared(chosen) >= spared(without)
 
 
-def test_parts_are_kept_where_whole_segments_do_not_fit():
-    position = Position((4, 5), (10.0, 10.0), (8, 8))
-    parts = Parts({4: 2, 5: 2}, {4: 0.75, 5: 0.5})
+def test_parts_are_saved_where_whole_segments_do_not_fit():
+    position = RankSegments((4, 5), (10.0, 10.0), (8, 8))
+    parts = PartialSaving({4: 2, 5: 2}, {4: 0.75, 5: 0.5})
 
-    def peak_of(kept, partly):
-        return 8 * len(kept) + 2 * len(partly)
+    def peak_of(saved, selective):
+        return 8 * len(saved) + 2 * len(selective)
 
-    assert fill_partly(position, parts, peak_of, 3) == (frozenset(), frozenset({4}))
-    assert fill_partly(position, parts, peak_of, 4) == (frozenset(), frozenset({4, 5}))
-    assert fill_partly(position, parts, peak_of, 10) == (frozenset({5}), frozenset({4}))
-    assert fill_partly(position, parts, peak_of, 16) == (frozenset({4, 5}), frozenset())
+    assert fill_memory(position, parts, peak_of, 3) == (frozenset(), frozenset({4}))
+    assert fill_memory(position, parts, peak_of, 4) == (frozenset(), frozenset({4, 5}))
+    assert fill_memory(position, parts, peak_of, 10) == (frozenset({5}), frozenset({4}))
+    assert fill_memory(position, parts, peak_of, 16) == (frozenset({4, 5}), frozenset())
 
 
 def test_costs_count_what_recomputes_alone():
@@ -184,11 +169,11 @@ def test_keeping_more_never_takes_longer():
     partition = from_sizes((3, 3, 3, 3), 12)
     times = [Time(1.0 + i % 3, 2.0) for i in range(12)]
     last = float("inf")
-    kept: set[int] = set()
+    saved: set[int] = set()
     for index in (3, 10, 0, 5, 6, 1, 2, 4, 7, 8, 9, 11):
-        kept.add(index)
-        flags = recomputing_stages(partition, frozenset(kept))
-        costs = pipeline_costs(partition, times, frozenset(kept))
+        saved.add(index)
+        flags = recomputing_stages(partition, frozenset(saved))
+        costs = pipeline_costs(partition, times, frozenset(saved))
         makespan = simulate(recomputing(schedule, flags), costs).makespan
         assert makespan <= last
         last = makespan

@@ -32,7 +32,7 @@ def test_state_is_that_of_the_optimizer_itself(options, copies, extra):
 
 
 def test_taken_bytes_are_those_of_a_real_step():
-    from merak.plan.cost.live_storages import Storages
+    from merak.core.storages import Storages
 
     def adam(parameters):
         return torch.optim.AdamW(parameters, lr=0.1, foreach=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merak.plan.cost.overlap import Layers, in_turns_s, layer_costs
+from merak.plan.cost.overlap import Layers, interleaved_s, layer_costs
 from merak.schedule.ir import Kind
 from merak.schedule.registry import build
 from merak.schedule.simulate.simulate import simulate
@@ -39,7 +39,7 @@ def two_queues(work: list[tuple[float, float]], share: float = 0.5) -> float:
 
 @given(steps, st.floats(0.3, 0.7))
 def test_halves_last_as_long_as_two_queues(work: list[tuple[float, float]], share: float) -> None:
-    assert in_turns_s(work, share) == pytest.approx(two_queues(work, share))
+    assert interleaved_s(work, share) == pytest.approx(two_queues(work, share))
 
 
 @given(st.integers(1, 12), times, times, times, times)
@@ -47,7 +47,7 @@ def test_every_kind_of_action_lasts_as_long_as_two_queues(
     num_layers: int, forward: float, backward: float, again: float, sums: float
 ) -> None:
     layers = Layers(num_layers, forward, sums, backward, again)
-    costs = layer_costs([layers], in_halves=True)
+    costs = layer_costs([layers], split=True)
     r, b, i = (again, sums), (backward, sums), (backward / 2, sums)
     (backward_s,), (input_s,) = costs.backward_s, costs.input_gradient_s
     assert costs.forward_s[0] == pytest.approx(two_queues([(forward, sums)] * num_layers))
@@ -63,7 +63,7 @@ def test_every_kind_of_action_lasts_as_long_as_two_queues(
 
 @given(st.integers(1, 12), times, times)
 def test_in_line_all_sums_are_waited_for(num_layers: int, compute: float, sums: float) -> None:
-    costs = layer_costs([Layers(num_layers, compute, sums)], in_halves=False)
+    costs = layer_costs([Layers(num_layers, compute, sums)], split=False)
     assert costs.forward_s[0] == pytest.approx(num_layers * (compute + sums))
     assert costs.backward_s[0] == pytest.approx(num_layers * (2 * compute + sums))
     assert costs.recompute_in_backward_s[0] == pytest.approx(costs.recompute_s[0])
@@ -84,22 +84,22 @@ def test_recomputing_in_the_backward_is_the_papers_formula(
 def test_a_simulated_schedule_has_the_times_of_halves(name: str) -> None:
     stages = [Layers(3, 1.0, 0.8), Layers(2, 1.5, 0.8)]
     schedule = build(name, 2, 4)
-    for in_halves in (False, True):
-        found = simulate(schedule, layer_costs(stages, in_halves))
+    for split in (False, True):
+        found = simulate(schedule, layer_costs(stages, split))
         lasting = found.end - found.start
         for index, kind in enumerate(found.table.kind):
             own = stages[found.table.stage[index]]
             recomputes = schedule.recompute[found.table.stage[index]]
             expected = {
-                Kind.FORWARD: own.forward_s(in_halves),
-                Kind.RECOMPUTE: own.recompute_s(in_halves),
-                Kind.BACKWARD: own.backward_s(in_halves),
-                Kind.INPUT_GRADIENT: own.input_gradient_s(in_halves),
+                Kind.FORWARD: own.forward_s(split),
+                Kind.RECOMPUTE: own.recompute_s(split),
+                Kind.BACKWARD: own.backward_s(split),
+                Kind.INPUT_GRADIENT: own.input_gradient_s(split),
                 Kind.WEIGHT_GRADIENT: own.weight_gradient_s(),
             }
             if recomputes:  # nothing recomputes ahead in these schedules
-                expected[Kind.BACKWARD] = own.recomputed_backward_s(in_halves)
-                expected[Kind.INPUT_GRADIENT] = own.recomputed_input_gradient_s(in_halves)
+                expected[Kind.BACKWARD] = own.recomputed_backward_s(split)
+                expected[Kind.INPUT_GRADIENT] = own.recomputed_input_gradient_s(split)
             assert lasting[index] == pytest.approx(expected[Kind(chr(kind))])
 
 

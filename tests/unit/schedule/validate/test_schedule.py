@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from merak.core.errors import ScheduleError
-from merak.schedule.costs import stage_costs
 from merak.schedule.ir import Schedule
 from merak.schedule.registry import build
 from merak.schedule.serialize import from_text
-from merak.schedule.validate.schedule import check, check_in_flight, check_memory, validate
+from merak.schedule.validate.schedule import check, check_in_flight, validate
 from tests.unit.schedule.grid import every_schedule
 
 
@@ -143,15 +142,3 @@ def test_an_in_flight_limit_names_the_action_and_the_least_that_fits() -> None:
     )
     with pytest.raises(ScheduleError, match=re.escape(sentence)):
         check_in_flight(build("1f1b", 4, 8), 2)
-
-
-def test_a_memory_limit_names_the_action_and_the_least_that_fits() -> None:
-    costs = stage_costs((1.0,) * 2, (2.0,) * 2, activation_bytes=(3.0,) * 2, state_bytes=(5.0, 9.0))
-    schedule = build("1f1b", 2, 4, recompute=False)
-    check_memory(schedule, costs, 12.0)
-    sentence = (
-        "1f1b does not fit the memory limit of 10: F1 at position 1 of rank 0 needs 11 in all. "
-        "The least limit it fits is 12."
-    )
-    with pytest.raises(ScheduleError, match=re.escape(sentence)):
-        check_memory(schedule, costs, 10.0)

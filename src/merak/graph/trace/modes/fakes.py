@@ -197,14 +197,15 @@ def _refill(value: Any, items: Any) -> None:
 
 
 @contextmanager
-def find_replaced_attributes(model: nn.Module) -> Iterator[dict[int, str]]:
+def find_replaced_attributes(model: nn.Module, replaced: dict[int, str]) -> Iterator[None]:
     """Find tensors that forward replaces on the modules themselves, outside of buffers.
 
-    Yields:
-        Names of what was there before, by identity; filled once forward has run. If the graph reads
-        one of these, the model keeps a state there from step to step, which a trace would freeze.
+    Args:
+        model: the model.
+        replaced: names of the old tensors' attributes, by identity; filled when forward has run. If
+            the graph reads one of these, the model keeps a state in a plain attribute from step to
+            step, which a trace would freeze.
     """
-    replaced: dict[int, str] = {}
     before = [
         (f"{path}.{name}".removeprefix("."), module, name, value)
         for path, module in model.named_modules()
@@ -220,7 +221,7 @@ def find_replaced_attributes(model: nn.Module) -> Iterator[dict[int, str]]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assigned during export")
         try:
-            yield replaced
+            yield
         finally:
             handle.remove()
 

@@ -51,15 +51,15 @@ class DynamicRegion:
 
 
 class DynamicSizes(Enum):
-    """What becomes of sizes that depend on values, where no module around them is kept whole.
+    """Policy for data-dependent sizes, where no module around them is opaque.
 
-    REFUSED: they are refused. ANY: operators on them are gathered. SOME: likewise, and the model
-    may ask whether there is anything, which the trace takes for granted.
+    REFUSED: they are refused. REGIONS: operators on them become data-dependent regions.
+    NON_EMPTY: they do so too, and the trace assumes that no such size is zero where the model asks.
     """
 
     REFUSED = "refused"
-    ANY = "any"
-    SOME = "some"
+    REGIONS = "regions"
+    NON_EMPTY = "non-empty"
 
 
 class AssumeNonEmpty(TorchFunctionMode):

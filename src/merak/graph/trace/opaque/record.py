@@ -58,7 +58,7 @@ def _is_row(tensor: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
+class RealTensors:
     """A model's parameters and buffers before a trace puts fake ones in their place.
 
     Args:
@@ -71,9 +71,9 @@ class Real:
     modes: Sequence[TorchFunctionMode]
 
     @staticmethod
-    def of(model: nn.Module) -> Real:
+    def of(model: nn.Module) -> RealTensors:
         """Those that the model has now, before its trace begins."""
-        return Real(
+        return RealTensors(
             {
                 (id(module), name): tensor
                 for module in model.modules()
@@ -96,8 +96,12 @@ class Real:
 
 @contextmanager
 def record_opaque_modules(
-    model: nn.Module, opaque: OpaqueSelection, real: Real, device: torch.device
-) -> Iterator[list[OpaqueCall]]:
+    model: nn.Module,
+    opaque: OpaqueSelection,
+    real: RealTensors,
+    device: torch.device,
+    calls: list[OpaqueCall],
+) -> Iterator[None]:
     """Let a trace record calls of some modules as one operator each.
 
     Args:
@@ -105,13 +109,10 @@ def record_opaque_modules(
         opaque: which of its modules.
         real: its parameters and buffers themselves.
         device: where it is to run.
-
-    Yields:
-        The calls, once they are recorded.
+        calls: gains the calls as they are recorded.
     """
-    calls: list[OpaqueCall] = []
     if not opaque.whole and not opaque.functions:
-        yield calls
+        yield
         return
     numbers = Numbers()
     functions = {name: FunctionModule(name) for name in opaque.functions}
@@ -134,7 +135,7 @@ def record_opaque_modules(
             _without_cache(model) if opaque.without_cache else nullcontext(),
             replaced_functions(stand_ins),
         ):
-            yield calls
+            yield
     finally:
         for module, forward in before:
             del vars(module)["forward"]
@@ -171,7 +172,7 @@ class _Recorder:
     """
 
     calls: list[OpaqueCall]
-    real: Real
+    real: RealTensors
     device: torch.device
     numbers: Numbers
     given: Mapping[str, Mapping[tuple[int, str], Any]]

@@ -38,7 +38,7 @@ class OpaqueSelection:
         by_batch: whether choices that hang on the batch alone are traced both ways, as those that
             hang on chance are.
         asks_batch: whether a trace that failed had come by such a choice.
-        picking: what becomes of sizes that depend on values, outside of what is kept.
+        sizes: what becomes of sizes that depend on values, outside of what is kept.
         functions: names of the functions that are opaque for their loops, and why.
         not_for_loops: names and paths of functions and modules that cannot be.
         looped: paths of the modules that are kept for a loop, and the code that it stands in.
@@ -50,7 +50,7 @@ class OpaqueSelection:
     without_cache: bool = False
     by_batch: bool = False
     asks_batch: bool = False
-    picking: DynamicSizes = DynamicSizes.REFUSED
+    sizes: DynamicSizes = DynamicSizes.REFUSED
     functions: dict[str, str] = field(default_factory=dict)
     not_for_loops: set[str] = field(default_factory=set)
     looped: dict[str, Place] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class OpaqueSelection:
         """From now on keep what another one keeps."""
         self.whole, self.refused = other.whole, other.refused
         self.without_cache, self.by_batch = other.without_cache, other.by_batch
-        self.picking = other.picking
+        self.sizes = other.sizes
         self.functions, self.not_for_loops = other.functions, other.not_for_loops
         self.looped, self.unrolled = other.looped, other.unrolled
 
@@ -88,17 +88,17 @@ class OpaqueSelection:
         try:
             return self._enough(model, trace)
         except UntraceableError as error:
-            if self.picking is not DynamicSizes.REFUSED:
+            if self.sizes is not DynamicSizes.REFUSED:
                 raise
             known = dict(self.whole), set(self.refused), self.without_cache
-            for picking in (DynamicSizes.ANY, DynamicSizes.SOME):
-                self.whole, self.refused, self.picking = {}, set(), picking
+            for sizes in (DynamicSizes.REGIONS, DynamicSizes.NON_EMPTY):
+                self.whole, self.refused, self.sizes = {}, set(), sizes
                 try:
                     return self._enough(model, trace)
                 except TraceError:
                     continue
             self.whole, self.refused, self.without_cache = known
-            self.picking = DynamicSizes.REFUSED
+            self.sizes = DynamicSizes.REFUSED
             raise error from None  # which says what is in the way without any of this
 
     def _enough(self, model: nn.Module, trace: Callable[[], Traced]) -> Traced:

@@ -1,0 +1,98 @@
+"""Passes that make an exported graph plain: a tuple that is walked, with a reason for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
+from merak.graph.trace.autograd.expand import expand_autograd
+from merak.graph.trace.modes.autograd_functions import refuse_seen_through
+from merak.graph.trace.normalize import (
+    Rewriting,
+    drop_device_indices,
+    erase_assertions,
+    erase_no_ops,
+    gather_regions,
+    inline_subgraphs,
+    refuse_vmap,
+    set_metadata,
+    slice_neighbours,
+)
+from merak.graph.trace.opaque.aliasing import refuse_lost_writes
+from merak.graph.trace.opaque.dynamic_region import DynamicSizes
+from merak.graph.trace.parameter_writes import hoist_parameter_writes
+from merak.graph.trace.verify import is_without_numbers, verify_constants
+
+Pass = Callable[[Rewriting], None]
+"""Rewrites a graph in place, or refuses it."""
+
+
+def _hoist_parameter_writes(rewriting: Rewriting) -> None:
+    found = hoist_parameter_writes(rewriting.graph, rewriting.constants)
+    rewriting.parameter_writes = found
+
+
+def _drop_unread_constants(rewriting: Rewriting) -> None:
+    known = rewriting.constants.items()
+    rewriting.constants = {n: t for n, t in known if not is_without_numbers(t)}
+
+
+PASSES: tuple[tuple[Pass, str], ...] = (
+    (inline_subgraphs, "all later passes see one flat graph, with autocast as conversions"),
+    (
+        lambda r: verify_constants(r.graph, r.constants),
+        "fake constants are named by the line that reads them, while torch's metadata is there",
+    ),
+    (refuse_vmap, "the error names the line, before another pass fails on such an operator"),
+    (erase_assertions, "no operator depends on them, and they would hold dead ones alive"),
+    (drop_device_indices, "graphs of all ranks are the same"),
+    (
+        lambda r: expand_autograd(r.graph),
+        "gradients become operators while nodes have fake values, from which they are derived",
+    ),
+    (gather_regions, "after gradients are written out, so that a region holds their operators"),
+    (set_metadata, "no size is symbolic now; replaces fake values by shapes, lines and storages"),
+    (erase_no_ops, "reads shapes and gradients from that metadata"),
+    (_hoist_parameter_writes, "before copies of written tensors are made, of which it needs none"),
+    (
+        lambda r: repeat_buffer_mutations(r.graph),
+        "segments may recompute: the batch is never written",
+    ),
+    (lambda r: eliminate_dead_code(r.graph), "what only erased nodes have read goes"),
+    (slice_neighbours, "sharding rules know slices, and see through no list of indices"),
+    (
+        lambda r: refuse_seen_through(r.graph),
+        "only of live operators: a function's lost backward matters where a gradient passes",
+    ),
+    (
+        lambda r: refuse_lost_writes(r.graph),
+        "last of those that look at writes: marks opaque calls beside which there are some",
+    ),
+    (_drop_unread_constants, "a fake constant that nothing reads, now that dead code is gone"),
+)
+"""Passes in the order in which they run, and why each runs there."""
+
+
+def run_passes(
+    graph: fx.Graph, constants: dict[str, torch.Tensor], sizes: DynamicSizes
+) -> Rewriting:
+    """Rewrite an exported graph in place by all passes.
+
+    Args:
+        graph: as exported; its placeholders have names.
+        constants: tensors that are neither parameters nor buffers, by name.
+        sizes: policy for data-dependent sizes.
+
+    Returns:
+        The graph, and what the passes have found out about it.
+
+    Raises:
+        TraceError: a pass refuses the graph.
+    """
+    rewriting = Rewriting(graph, constants, sizes)
+    for run, _ in PASSES:
+        run(rewriting)
+    return rewriting

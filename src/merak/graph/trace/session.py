@@ -1,0 +1,160 @@
+"""One trace of a model: what is replaced while it runs, and the modes that follow what it does.
+
+Both are tuples that are walked from the first to the last. A function mode sees a call before those
+that were entered ahead of it, and passes it on to them, so the order of the modes is semantics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.autograd.calls import AutogradCalls
+from merak.graph.trace.autograd.func_transforms import func_by_autograd
+from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
+from merak.graph.trace.branches.host_random import HostRandomFunctions
+from merak.graph.trace.modes.autograd_functions import record_autograd_functions
+from merak.graph.trace.modes.constant_values import ConstantValues
+from merak.graph.trace.modes.ctc_loss import CtcLosses
+from merak.graph.trace.modes.fakes import (
+    eager_masks,
+    fake_weights,
+    find_replaced_attributes,
+    no_draws_in_python,
+    own_attributes,
+    unmoved_modules,
+)
+from merak.graph.trace.modes.grad_hooks import TensorHooks
+from merak.graph.trace.modes.metadata_queries import MetadataQueries
+from merak.graph.trace.modes.packed_sequences import PackedSequences
+from merak.graph.trace.modes.tensor_data import DetachedData
+from merak.graph.trace.modes.value_checks import ValueChecks
+from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty, DynamicSizes
+from merak.graph.trace.opaque.loops import Loops
+from merak.graph.trace.opaque.operator import OpaqueCall
+from merak.graph.trace.opaque.record import RealTensors, record_opaque_modules
+from merak.graph.trace.opaque.selection import OpaqueSelection
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A model that is being traced, and what the modes find out about it.
+
+    Args:
+        model: the model.
+        columns: the batch's tensors, by column.
+        device: the device that fake tensors claim to be on.
+        opaque: modules and functions that are opaque.
+        conditions: answers the model's random conditions.
+        host_random: records functions that draw on the host.
+        real: the model's own parameters and buffers, before fake ones take their place.
+        fake: the mode that makes fake tensors.
+        checks: notes checks of values that are taken to pass.
+        packed: follows packed sequences.
+        autograd: records gradients that the model takes itself.
+        replaced: names of attributes that forward has replaced, by the old tensor's identity.
+        calls: opaque calls, in the order in which they were recorded.
+    """
+
+    model: nn.Module
+    columns: Mapping[str, TensorMeta]
+    device: torch.device
+    opaque: OpaqueSelection
+    conditions: RandomConditions
+    host_random: HostRandomFunctions
+    real: RealTensors
+    fake: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    checks: ValueChecks = field(default_factory=ValueChecks)
+    packed: PackedSequences = field(default_factory=PackedSequences)
+    autograd: AutogradCalls = field(default_factory=AutogradCalls)
+    replaced: dict[int, str] = field(default_factory=dict)
+    calls: list[OpaqueCall] = field(default_factory=list)
+
+
+Enter = Callable[[Session], AbstractContextManager[Any]]
+"""Makes a context that a trace runs in."""
+
+
+def _assume_non_empty(session: Session) -> AbstractContextManager[Any]:
+    return AssumeNonEmpty() if session.opaque.sizes is DynamicSizes.NON_EMPTY else nullcontext()
+
+
+REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
+    (lambda s: own_attributes(s.model), "what forward sets on modules is undone at the end"),
+    (lambda s: fake_weights(s.model, s.fake, s.device), "parameters and buffers take no memory"),
+    (lambda s: eager_masks(s.columns), "transformers chooses attention masks as in eager code"),
+    (lambda s: record_autograd_functions(s.model), "their own backward is not lost"),
+    (lambda s: unmoved_modules(), "the model finds its modules on their device already"),
+    (lambda s: func_by_autograd(), "torch.func becomes calls of autograd, which are recorded"),
+    (
+        lambda s: host_random_in_torch(s.model, s.conditions),
+        "numbers drawn on the host are tensors",
+    ),
+    (
+        lambda s: s.host_random.recorded(s.model),
+        "functions that draw arrays are operators; after the line above, whose draws they are not",
+    ),
+)
+"""Functions, weights and attributes with stand-ins while a model is traced, and why.
+
+They stay while the model runs once more in eager code, to explain a failure.
+"""
+
+
+MODES: tuple[tuple[Enter, str], ...] = (
+    (
+        lambda s: no_draws_in_python(s.model),
+        "no function mode: compares the host generators' states before and after the run",
+    ),
+    (
+        lambda s: find_replaced_attributes(s.model, s.replaced),
+        "no function mode: a hook that looks at what forward leaves behind",
+    ),
+    (lambda s: s.conditions, "last to see a call: what others have answered is not random"),
+    (lambda s: s.checks, "no function mode: answers where the truth of a value is unknown to all"),
+    (lambda s: CtcLosses(), "sees labels selected by a mask that no constant has replaced"),
+    (lambda s: s.packed, "sees operators on packed rows as the model wrote them, but for .data"),
+    (lambda s: s.host_random, "takes arrays that its operators stand for in place of torch.tensor"),
+    (lambda s: DetachedData(), "the modes above see detach() in place of .data"),
+    (lambda s: s.autograd, "the modes above see one operator in place of a call of autograd"),
+    (_assume_non_empty, "looks at the sizes of what the modes above return"),
+    (lambda s: TensorHooks(), "refuses a hook; no mode above needs to see it"),
+    (lambda s: ConstantValues(), "the modes above see indices in place of masks of known values"),
+    (
+        lambda s: Loops(s.model, s.opaque.unrolled),
+        "counts calls of the model alone, so outside of all modes that make further ones",
+    ),
+    (
+        lambda s: record_opaque_modules(s.model, s.opaque, s.real, s.device, s.calls),
+        "notes of which tensor a number is, once the modes above have returned it",
+    ),
+    (
+        lambda s: MetadataQueries(s.packed),
+        "first to see a call: queries of metadata, which are most, skip all modes above",
+    ),
+)
+"""Contexts that record or refuse what a model does while it is traced, and why each stands there.
+
+A call passes them from the last to the first; "above" are those that stand before one here.
+"""
+
+
+@contextmanager
+def entered(contexts: Sequence[tuple[Enter, str]], session: Session) -> Iterator[None]:
+    """Enter contexts from the first to the last.
+
+    Args:
+        contexts: with their reasons.
+        session: the trace that they are for.
+    """
+    with ExitStack() as stack:
+        for enter, _ in contexts:
+            stack.enter_context(enter(session))
+        yield
