@@ -26,8 +26,9 @@ from torch import nn
 from merak.core.mesh import current_mesh
 from merak.core.storages import Storages
 from merak.data import signature
-from merak.engine import EngineOptions, GraphSource, build_engine, forecast_of
+from merak.engine import GraphSource, build_engine, forecast_of
 from merak.parallel import ParallelModel
+from merak.plan import EngineOptions
 
 LIMIT = 10.0
 """Percent that an estimate may be off."""

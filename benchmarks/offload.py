@@ -26,12 +26,12 @@ from tools import report
 
 from merak.core.mesh import current_mesh
 from merak.data import signature
-from merak.engine import Engine, EngineOptions, GraphSource, build_engine
+from merak.engine import Engine, GraphSource, build_engine
 from merak.engine.segments.copy_streams import Pair
 from merak.parallel import ParallelModel, split_batch
+from merak.plan import EngineOptions, SegmentTimes, load_times, save_times
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.fit import simulated
-from merak.plan.cost.measured_times import SegmentTimes, load_times, save_times
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4
 

@@ -30,12 +30,11 @@ from torch import nn
 from merak.core.mesh import current_mesh
 from merak.core.storages import Storages
 from merak.data import signature
-from merak.engine import Engine, EngineOptions, GraphSource, build_engine, forecast_of
+from merak.engine import Engine, GraphSource, build_engine, forecast_of
 from merak.graph.program.program import SegmentProgram
 from merak.parallel import ParallelModel, split_batch
+from merak.plan import EngineOptions, Forecast, SegmentTimes, save_times
 from merak.plan.activation_policy import ActivationPolicy
-from merak.plan.activations.forecast import Forecast
-from merak.plan.cost.measured_times import SegmentTimes, save_times
 from merak.plan.memory.ledger import Category
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4

@@ -17,10 +17,10 @@ import merak
 from merak.core.mesh import current_mesh
 from merak.core.storages import Storages
 from merak.data import signature
-from merak.engine import EngineOptions, GraphSource, build_engine, forecast_of
+from merak.engine import GraphSource, build_engine, forecast_of
 from merak.parallel import ParallelModel
+from merak.plan import EngineOptions, preset
 from merak.plan.cost.benchmark import measure
-from merak.plan.cost.device import preset
 from tools.gpu_cases import sheet_of
 from tools.gpu_pairs import error_text
 from tools.gpu_trace import attention_kernels, attention_of, kernels_of, starting

@@ -110,7 +110,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A measured step of a pipeline, for `schedule.simulate.timeline.measured_timeline`.
+    """A measured step of a pipeline, for `schedule.simulator.timeline.measured_timeline`.
 
     Args:
         step: the job's step number.

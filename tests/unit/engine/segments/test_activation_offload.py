@@ -327,5 +327,5 @@ def test_nothing_to_move_is_refused(options: dict[str, Any]) -> None:
 
 
 def test_a_listed_segment_that_recomputes_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"names segment 2 \(.*\), which recomputes and has noth"):
+    with pytest.raises(PlanError, match=r"names segment 2 \(.*\), which recomputes and saves noth"):
         engine_of("gpt2", offload_activations="1,2", recompute="2,3")
