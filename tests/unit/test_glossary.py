@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "merak"
 
 WORDS = {
+    "alignment": "graph_diff",
     "chance": "branches, random condition",
     "deriver": "auto_shard",
     "hollow": "drain step",
@@ -25,9 +26,14 @@ WORDS = {
     "near": "did_you_mean",
     "outlast": "extend_timeouts",
     "parting": "divergence",
+    "picking": "dynamic sizes",
+    "picks": "dynamic region",
+    "pretend": "fake",
     "proxies": "empty_weights",
     "relief": "oom_guard",
     "restrict": "truncate",
+    "settle": "apply, or hoist, parameter writes",
+    "settled": "parameter_writes",
     "stash": "offloaded_tensors",
     "verdict": "comparison",
     "wishes": "options",

@@ -93,7 +93,7 @@ class ConstantValues(TorchFunctionMode):
         if _writes(func, kwargs) and tensors and not known:
             self._forget(tensors if isinstance(func, torch._ops.OpOverload) else tensors[:1])
         if not (known and tensors) and func not in _FACTORIES:
-            if func in _SELECTS and len(args) == 2 and self._picks(*args):
+            if func in _SELECTS and len(args) == 2 and self._selects(*args):
                 func = _T.__getitem__  # equal for a mask of the tensor's shape
             return func(*self._placed(func, args), **kwargs)
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors) and tensors:
@@ -160,7 +160,7 @@ class ConstantValues(TorchFunctionMode):
             return known
         return torch.empty((), dtype=value.dtype).expand(tuple(value.shape))
 
-    def _picks(self, tensor: torch.Tensor, mask: torch.Tensor) -> bool:
+    def _selects(self, tensor: torch.Tensor, mask: torch.Tensor) -> bool:
         return tensor.shape == mask.shape and self._known(mask) is not None
 
     def _placed(self, func: Any, args: Any) -> Any:
