@@ -1,4 +1,4 @@
-"""A segment's graph as a Python function."""
+"""Code generation: a segment's graph as a Python function."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def runnable(graph: fx.Graph) -> Function:
-    """Generate the function that runs a graph's operators one after another.
+    """Function that runs a graph's operators one after another.
 
     Args:
-        graph: as traced, or rewritten for a rank's share of it.
+        graph: as traced, or rewritten for a rank's shard of it.
 
     Returns:
-        A function of the graph's placeholders, in order; what it gathers from shares of the
-        sequence is kept for the backward as shares. Where a choice leaves a layer out, nothing of
+        A function of the graph's placeholders, in order; what it gathers from shards of the
+        sequence is kept for the backward as shards. Where a choice leaves a layer out, nothing of
         the layer runs.
     """
     places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_condition(n)]
@@ -53,7 +53,7 @@ def runnable(graph: fx.Graph) -> Function:
 
 
 def branch_values(truths: Sequence[torch.Tensor]) -> BranchValues | None:
-    """How choices are answered; None for tensors without numbers, with which everything runs."""
+    """How choices are answered; None for fake tensors, with which everything runs."""
     if any(isinstance(truth, FakeTensor) or truth.is_meta for truth in truths):
         return None
     with _disable_current_modes():  # such as one that makes all tensors fake

@@ -1,4 +1,4 @@
-"""Cut a traced model into segments that run one after another with little between them.
+"""Cutting of a traced model into segments that hand few values on.
 
 Merak's Algorithms 1 and 2 walk the graph in order and end a subgraph where a node depends on
 nothing older than the last node but on common nodes. Put differently: a cut may fall where only one
@@ -108,7 +108,7 @@ def _segment_starts(flow: Liveness) -> list[int]:
 
 
 def _blocks(flow: Liveness, gemms: Sequence[int]) -> list[Span]:
-    """Blocks between cuts; values that pass through large blocks are set aside to cut them too.
+    """Spans between cuts; long-lived values of large blocks are set aside to cut these too.
 
     Args:
         flow: the graph's values.
@@ -132,7 +132,7 @@ def _blocks(flow: Liveness, gemms: Sequence[int]) -> list[Span]:
 def _set_aside(
     flow: Liveness, block: Span, carried: frozenset[int], gemms: Sequence[int]
 ) -> frozenset[int] | None:
-    """The longest-lived values of a block whose setting aside splits it, added to `carried`."""
+    """Longest-lived values of a block whose setting aside splits it, with those in `carried`."""
     inside = (i for i in (*block.incoming, *range(block.start, block.stop)) if i not in carried)
     trial = carried
     for value in nlargest(
@@ -146,7 +146,7 @@ def _set_aside(
 
 
 class _Builder:
-    """Copies nodes of the whole graph into graphs of their own, one per segment."""
+    """Builder of segments: copies nodes of the full graph into graphs of their own."""
 
     def __init__(
         self, flow: Liveness, segment_of: dict[fx.Node, int], kept: dict[str, fx.Node], last: int
@@ -165,7 +165,7 @@ class _Builder:
         return self._copy(index, _name(nodes), nodes, outputs)
 
     def prologue(self, segments: Sequence[Segment]) -> Segment:
-        """Derived nodes that some segment reads."""
+        """Segment of the batch-only nodes that some segment reads."""
         read = {name for segment in segments for name in segment.batch_only}
         batch_only = self.flow.batch_only
         outputs = [n for n in batch_only if n.name in read]
@@ -215,7 +215,7 @@ def _label(node: fx.Node) -> str:
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:
-    """The module that holds all of a segment's GEMMs, or else all its parameters."""
+    """Module path that holds all of a segment's GEMMs, or else all its parameters."""
     tests: tuple[Callable[[fx.Node], bool], ...] = (is_weight_gemm, reads_parameter)
     for test in tests:
         paths = [n.meta["module"].split(".") for n in nodes if test(n)]
@@ -226,7 +226,7 @@ def _name(nodes: Sequence[fx.Node]) -> str:
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, tuple[fx.Node, ...]]:
-    """A copy of a segment's graph with its meta, and the nodes it returns."""
+    """Copy of a segment's graph with its meta, and the nodes it returns."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     result = copy.graph_copy(graph, env)
@@ -238,7 +238,7 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, tuple[fx.Node, ...]]:
 
 
 def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
-    """The part of a segment that computes some of its outputs (a rank's own prologue)."""
+    """Slice of a segment that computes some of its outputs (a rank's own prologue)."""
     wanted = set(names)
     graph, result = copy_graph(segment.graph)
     (output,) = graph.find_nodes(op="output")

@@ -1,4 +1,4 @@
-"""Feature dicts: which of a model's weights tensor parallelism splits, and how.
+"""Feature dicts: which of a model's weights tensor parallelism shards, and how.
 
 A feature dict maps patterns over the names in the user's model to attributes. A pattern is a module
 or parameter path, or the end of one, with shell wildcards (`*`, `?`, `[…]`):
@@ -21,7 +21,7 @@ from merak.core.errors import ShardError
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Split the outputs of a GEMM: every rank computes its share of them.
+    """Column parallelism: every rank computes its shard of a GEMM's outputs.
 
     Args:
         parts: relative sizes of fused parts that are split one by one: (1, 1, 1) for query, key and
@@ -35,7 +35,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Split the inputs of a GEMM: every rank computes a summand of all outputs.
+    """Row parallelism: the inputs of a GEMM are sharded, and every rank computes a partial sum.
 
     Args:
         parts: relative sizes of fused parts of the inputs that are split one by one.
@@ -48,15 +48,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Split the rows of an embedding, the outputs of a head, or both where they are tied.
+    """Vocabulary parallelism: an embedding's rows, a head's outputs, or both where tied.
 
-    The degree need not divide them: the last ranks' shares are filled up with padding.
+    The degree need not divide them: the last ranks' shards are filled up with padding.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Keep the whole weight on every rank."""
+    """Replication: every rank holds the full weight."""
 
 
 Attribute = Column | Row | Vocabulary | Replicate
@@ -66,7 +66,7 @@ Features = Mapping[str, Attribute]
 def resolve_features(
     features: Features, names: Iterable[str], tied: Mapping[str, str] | None = None
 ) -> dict[str, Attribute]:
-    """The attribute of every parameter that a feature dict speaks of.
+    """Attributes of the parameters that a feature dict matches.
 
     Args:
         features: patterns to attributes.
