@@ -16,9 +16,9 @@ from typing import Any
 from tools import report
 from tools.plans import iteration_time, min_max
 
+from merak.plan import Partition, SegmentTimes
 from merak.plan.balance import balance
-from merak.plan.cost.measured_times import SegmentTimes
-from merak.plan.partition import Partition, from_sizes
+from merak.plan.partition import from_sizes
 
 LARGE = ((98, 4, 8), (98, 4, 32), (98, 8, 32), (194, 16, 64), (194, 64, 256))
 """Segments, stages and microbatches: GPT-2 with 48 layers, GPT-3 with 96."""

@@ -29,7 +29,7 @@ from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel
-from merak.plan.engine_options import EngineOptions
+from merak.plan import EngineOptions
 
 LIMIT = 10.0
 """Percent that an estimate may be off."""

@@ -31,10 +31,9 @@ from merak.engine.engine import Engine
 from merak.engine.segments.copy_streams import Pair
 from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
+from merak.plan import EngineOptions, SegmentTimes, load_times, save_times
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.fit import simulated
-from merak.plan.cost.measured_times import SegmentTimes, load_times, save_times
-from merak.plan.engine_options import EngineOptions
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4
 

@@ -23,15 +23,12 @@ from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.weights.empty_weights import empty_weights
+from merak.plan import EngineOptions, Forecast, StepPlans, preset
 from merak.plan.activation_policy import ActivationPolicy
-from merak.plan.activations.forecast import Forecast
 from merak.plan.balance import balance
-from merak.plan.cost.device import preset
 from merak.plan.cost.segment_time import SegmentCost, segment_costs
-from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
-from merak.plan.step_plans import StepPlans
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule import simulate
 
 NUM_GPUS, GLOBAL_BATCH, SEQUENCE = 8, 128, 1024
 HIDDEN, LAYERS, HEADS = 1920, 54, 20

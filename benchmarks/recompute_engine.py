@@ -35,10 +35,8 @@ from merak.engine.engine import Engine
 from merak.graph.program.program import SegmentProgram
 from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
+from merak.plan import EngineOptions, Forecast, SegmentTimes, save_times
 from merak.plan.activation_policy import ActivationPolicy
-from merak.plan.activations.forecast import Forecast
-from merak.plan.cost.measured_times import SegmentTimes, save_times
-from merak.plan.engine_options import EngineOptions
 from merak.plan.memory.ledger import Category
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4

@@ -11,9 +11,7 @@ from typing import Any
 
 from tools import report
 
-from merak.schedule.costs import stage_costs
-from merak.schedule.registry import build
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule import build, simulate, stage_costs
 
 PAPER_PERCENT = (18.6, 22.0)
 SIZES = (4, 8, 16, 32, 64)

@@ -38,16 +38,23 @@ from merak.engine.engine import Engine
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import HostClock, StepRecord
 from merak.parallel import ParallelModel
+from merak.schedule import (
+    Schedule,
+    build,
+    measured_timeline,
+    names,
+    render_html,
+    render_texts,
+    simulate,
+    simulated_timeline,
+    stage_costs,
+)
 from merak.schedule.action_table import tabulate
-from merak.schedule.costs import stage_costs
-from merak.schedule.ir import Kind, Schedule, parse_action
-from merak.schedule.registry import build, names
-from merak.schedule.render.svg import render_html, render_svg
-from merak.schedule.render.text import render_texts
+from merak.schedule.ir import Kind, parse_action
+from merak.schedule.render.svg import render_svg
 from merak.schedule.serialize import to_json
-from merak.schedule.simulate.simulate import Simulation, simulate
-from merak.schedule.simulate.timeline import measured_timeline, simulated_timeline
-from merak.schedule.simulate.timing import time_actions
+from merak.schedule.simulator.simulate import Simulation
+from merak.schedule.simulator.timing import time_actions
 
 RECOMPUTING = "1f1b, recomputing"
 """1F1B with full recomputation, which the engine runs from a file."""

@@ -10,11 +10,10 @@ from typing import Any
 
 from tools import report
 
-from merak.schedule.costs import Costs, Link, stage_costs, uniform
+from merak.schedule import Costs, build, simulate, stage_costs
+from merak.schedule.costs import Link, uniform
 from merak.schedule.lower import lower
-from merak.schedule.registry import build
 from merak.schedule.search.auto import auto
-from merak.schedule.simulate.simulate import simulate
 from merak.schedule.validate.schedule import validate
 
 

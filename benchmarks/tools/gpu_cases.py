@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers.pytorch_utils import Conv1D
 
-from merak.plan.cost.device import PRESETS
+from merak.plan import PRESETS
 from tools.models import Size, build_model
 
 FULL = {

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 import merak
-from merak.plan.cost.device import PRESETS
+from merak.plan import PRESETS
 from tools.gpu_cases import (
     FULL,
     TINY,

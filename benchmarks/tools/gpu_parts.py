@@ -20,9 +20,8 @@ from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel
+from merak.plan import EngineOptions, preset
 from merak.plan.cost.benchmark import measure
-from merak.plan.cost.device import preset
-from merak.plan.engine_options import EngineOptions
 from tools.gpu_cases import sheet_of
 from tools.gpu_pairs import error_text
 from tools.gpu_trace import attention_kernels, attention_of, kernels_of, starting

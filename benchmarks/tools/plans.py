@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from merak.plan import Partition
 from merak.plan.balance import Timed, min_max_cuts
 from merak.plan.critical_path import FloatArray, critical_path
-from merak.plan.partition import Partition
-from merak.schedule.costs import Costs, stage_costs
+from merak.schedule import Costs, stage_costs
 
 
 def iteration_time(

@@ -14,7 +14,7 @@ from merak.core.errors import ArgumentsError, DataError, ScheduleError, Training
 from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
-from merak.data import signature, split_plain, without_plain
+from merak.data import drop_non_tensors, signature, split_non_tensors
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
@@ -81,7 +81,7 @@ class ParallelModel:
                 arguments than the one that the model was traced with.
             TrainingError: fp16 overflows again and again, whatever the loss scale.
         """
-        microbatches = split_batch(without_plain(batch, self.plain), self.num_microbatches)
+        microbatches = split_batch(drop_non_tensors(batch, self.plain), self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
         self.engine.optimizer_params.clear_gradients()
         losses = self.engine.train_step(
@@ -138,7 +138,7 @@ class ParallelModel:
             The loss, a scalar: the mean over microbatches and replicas, the same on every rank.
         """
         engine = self.engine
-        microbatches = split_batch(without_plain(batch, self.plain), self.num_microbatches)
+        microbatches = split_batch(drop_non_tensors(batch, self.plain), self.num_microbatches)
         made = engine.evaluate([signature(b).columns for b in microbatches], microbatches)
         losses = [outputs["loss"] for outputs in made if "loss" in outputs]
         total = (
@@ -193,7 +193,7 @@ def parallelize(
     """
     mesh = current_mesh()
     check_autocast(autocast, mesh.device)
-    columns, plain = split_plain(example_batch)
+    columns, plain = split_non_tensors(example_batch)
     sample = signature(split_batch(columns, num_microbatches)[0]).columns
     source = GraphSource(model, loss_fn, fixed=plain, device=mesh.device, autocast=autocast)
     options = _todays_options(options)

@@ -15,6 +15,7 @@ from merak.core import mesh
 from merak.core.shards import take
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 
@@ -53,7 +54,9 @@ def gradients_off(models: list[tuple[str, dict[str, Any]]], tp: int) -> dict[str
     return problems
 
 
-@pytest.mark.parametrize("tp,models", [(2, [(name, {}) for name in ARCHITECTURES]), (4, AT_FOUR)])
+@pytest.mark.parametrize(
+    "tp,models", [slow(2, [(name, {}) for name in ARCHITECTURES]), (4, AT_FOUR)]
+)
 def test_every_gradient_of_every_architecture(
     pool: RankPool, tp: int, models: list[tuple[str, dict[str, Any]]]
 ) -> None:

@@ -14,7 +14,7 @@ from merak.engine.health.step_records import StepRecord
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.schedule.ir import Action, Kind
-from merak.schedule.simulate.timeline import measured_timeline
+from merak.schedule.simulator.timeline import measured_timeline
 from tests.multirank.test_schedules import batches, tiny_gpt2
 
 

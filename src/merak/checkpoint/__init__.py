@@ -1,1 +1,1 @@
-"""Weights: created or read part by part, written whole, saved to resume in any layout."""
+"""Checkpoints: sharded ones to resume from in any layout, and Hugging Face folders."""

@@ -1,7 +1,8 @@
-"""Tensors in parts, through torch's distributed checkpoint: written as they lie, read as needed.
+"""Sharded tensors in torch's distributed checkpoint (DCP), saved and loaded in any layout.
 
-A rank's part of a fused parameter is several boxes of the whole, which DTensor cannot say; the
-planners below give torch the boxes themselves, and it works out which saved boxes make them up.
+A rank's shard of a fused parameter is several boxes of the whole, which no DTensor placement
+describes; the planners below give DCP the boxes themselves, and it finds the saved boxes that
+cover them.
 """
 
 from __future__ import annotations
@@ -44,36 +45,36 @@ from merak.graph.weights.rank_agreement import is_distributed
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a rank has of a tensor.
+class TensorShard:
+    """A rank's shard of a tensor: boxes of the whole.
 
     Args:
         size: the shape of the whole.
-        boxes: where each piece begins in the whole, and the piece.
+        boxes: offsets of each piece in the whole, and the piece.
     """
 
     size: tuple[int, ...]
     boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """The boxes in torch's words."""
+        """The boxes as DCP's chunks."""
         return [
             ChunkStorageMetadata(torch.Size(offsets), piece.size()) for offsets, piece in self.boxes
         ]
 
 
-def part_of(tensor: torch.Tensor, shard: ParameterShard | None, index: int) -> Part:
-    """A rank's tensor as a part of the whole; its pieces are views.
+def shard_of(tensor: torch.Tensor, shard: ParameterShard | None, index: int) -> TensorShard:
+    """A rank's tensor as a shard of the whole; its pieces are views.
 
     Args:
         tensor: what the rank holds.
-        shard: how the whole is split; None where the rank holds it all.
-        index: which part the rank holds.
+        shard: the layout of the shards; None where the rank holds the whole.
+        index: number of the shard.
     """
     data = tensor.detach()
     origin = (0,) * data.dim()
     if shard is None:
-        return Part(tuple(data.shape), ((origin, data),))
+        return TensorShard(tuple(data.shape), ((origin, data),))
     boxes, start = [], 0
     for begin, end in shard.ranges(index):
         if begin == end:
@@ -81,30 +82,30 @@ def part_of(tensor: torch.Tensor, shard: ParameterShard | None, index: int) -> P
         offsets = (*origin[: shard.dim], begin, *origin[shard.dim + 1 :])
         boxes.append((offsets, data.narrow(shard.dim, start, end - begin)))
         start += end - begin
-    return Part(full_shape(data, shard), tuple(boxes))
+    return TensorShard(full_shape(data, shard), tuple(boxes))
 
 
-def part_of_rows(
+def row_shard_of(
     tensor: torch.Tensor,
     rows: RowShard,
     like: torch.Tensor,
     shard: ParameterShard | None,
     index: int,
-) -> Part:
-    """Some rows of a rank's tensor as a part of the whole; its pieces are views.
+) -> TensorShard:
+    """Some rows of a rank's tensor as a shard of the whole; its pieces are views.
 
     Args:
         tensor: the rows.
-        rows: which.
+        rows: first and last of them.
         like: the rank's whole tensor, for its shape.
-        shard: as in `part_of`.
-        index: as in `part_of`.
+        shard: as in `shard_of`.
+        index: as in `shard_of`.
     """
     data = tensor.detach()
     if not like.dim():
-        return part_of(data.view(()), None, 0)
-    # Where the pieces of the rank's whole tensor lie, from one that costs nothing.
-    whole = part_of(torch.empty(like.shape, device="meta"), shard, index)
+        return shard_of(data.view(()), None, 0)
+    # Offsets of the pieces of the rank's own tensor, from one that costs nothing.
+    whole = shard_of(torch.empty(like.shape, device="meta"), shard, index)
     dim = 0 if shard is None else shard.dim
     boxes, start = [], 0
     for offsets, piece in whole.boxes:
@@ -115,28 +116,28 @@ def part_of_rows(
             place = (offsets[0] + first - start, *offsets[1:])
             boxes.append((place, data[first - rows.start : stop - rows.start]))
         start = end
-    return Part(whole.size, tuple(boxes))
+    return TensorShard(whole.size, tuple(boxes))
 
 
 State = dict[str, Any]
-"""Key → a `Part`, or any other object, which is pickled whole."""
+"""`TensorShard` by key; any other object is pickled."""
 
 
-def save_parts(folder: Path, state: State) -> None:
-    """Write what all ranks have; each names what it has, equal boxes are written once."""
-    with _alone_is_fine(), waiting_for_all("parts to be written by"):
+def save_shards(folder: Path, state: State) -> None:
+    """Write the shards of all ranks; equal boxes are written once. Collective."""
+    with _allow_single_process(), waiting_for_all("shards to be written by"):
         save(dict(state), storage_writer=_Writer(folder), planner=_SavePlanner())
 
 
-def load_parts(folder: Path, state: State) -> None:
-    """Read into the pieces of the parts of `state`, and replace its other objects."""
+def load_shards(folder: Path, state: State) -> None:
+    """Read into the pieces of the shards of `state`, and replace its other objects. Collective."""
     planner = _LoadPlanner(state)
-    with _alone_is_fine(), waiting_for_all("parts to be read by"):
+    with _allow_single_process(), waiting_for_all("shards to be read by"):
         load({}, storage_reader=_Reader(folder), planner=planner)
 
 
 def read_index(folder: Path) -> Metadata | None:
-    """What a folder holds; None where no complete checkpoint was written."""
+    """The index of a checkpoint; None where the folder holds no complete one."""
     if not is_complete(folder):
         return None
     return FileSystemReader(folder).read_metadata()
@@ -155,8 +156,8 @@ def shape_of(index: Metadata, key: str) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """A single process is no mistake that would need torch's warning."""
+def _allow_single_process() -> Iterator[None]:
+    """Silence torch's warning about a checkpoint without a process group."""
     with warnings.catch_warnings():
         if not is_distributed():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -164,7 +165,7 @@ def _alone_is_fine() -> Iterator[None]:
 
 
 class _Writer(FileSystemWriter):
-    """Says when this rank writes; the rest of a save, ranks wait for one another."""
+    """Writer that sets the rank's status; during the rest of a save ranks wait for one another."""
 
     @during("writing parameters and optimizer")
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +177,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Says when this rank reads; the rest of a load, ranks wait for one another."""
+    """Reader that sets the rank's status; during the rest of a load ranks wait for one another."""
 
     @during("reading parameters and optimizer")
     def read_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,13 +189,13 @@ class _Reader(FileSystemReader):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes the boxes of parts."""
+    """Save planner for the boxes of shards."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank has to write."""
+        """Items that this rank writes."""
         items = [item for key, value in self.state_dict.items() for item in _write(key, value)]
         self.plan = SavePlan(items)
         return self.plan
@@ -202,43 +203,43 @@ class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The piece that an item of the plan writes."""
         value = self.state_dict[index.fqn]
-        if not isinstance(value, Part):
+        if not isinstance(value, TensorShard):
             return value
         return next(piece for offsets, piece in value.boxes if offsets == tuple(index.offset or ()))
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reads the boxes of parts."""
+    """Load planner for the boxes of shards."""
 
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False)
         self._wanted = state
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank has to read."""
+        """Items that this rank reads."""
         assert self.metadata is not None
         stored: Mapping[str, Any] = self.metadata.state_dict_metadata
         items: list[ReadItem] = []
         for key, value in self._wanted.items():
-            if isinstance(value, Part):
+            if isinstance(value, TensorShard):
                 items += create_read_items_for_chunk_list(key, stored[key], value.chunks())
             else:
                 items.append(_read_object(key))
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take an object."""
+        """Replace an object of the state by the loaded one."""
         self._wanted[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The piece that an item of the plan fills."""
-        part: Part = self._wanted[index.fqn]
+        shard: TensorShard = self._wanted[index.fqn]
         offset = tuple(index.offset or ())
-        return next(piece for offsets, piece in part.boxes if offsets == offset)
+        return next(piece for offsets, piece in shard.boxes if offsets == offset)
 
 
 def _write(key: str, value: Any) -> list[WriteItem]:
-    if not isinstance(value, Part):
+    if not isinstance(value, TensorShard):
         return [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)]
     return [
         WriteItem(

@@ -1,4 +1,4 @@
-"""The state of any torch optimizer, by parameter name and in parts of the whole."""
+"""The state of any torch optimizer, by parameter name and as shards of the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from merak.checkpoint.dcp import Part, State, part_of, part_of_rows
+from merak.checkpoint.dcp import State, TensorShard, row_shard_of, shard_of
 from merak.core.errors import WeightsError
 from merak.graph.weights.holders import RankView, full_shape
 
@@ -18,56 +18,56 @@ PREFIX = "optimizer/"
 """Keys are `optimizer/parameter name/optimizer's key`."""
 
 MASTER = "merak-master"
-"""The key of the precise copy that is stepped in a parameter's place; no optimizer's own."""
+"""The key of a parameter's float32 master, which the optimizer steps."""
 
 MARK = "@"
-"""After the key of a tensor that cannot be divided: which part of the parameter it is for."""
+"""After the key of a tensor that cannot be resharded: the shard of its parameter."""
 
 
 def hyperparameters(optimizer: Optimizer, view: RankView) -> dict[str, dict[str, Any]]:
-    """For every parameter of the optimizer by name, what its group says (learning rate, …)."""
+    """Hyperparameters (learning rate, …) by parameter name, from the optimizer's groups."""
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        said = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        found.update((_name(parameter, view), said) for parameter in group["params"])
+        values = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        found.update((_name(parameter, view), values) for parameter in group["params"])
     return found
 
 
-def optimizer_parts(optimizer: Optimizer, view: RankView) -> State:
-    """What the optimizer keeps for each parameter, to be saved.
+def optimizer_shards(optimizer: Optimizer, view: RankView) -> State:
+    """State of the optimizer for each parameter, to be saved.
 
-    A tensor of the parameter's shape is split like it. One of another shape, kept for a part of a
-    parameter, means that part alone and can only be loaded for it.
+    A tensor of the parameter's shape is sharded like it. One of another shape belongs to a shard of
+    the parameter, and can only be loaded for the same shard.
     """
     state: State = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = _name(parameter, view)
             if view.optimizer_tensor(name).is_master:
-                state[f"{PREFIX}{name}/{MASTER}"] = _part(parameter, name, view)
+                state[f"{PREFIX}{name}/{MASTER}"] = _shard(parameter, name, view)
             for key, value in optimizer.state.get(parameter, {}).items():
                 full_key = f"{PREFIX}{name}/{key}"
                 if not isinstance(value, torch.Tensor):
                     state[full_key] = value
                 elif value.shape == parameter.shape:
-                    state[full_key] = _part(value, name, view)
+                    state[full_key] = _shard(value, name, view)
                 elif value.numel() <= 1 or name not in view.shards:
-                    state[full_key] = part_of(value, None, 0)
+                    state[full_key] = shard_of(value, None, 0)
                 else:
-                    state[full_key + _part_mark(name, view)] = part_of(value, None, 0)
+                    state[full_key + _shard_mark(name, view)] = shard_of(value, None, 0)
     return state
 
 
 def optimizer_targets(
     optimizer: Optimizer, view: RankView, index: Metadata
 ) -> tuple[State, dict[str, torch.Tensor]]:
-    """Memory for what a checkpoint has for this optimizer's parameters.
+    """Empty tensors for the state that a checkpoint has of this optimizer's parameters.
 
     Returns:
-        What is to be loaded, and the tensors that it is loaded into, both by key.
+        The shards to load, and the tensors that they are loaded into, both by key.
 
     Raises:
-        WeightsError: it was saved for parts of a parameter that are not this rank's.
+        WeightsError: state of a shard that this rank does not hold cannot be resharded.
     """
     names = {_name(p, view) for group in optimizer.param_groups for p in group["params"]}
     state: State = {}
@@ -100,12 +100,12 @@ def fill_optimizer(
     loaded: State,
     groups: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give an optimizer what was loaded for it.
+    """Load state and hyperparameters into an optimizer.
 
     Args:
         optimizer: over parameters of the model.
-        view: what this rank holds.
-        loaded: its state by key, tensors in their places.
+        view: parameters of this rank, by name.
+        loaded: its state by key.
         groups: hyperparameters by parameter name.
 
     Raises:
@@ -127,24 +127,24 @@ def fill_optimizer(
             if name in values:
                 states[number] = values[name]
     optimizer.load_state_dict({**packed, "state": states})
-    _keep_dtypes(optimizer, view, values)
+    _restore_dtypes(optimizer, view, values)
 
 
-def _keep_dtypes(
+def _restore_dtypes(
     optimizer: Optimizer, view: RankView, values: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Undo torch's cast of the state to the parameter's dtype where it was saved in another."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            kept = optimizer.state.get(parameter, {})
+            state = optimizer.state.get(parameter, {})
             for key, value in values.get(_name(parameter, view), {}).items():
-                now = kept.get(key)
+                now = state.get(key)
                 if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                    kept[key] = value.to(now.device)
+                    state[key] = value.to(now.device)
 
 
 def _common(names: Sequence[str], groups: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What all parameters of a group said of themselves when they were saved."""
+    """Saved hyperparameters of a group, which all its parameters must agree on."""
     for name in names:
         if name not in groups:
             raise WeightsError(
@@ -161,36 +161,36 @@ def _common(names: Sequence[str], groups: Mapping[str, Mapping[str, Any]]) -> Ma
 
 def _target(
     key: str, entry: TensorStorageMetadata, name: str, view: RankView
-) -> tuple[torch.Tensor, Part]:
+) -> tuple[torch.Tensor, TensorShard]:
     parameter, shard = view.tensors[name], view.shards.get(name)
     size, dtype = tuple(entry.size), entry.properties.dtype
     if MARK not in key and size == full_shape(parameter, shard):
         shape = view.optimizer_tensor(name).tensor.shape
-        # Zeros for the padding of a split vocabulary, of which nothing is stored.
-        made = torch.zeros(shape, dtype=dtype, device=parameter.device)
-        return made, _part(made, name, view)
-    made = torch.empty(size, dtype=dtype, device=parameter.device)
-    return made, part_of(made, None, 0)
+        # Zeros for the padding of a sharded vocabulary, which is not stored.
+        tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        return tensor, _shard(tensor, name, view)
+    tensor = torch.empty(size, dtype=dtype, device=parameter.device)
+    return tensor, shard_of(tensor, None, 0)
 
 
-def _part(value: torch.Tensor, name: str, view: RankView) -> Part:
-    """A tensor of the shape of what is stepped of a parameter here, as a part of the whole."""
+def _shard(value: torch.Tensor, name: str, view: RankView) -> TensorShard:
+    """A tensor of an optimizer tensor's shape, as a shard of the whole."""
     shard, rows = view.shards.get(name), view.optimizer_tensor(name).rows
     if rows is None:
-        return part_of(value, shard, view.shard_index)
-    return part_of_rows(value, rows, view.tensors[name], shard, view.shard_index)
+        return shard_of(value, shard, view.shard_index)
+    return row_shard_of(value, rows, view.tensors[name], shard, view.shard_index)
 
 
 def _is_foreign(key: str, size: tuple[int, ...], name: str, view: RankView) -> bool:
-    """Whether a tensor belongs to a part of its parameter that this rank does not hold."""
+    """Whether a tensor belongs to a shard of its parameter that this rank does not hold."""
     shard = view.shards.get(name)
     if MARK in key:
-        return shard is None or not key.endswith(_part_mark(name, view))
+        return shard is None or not key.endswith(_shard_mark(name, view))
     whole = full_shape(view.tensors[name], shard)
     return shard is not None and size != whole and math.prod(size) > 1
 
 
-def _part_mark(name: str, view: RankView) -> str:
+def _shard_mark(name: str, view: RankView) -> str:
     return f"{MARK}{view.shard_index}of{view.shards[name].degree}"
 
 

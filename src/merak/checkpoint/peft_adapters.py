@@ -1,4 +1,4 @@
-"""What is written of a model that peft has put adapters into: the adapters alone."""
+"""Adapters of peft, which are written alone, without the base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_peft_available
 from merak.core.private_files import give_usual_modes
 
 CARD = "README.md"
-"""Which peft brings up to date where there is one."""
+"""Model card, which peft updates where there is one."""
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -32,7 +32,7 @@ def adapter_keys(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[st
 
     Args:
         model: one of peft's.
-        state: its state dict; the tensors need no numbers.
+        state: its state dict, on any device, meta included.
     """
     from peft import get_peft_model_state_dict
 
@@ -48,13 +48,13 @@ def adapter_keys(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[st
 def write_adapters(
     model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path, target: Path
 ) -> None:
-    """Write what peft would, to be moved into its place by `place_adapters`.
+    """Write the adapters as peft does, into a folder that `place_adapters` moves.
 
     Args:
         model: one of peft's.
-        state: its state dict, in which the adapters' tensors have their numbers.
+        state: its state dict, with real tensors for the adapters.
         folder: where to write; replaced if it is there.
-        target: where it is for.
+        target: the folder that it will be moved to.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -65,7 +65,7 @@ def write_adapters(
 
 
 def place_adapters(folder: Path, target: Path) -> None:
-    """Let files take their place, file by file, and leave all others there alone."""
+    """Move every file to its place in the target folder, and leave other files there alone."""
     give_usual_modes(folder)
     for path in sorted(folder.rglob("*")):
         place = target / path.relative_to(folder)

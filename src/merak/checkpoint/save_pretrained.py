@@ -1,4 +1,4 @@
-"""Writing the model as a folder that `from_pretrained` reads, from parameters on many ranks."""
+"""Hugging Face folders: the whole model, gathered from its shards on many ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Key:
         shape: sizes of its dims.
         dtype: its element type.
         sources: keys of the state dict of the tensors it is made of.
-        converted: whether transformers turns those into others; if not, it is the one source.
+        converted: whether transformers converts the sources; else there is one, written as it is.
     """
 
     shape: tuple[int, ...]
@@ -73,18 +73,17 @@ def save_pretrained(
     folder: str | os.PathLike[str],
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write the whole model from what the ranks hold; all ranks call this together.
+    """Write the whole model from the shards of all ranks; collective.
 
-    A transformers model gives what its own `save_pretrained` would: config, generation config and
-    safetensors under the standard names; one of peft's its adapters. Any other module gives its
-    state dict. Rank 0 writes and
-    holds no more than one file's worth of other ranks' tensors. The folder appears, or its files
-    are replaced, when all of it has been written.
+    A transformers model is written as its own `save_pretrained` does: config, generation config and
+    safetensors under the standard names; of one of peft's the adapters alone; of any other module
+    the state dict. Rank 0 writes, and holds no more than one file's worth of other ranks' tensors.
+    The folder appears, or its files are replaced, when all of it has been written.
 
     Args:
         model: the user's model, holding this rank's parameters.
         owned: names of the parameters and buffers that this rank holds.
-        shards: layouts of those of which it holds a part.
+        shards: layouts of those of which it holds a shard.
         mesh: the grid of ranks.
         folder: where to write; seen by rank 0.
         max_shard_size: the most that one file holds, in bytes or as "5GB".
@@ -99,7 +98,7 @@ def save_pretrained(
     if has_adapters(model):
         _save_adapters(model, holdings, mesh, target, partial_folder)
         return
-    keys = _plan_keys(model, _state_without_numbers(model, holdings))
+    keys = _plan_keys(model, _meta_state(model, holdings))
     files, index = _plan_files(keys, max_shard_size)
     gatherer = _Gatherer(model, holdings, mesh)
     failure = None
@@ -129,7 +128,7 @@ def _save_adapters(
     partial_folder: Path,
 ) -> None:
     """Write the adapters, of which rank 0 holds all."""
-    state = _state_without_numbers(model, holdings)
+    state = _meta_state(model, holdings)
     gatherer = _Gatherer(model, holdings, mesh)
     for key in adapter_keys(model, state):
         state[key] = gatherer.whole(key)
@@ -176,7 +175,7 @@ def _check_keys(model: nn.Module) -> None:
 
 
 def _attempt(step: Callable[[], None], target: Path) -> str | None:
-    """Why a step failed, if it did: the other ranks are to be told, not left waiting."""
+    """Run a step; returns the reason of its failure, which the other ranks must learn."""
     try:
         step()
     except Exception as error:
@@ -184,8 +183,8 @@ def _attempt(step: Callable[[], None], target: Path) -> str | None:
     return None
 
 
-def _state_without_numbers(model: nn.Module, holdings: Mapping[str, TensorHolders]) -> State:
-    """The state dict that is to be written, whole tensors on the meta device."""
+def _meta_state(model: nn.Module, holdings: Mapping[str, TensorHolders]) -> State:
+    """The state dict to write, whole tensors on the meta device."""
     _check_keys(model)
     firsts = first_names(named_tensors(model))
     state: State = {}
@@ -197,26 +196,26 @@ def _state_without_numbers(model: nn.Module, holdings: Mapping[str, TensorHolder
             )
         state[key] = torch.empty(holding.shape, dtype=holding.dtype, device="meta")
     if isinstance(model, PreTrainedModel):
-        return _without_what_loading_restores(model, state, firsts)
+        return _without_restored_keys(model, state, firsts)
     return state
 
 
-def _without_what_loading_restores(
+def _without_restored_keys(
     model: PreTrainedModel, state: State, firsts: Mapping[str, str]
 ) -> State:
-    """Drop what transformers leaves out: one name of a tied parameter stays."""
+    """Drop the keys that loading restores: ignored ones, and further names of tied parameters."""
     ignored = set(model._keys_to_ignore_on_save or ())
-    kept: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     for key in sorted(state, key=lambda key: key in model.all_tied_weights_keys):
-        kept.setdefault(firsts[key], key)
-    return {k: t for k, t in state.items() if k not in ignored and kept[firsts[k]] == k}
+        chosen.setdefault(firsts[key], key)
+    return {k: t for k, t in state.items() if k not in ignored and chosen[firsts[k]] == k}
 
 
 def _plan_keys(model: nn.Module, state: State) -> dict[str, _Key]:
-    """What is written, and what it is made of.
+    """The tensors to write, and the sources of each.
 
-    transformers turns back what it converted when it loaded the model; which tensor comes from
-    which is read off a tape of that.
+    transformers reverts the conversions of its loading; the sources of each tensor come from a
+    record of the operators that do so.
     """
     recorder = InitRecorder()
     names = {recorder.view_of(tensor): name for name, tensor in state.items()}
@@ -235,7 +234,7 @@ def _plan_keys(model: nn.Module, state: State) -> dict[str, _Key]:
 def _plan_files(
     keys: Mapping[str, _Key], max_shard_size: int | str
 ) -> tuple[dict[str, list[str]], str | None]:
-    """Which keys go into which file, and the text of the index where there are several."""
+    """Keys of each file, and the text of the index where there are several files."""
     tensors = {n: torch.empty(k.shape, dtype=k.dtype, device="meta") for n, k in keys.items()}
     split = split_torch_state_dict_into_shards(
         tensors,
@@ -272,12 +271,12 @@ class _Gatherer:
         """A whole tensor of the state dict on rank 0's CPU; empty on other ranks."""
         name = self._firsts[key]
         holding = self._holdings[name]
-        parts = [self._part(name, holding, rank) for rank in holding.ranks]
+        parts = [self._shard(name, holding, rank) for rank in holding.ranks]
         if self._mesh.rank != 0:
             return torch.empty(0)
         return parts[0] if holding.shard is None else join(parts, holding.shard)
 
-    def _part(self, name: str, holding: TensorHolders, rank: int) -> torch.Tensor:
+    def _shard(self, name: str, holding: TensorHolders, rank: int) -> torch.Tensor:
         """One rank's part, on rank 0's CPU; anything on other ranks."""
         own = self._named[name].detach()
         if rank == self._mesh.rank == 0:

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from merak.checkpoint.dcp import State, load_parts, part_of, read_index, save_parts, shape_of
+from merak.checkpoint.dcp import State, load_shards, read_index, save_shards, shape_of, shard_of
 from merak.checkpoint.optimizer_state import (
     PREFIX,
     fill_optimizer,
     hyperparameters,
-    optimizer_parts,
+    optimizer_shards,
     optimizer_targets,
 )
 from merak.checkpoint.writing import why_not_written
@@ -44,17 +44,17 @@ def save_state(
     mesh: Mesh,
     optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
 ) -> None:
-    """Save parameters, buffers and optimizer, each rank its own; all ranks call this together.
+    """Save parameters, buffers and optimizer, each rank its own; collective.
 
-    Everything is stored by parameter name and as parts of the whole, so that any layout can load
-    it. The folder appears, or replaces the checkpoint that was there, when all is written.
+    Everything is stored by parameter name and as shards of the whole, so that any layout can load
+    it. The folder appears, or replaces the former checkpoint, when all of it has been written.
 
     Args:
         folder: a folder for this alone, seen by all ranks.
         model: the user's model, holding this rank's parameters.
         optimizer: over parameters of the model; None to save the model alone.
         owned: names of the parameters and buffers that this rank holds.
-        shards: layouts of those of which it holds a part.
+        shards: layouts of those of which it holds a shard.
         mesh: the grid of ranks.
         optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
             themselves.
@@ -66,11 +66,11 @@ def save_state(
     target = Path(folder)
     unfinished = target.with_name(f".{target.name}.partial")
     view = rank_view(model, owned, shards, mesh, optimizer_tensors)
-    state = _model_parts(view, _buffers_to_save(model, owned, shards, mesh))
+    state = _model_shards(view, _buffers_to_save(model, owned, shards, mesh))
 
     def start() -> None:
         if optimizer is not None:
-            state.update(optimizer_parts(optimizer, view))
+            state.update(optimizer_shards(optimizer, view))
         if mesh.rank == 0:
             _start(target, unfinished)
 
@@ -80,7 +80,7 @@ def save_state(
         if mesh.rank == 0:
             state[GROUPS] = {name: group for groups in by_rank for name, group in groups.items()}
     try:
-        _together(partial(save_parts, unfinished, state), target)
+        _together(partial(save_shards, unfinished, state), target)
         finish = partial(_replace, unfinished, target) if mesh.rank == 0 else _nothing
         _together(finish, target)
     except WeightsError:
@@ -99,14 +99,14 @@ def load_state(
     mesh: Mesh,
     optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
 ) -> None:
-    """Load what `save_state` saved, in place, under this layout; all ranks call this together.
+    """Load a checkpoint of `save_state` in place, in this layout; collective.
 
     Args:
         folder: the folder given to `save_state`.
         model: the user's model, holding this rank's parameters.
         optimizer: over parameters of the model; None to load the model alone.
         owned: names of the parameters and buffers that this rank holds.
-        shards: layouts of those of which it holds a part.
+        shards: layouts of those of which it holds a shard.
         mesh: the grid of ranks.
         optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
             themselves.
@@ -122,7 +122,7 @@ def load_state(
 
     def prepare() -> None:
         index = _index_of(target)
-        state.update(_model_parts(view, view.buffers))
+        state.update(_model_shards(view, view.buffers))
         _check_shapes(state, index, target)
         if optimizer is None:
             return
@@ -135,7 +135,7 @@ def load_state(
         tensors.update(memory)
 
     _together(prepare, target, "read")
-    _together(partial(load_parts, target, state), target, "read")
+    _together(partial(load_shards, target, state), target, "read")
     _refresh_masters(view)
     if optimizer is not None:
         loaded = {k: tensors.get(k, v) for k, v in state.items() if k.startswith(PREFIX)}
@@ -144,7 +144,7 @@ def load_state(
 
 
 def _refresh_masters(view: RankView) -> None:
-    """Let precise copies be those of the parameters just loaded, until their own are."""
+    """Copy the loaded parameters into their float32 masters, until those are loaded themselves."""
     for name, found in view.optimizer_tensors.items():
         if found.is_master:
             data = view.tensors[name].detach()
@@ -173,9 +173,9 @@ def _check_shapes(state: State, index: Metadata, target: Path) -> None:
             )
 
 
-def _model_parts(view: RankView, buffers: Collection[str]) -> State:
+def _model_shards(view: RankView, buffers: Collection[str]) -> State:
     return {
-        f"model/{name}": part_of(view.tensors[name], view.shards.get(name), view.shard_index)
+        f"model/{name}": shard_of(view.tensors[name], view.shards.get(name), view.shard_index)
         for name in sorted({*view.owned, *buffers})
     }
 
@@ -183,14 +183,14 @@ def _model_parts(view: RankView, buffers: Collection[str]) -> State:
 def _buffers_to_save(
     model: nn.Module, owned: Collection[str], shards: Mapping[str, ParameterShard], mesh: Mesh
 ) -> list[str]:
-    """Buffers whose numbers are this rank's to save: its segments', and on rank 0 the unread."""
+    """Buffers that this rank saves: its segments', and on rank 0 those that no segment reads."""
     holdings = find_holders(model, owned, shards, mesh)
     buffers = rank_view(model, owned, shards, mesh).buffers
     return [name for name in buffers if holdings[name].ranks[0] == mesh.rank]
 
 
 def _together(action: Callable[[], None], target: Path, done: str = "written") -> None:
-    """Do something on every rank; if it fails on one, all of them say so and none waits."""
+    """Run an action on every rank; if it fails on one, all ranks raise its error."""
     failure: tuple[str, bool] | None = None
     try:
         action()
@@ -203,7 +203,7 @@ def _together(action: Callable[[], None], target: Path, done: str = "written") -
             cause = next(iter(error.failures.values()))[0]
         named = reason or f"{type(cause).__name__}: {cause}"
         failure = (f"{target} could not be {done}: {named}.", reason is not None)
-    failures = [told for told in gather_objects(failure) if told is not None]
+    failures = [found for found in gather_objects(failure) if found is not None]
     if failures:
         sentence, is_saving = failures[0]
         raise (SavingError if is_saving else WeightsError)(sentence)
@@ -226,7 +226,7 @@ def _start(target: Path, unfinished: Path) -> None:
 
 
 def _replace(unfinished: Path, target: Path) -> None:
-    """Let the new checkpoint take the place of the old one, which is whole until then."""
+    """Replace the old checkpoint by the new one in a single rename."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

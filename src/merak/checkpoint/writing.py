@@ -1,4 +1,4 @@
-"""What is said when files cannot be written, whichever library was writing them.
+"""Error messages for files that cannot be written, by whichever library wrote them.
 
 A full disk is an `OSError` in Python, a `RuntimeError` of torch's ("enforce fail at
 inline_container.cc"), and an exception of their own in safetensors and tokenizers.
@@ -25,7 +25,7 @@ _NEARLY_FULL_BYTES = 2**20
 
 @contextmanager
 def writing_into(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an exception of whatever writes files inside into one sentence.
+    """Turn the exception of a library that cannot write files into one sentence.
 
     Raises:
         SavingError: files could not be written. Other exceptions pass.
@@ -42,27 +42,27 @@ def writing_into(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def why_not_written(error: BaseException, folder: str | os.PathLike[str]) -> str | None:
-    """Why files could not be written, and what to do; None for an exception of another kind.
+    """The reason why files could not be written, and the fix; None for other exceptions.
 
     Args:
-        error: what the library that was writing has raised.
-        folder: where to.
+        error: of the library that was writing.
+        folder: of the files.
     """
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    said = _reason(error)
-    if said is None and any(word in str(error) for word in _TORCH_WROTE):
+    reason = _reason(error)
+    if reason is None and any(word in str(error) for word in _TORCH_WROTE):
         is_full = _free_bytes(folder) < _NEARLY_FULL_BYTES
-        said = "No space left on device" if is_full else "a file was cut off while it was written"
-    if said is None:
+        reason = "No space left on device" if is_full else "a file was cut off while it was written"
+    if reason is None:
         return None
-    if any(word in said.lower() for word in _IS_FULL):
+    if any(word in reason.lower() for word in _IS_FULL):
         free = _free_bytes(folder) / 1e6
         return (
-            f"{said} ({free:,.1f} MB are free there now); make room, keep fewer checkpoints with "
+            f"{reason} ({free:,.1f} MB are free there now); make room, keep fewer checkpoints with "
             "save_total_limit, or name another output_dir"
         )
-    return f"{said}; make it writable, or name another output_dir"
+    return f"{reason}; make it writable, or name another output_dir"
 
 
 def _reason(error: BaseException) -> str | None:

@@ -20,8 +20,8 @@ from merak.schedule.render.png import render_png
 from merak.schedule.render.svg import render_html, render_svg
 from merak.schedule.render.text import render_text
 from merak.schedule.serialize import load, to_json, to_text
-from merak.schedule.simulate.simulate import Simulation, simulate
-from merak.schedule.simulate.timeline import simulated_timeline
+from merak.schedule.simulator.simulate import Simulation, simulate
+from merak.schedule.simulator.timeline import simulated_timeline
 from merak.schedule.validate.schedule import check, check_in_flight
 
 _NUM_COLUMNS = 160

@@ -1,18 +1,18 @@
-"""What each rank reads: its own batches, and of these only the columns its segments use."""
+"""Data loading of a rank: its own batches, and only the columns that its segments read."""
 
 from merak.data.columns import check_columns, check_not_empty
 from merak.data.loader import example_batch, shard_loader
-from merak.data.non_tensors import split_plain, without_plain
+from merak.data.non_tensors import drop_non_tensors, split_non_tensors
 from merak.data.signature import BatchSignature, signature, union
 
 __all__ = [
     "BatchSignature",
     "check_columns",
     "check_not_empty",
+    "drop_non_tensors",
     "example_batch",
     "shard_loader",
     "signature",
-    "split_plain",
+    "split_non_tensors",
     "union",
-    "without_plain",
 ]

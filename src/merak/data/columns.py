@@ -1,4 +1,4 @@
-"""Which columns a dataset has, a collator needs and a model takes."""
+"""Columns of a dataset, of its collator and of the model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_columns(
     dataset: object = None,
     also_taken: Iterable[str] = (),
 ) -> None:
-    """Refuse a batch that the model cannot be called with, or that lacks what its graph reads.
+    """Refuse a batch that the model does not accept, or that lacks a column of its graph.
 
     Args:
         batch: names of the collated batch's columns.
@@ -105,7 +105,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def columns_read(collate: Callable[..., Any], columns: tuple[str, ...]) -> frozenset[str] | None:
-    """The columns of a sample that a collator needs, to make some columns of the batch.
+    """Sample columns that a collator reads for some columns of the batch.
 
     Args:
         collate: the loader's collate function.
@@ -135,7 +135,7 @@ def _pads_as_usual(tokenizer: object) -> bool:
 
 
 def narrow_dataset(dataset: Any, reads: frozenset[str]) -> Any:
-    """The same dataset with only some columns, where it can be told to read no others.
+    """The dataset narrowed to some columns, where it can be.
 
     Args:
         dataset: any dataset.
@@ -149,10 +149,10 @@ def narrow_dataset(dataset: Any, reads: frozenset[str]) -> Any:
         return dataset
     if isinstance(dataset, datasets.Dataset) and not is_stored(dataset):
         return dataset
-    kept = [column for column in dataset.column_names or () if column in reads]
-    return dataset.select_columns(kept) if kept else dataset
+    chosen = [column for column in dataset.column_names or () if column in reads]
+    return dataset.select_columns(chosen) if chosen else dataset
 
 
 def is_stored(dataset: Any) -> bool:
-    """Whether samples come from a Hugging Face dataset's table, with no code of the user's."""
+    """Whether samples come from a Hugging Face dataset's table, without a user's transform."""
     return type(dataset) is datasets.Dataset and dataset.format["type"] != "custom"

@@ -1,4 +1,4 @@
-"""From samples to the columns of a batch, with the same random draws on every rank that does it."""
+"""Fetching of batches: samples to columns, with the same random draws on every rank."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from merak.core.errors import DataError
 from merak.core.random import seed_for
 from merak.data.columns import columns_read, is_stored, narrow_dataset
-from merak.data.non_tensors import without_plain
+from merak.data.non_tensors import drop_non_tensors
 from merak.data.random_stream import RandomStream
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """How one rank makes its batches.
+    """Recipe of a rank for its batches.
 
     Args:
-        dataset: where samples come from; reads only needed columns where it can be told to.
+        dataset: of the samples, narrowed to the columns that are read where it can be.
         collate: makes a batch of samples.
         columns: the columns wanted of the batch; None for all.
         reads: the columns of a sample that `collate` is given; None for whole samples.
         seed: of every random draw in the dataset and the collator.
         may_draw: whether the dataset or the collator may draw random numbers.
-        plain: arguments beside the columns that every batch has.
+        non_tensors: arguments that every batch has beside its columns.
     """
 
     dataset: Any
@@ -39,7 +39,7 @@ class Fetch:
     reads: frozenset[str] | None
     seed: int
     may_draw: bool
-    plain: Mapping[str, Any] = field(default_factory=dict)
+    non_tensors: Mapping[str, Any] = field(default_factory=dict)
 
 
 def make_fetch(
@@ -47,16 +47,16 @@ def make_fetch(
     collate: Callable[[Any], Any],
     columns: tuple[str, ...] | None,
     seed: int,
-    plain: Mapping[str, Any] = MappingProxyType({}),
+    non_tensors: Mapping[str, Any] = MappingProxyType({}),
 ) -> Fetch:
-    """Decide what has to be read to make some columns of the batch.
+    """Recipe for the batches of a rank, which reads only the columns it needs.
 
     Args:
         dataset: the user's dataset.
         collate: the user's collator, or transformers' wrapper of it.
         columns: the columns wanted of the batch; None for all.
         seed: the job's seed.
-        plain: arguments beside the columns that every batch has.
+        non_tensors: arguments that every batch has beside its columns.
     """
     collate, own_seed = _without_own_generator(collate)
     seed = seed if own_seed is None else seed_for(seed, "collator", own_seed)
@@ -66,13 +66,13 @@ def make_fetch(
     reads = columns_read(collate, columns)
     if reads is not None:
         dataset = narrow_dataset(dataset, reads)
-    return Fetch(dataset, collate, columns, reads, seed, may_draw, plain)
+    return Fetch(dataset, collate, columns, reads, seed, may_draw, non_tensors)
 
 
 def _without_own_generator(
     collate: Callable[[Any], Any],
 ) -> tuple[Callable[[Any], Any], int | None]:
-    """The collator drawing from the global generators, and the seed it was given of its own.
+    """The collator without its own generator, and the seed of that generator.
 
     A generator inside the collator moves on with every batch a rank makes, so that its draws would
     depend on how many dp ranks share the batches.
@@ -92,8 +92,8 @@ def _without_own_generator(
 
 
 @contextmanager
-def drawing_for(fetch: Fetch, *key: int) -> Iterator[None]:
-    """Random state for making one batch: the same wherever and whenever that batch is made."""
+def rng_for_batch(fetch: Fetch, *key: int) -> Iterator[None]:
+    """Random state of one batch: the same wherever and whenever the batch is made."""
     if not fetch.may_draw:
         yield
         return
@@ -102,7 +102,7 @@ def drawing_for(fetch: Fetch, *key: int) -> Iterator[None]:
 
 
 def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
-    """The wanted columns of the batch that some samples make.
+    """Collate samples into the wanted columns of a batch.
 
     Raises:
         DataError: the collator gives no columns, or not all that are wanted, or other arguments.
@@ -115,7 +115,7 @@ def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
         )
     if fetch.columns is None:
         return dict(batch)
-    batch = without_plain(batch, fetch.plain)
+    batch = drop_non_tensors(batch, fetch.non_tensors)
     for column in fetch.columns:
         if column not in batch:
             raise DataError(
@@ -127,7 +127,7 @@ def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
 
 
 def narrowed(fetch: Fetch, sample: Any) -> Any:
-    """A sample with only the columns that the collator is to be given."""
+    """A sample with only the columns that the collator reads."""
     if fetch.reads is None or not isinstance(sample, Mapping):
         return sample
     return {column: sample[column] for column in sample if column in fetch.reads}

@@ -1,4 +1,4 @@
-"""The loader of one rank: its data parallel share of the batches, its segments' columns."""
+"""The data loader of one rank: its dp rank's batches, and its segments' columns."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from merak.data.fetch import (
     Fetch,
     as_is,
     collated,
-    drawing_for,
     is_iterable,
     make_fetch,
+    rng_for_batch,
     samples_at,
 )
 from merak.data.mapped import RankBatches, RankDataset
 from merak.data.streamed import RankStream
 
-# What a rank's loader takes over from the loader of a single process.
+# Options that a rank's loader takes over from the loader of a single process.
 TAKEN_OVER = (
     "num_workers",
     "pin_memory",
@@ -44,7 +44,7 @@ def shard_loader(
     dp_rank: int,
     columns: tuple[str, ...] | None,
     seed: int,
-    plain: Mapping[str, Any] = MappingProxyType({}),
+    non_tensors: Mapping[str, Any] = MappingProxyType({}),
     whole_rounds: bool = False,
 ) -> DataLoader[Any]:
     """Turn the loader of a single process into the loader of one rank.
@@ -59,7 +59,7 @@ def shard_loader(
         columns: the columns that this rank's segments read; () to read no data and yield {}; None
             for all columns.
         seed: the job's seed; keys the draws of random datasets and collators.
-        plain: arguments that are no tensors, which every batch has beside its columns.
+        non_tensors: arguments that every batch has beside its columns.
         whole_rounds: leave out a last round that has no batch for some rank.
 
     Returns:
@@ -67,10 +67,10 @@ def shard_loader(
 
     Raises:
         DataError: the loader has no batches; later, a batch without a column that is wanted, or
-            with other plain arguments.
+            with other non-tensor arguments.
     """
     check_not_empty(loader.dataset)
-    fetch = make_fetch(loader.dataset, loader.collate_fn, columns, seed, plain)
+    fetch = make_fetch(loader.dataset, loader.collate_fn, columns, seed, non_tensors)
     if is_iterable(loader.dataset):
         return _shard_stream(loader, fetch, dp_degree, dp_rank, whole_rounds)
     batched = loader.batch_sampler is not None
@@ -139,7 +139,7 @@ def example_batch(loader: DataLoader[Any], *, seed: int) -> dict[str, Any]:
     if is_iterable(loader.dataset):
         return _first_of_stream(loader, fetch)
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    with drawing_for(fetch, -1):
+    with rng_for_batch(fetch, -1):
         if size is None and loader.batch_sampler is None:
             return collated(fetch, fetch.dataset[next(iter(loader.sampler))])
         indices = range(min(size or 1, len(loader.dataset)))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from merak.core.random import seed_for
-from merak.data.fetch import Fetch, collated, drawing_for, samples_at
+from merak.data.fetch import Fetch, collated, rng_for_batch, samples_at
 from merak.data.random_stream import RandomStream
 
 ROUNDS_AT_ONCE = 32
@@ -138,7 +138,7 @@ class RankDataset(Dataset[Any]):
         fetch = self._fetch
         if fetch is None or key.indices is None:
             return {}
-        with drawing_for(fetch, key.epoch, key.index):
+        with rng_for_batch(fetch, key.epoch, key.index):
             if self._batched:
                 return collated(fetch, samples_at(fetch, key.indices))
             return collated(fetch, fetch.dataset[key.indices])

@@ -1,7 +1,6 @@
-"""Arguments of a batch that are no tensors, such as return_loss=True: a trace is for their values.
+"""Non-tensor arguments in a batch, such as return_loss=True: a trace is made for their values.
 
-They are part of how the model is called, not of what it is called with: they do not travel to other
-ranks, and every batch has the same ones.
+They are not sent to other ranks, and every batch has the same ones.
 """
 
 from __future__ import annotations
@@ -14,39 +13,39 @@ from merak.core.errors import DataError
 _KINDS = (bool, int, float, str, type(None))
 
 
-def split_plain(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part a batch into its columns and its plain arguments.
+def split_non_tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a batch into its columns and its non-tensor arguments.
 
     Args:
         batch: by name of the model's argument.
 
     Returns:
-        What is no plain value, and truth values, numbers, texts and None.
+        The columns; and the booleans, numbers, strings and None.
     """
-    plain = {name: value for name, value in batch.items() if isinstance(value, _KINDS)}
-    return {name: value for name, value in batch.items() if name not in plain}, plain
+    non_tensors = {name: value for name, value in batch.items() if isinstance(value, _KINDS)}
+    return {name: value for name, value in batch.items() if name not in non_tensors}, non_tensors
 
 
-def without_plain(batch: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a batch whose plain arguments are those that the model was traced with.
+def drop_non_tensors(batch: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a batch, whose non-tensor arguments must be those of the trace.
 
     Args:
         batch: by name of the model's argument.
-        expected: the plain arguments.
+        expected: non-tensor arguments of the trace.
 
     Raises:
-        DataError: it has others.
+        DataError: the batch has other non-tensor arguments.
     """
-    columns, plain = split_plain(batch)
-    for name in (*expected, *plain):
-        if (name in plain) != (name in expected) or plain[name] != expected[name]:
+    columns, non_tensors = split_non_tensors(batch)
+    for name in (*expected, *non_tensors):
+        if (name in non_tensors) != (name in expected) or non_tensors[name] != expected[name]:
             raise DataError(
-                f"the model was traced for {_said(name, expected)} and a batch has "
-                f"{_said(name, plain)}; let every batch have the same arguments that are no "
-                "tensors, or make this one a tensor."
+                f"the model was traced for {_described(name, expected)} and a batch has "
+                f"{_described(name, non_tensors)}; let every batch have the same arguments that "
+                "are no tensors, or make this one a tensor."
             )
     return columns
 
 
-def _said(name: str, plain: Mapping[str, Any]) -> str:
-    return f"{name}={plain[name]!r}" if name in plain else f"no plain {name}"
+def _described(name: str, non_tensors: Mapping[str, Any]) -> str:
+    return f"{name}={non_tensors[name]!r}" if name in non_tensors else f"no plain {name}"

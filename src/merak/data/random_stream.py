@@ -1,4 +1,4 @@
-"""Random numbers apart from the global ones, for code that draws from the global generators."""
+"""Random streams apart from the global ones, for code that uses the global generators."""
 
 from __future__ import annotations
 

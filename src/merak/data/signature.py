@@ -1,4 +1,4 @@
-"""The shapes of a batch, so that ranks that read no data know each microbatch's sizes."""
+"""Batch signatures: shapes and types of the columns, for ranks that read no data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from merak.core.tensor_meta import TensorMeta
 
 @dataclass(frozen=True, slots=True)
 class BatchSignature:
-    """The columns of a microbatch without their numbers; hashable, small to send.
+    """Shapes and element types of a microbatch's columns; hashable, small to send.
 
     Args:
         columns: (name, shape and element type), sorted by name; empty where there is no microbatch.
@@ -63,7 +63,7 @@ def union(*signatures: BatchSignature) -> BatchSignature:
     """The signature of the whole microbatch, from ranks that each read some of its columns.
 
     Raises:
-        DataError: two ranks that see the same column differently.
+        DataError: ranks disagree on the shape or type of a column.
     """
     columns: dict[str, TensorMeta] = {}
     for name, meta in (column for each in signatures for column in each.columns):

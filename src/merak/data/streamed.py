@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from merak.data.fetch import Fetch, as_is, collated, drawing_for, narrowed
+from merak.data.fetch import Fetch, as_is, collated, narrowed, rng_for_batch
 
 
 class CollatedStream(IterableDataset[Any]):
@@ -52,11 +52,11 @@ class CollatedStream(IterableDataset[Any]):
         fetch, epoch = self._fetch, int(self._epoch)
         worker = get_worker_info()
         worker_id = worker.id if worker else 0
-        with drawing_for(fetch, epoch, worker_id, -1):
+        with rng_for_batch(fetch, epoch, worker_id, -1):
             samples = iter(fetch.dataset)
         index = 0
         while True:
-            with drawing_for(fetch, epoch, worker_id, index):
+            with rng_for_batch(fetch, epoch, worker_id, index):
                 batch = self._next_batch(samples, index in self._wanted)
             if batch is None:
                 return

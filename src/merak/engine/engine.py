@@ -384,7 +384,7 @@ class Engine:
 
         Returns:
             Steps, oldest first, with every rank's actions on the clock of the pipeline's first
-            rank; `merak.schedule.simulate.timeline.measured_timeline` draws them.
+            rank; `merak.schedule.simulator.timeline.measured_timeline` draws them.
         """
         return gather_records(self.progress.records, self.mesh)
 

@@ -21,7 +21,7 @@ from merak.plan.cost.overlap import Layers, layer_costs
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.schedule.ir import Schedule
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulator.simulate import simulate
 
 logger = logging.getLogger(__name__)
 

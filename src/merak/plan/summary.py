@@ -16,7 +16,7 @@ from merak.plan.activations.forecast import Forecast
 from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulator.simulate import simulate
 
 IDLE = 0.5
 """The bubble fraction from which on a user is told that more microbatches would help."""

@@ -1,14 +1,13 @@
 """The interpreter of a rank's actions and steps: a method for each kind of them.
 
-The engine runs steps with tensors, the memory timeline with bytes, and the estimate of offloading
-with seconds; what each does for a kind of action or step is all that differs. (The simulator works
-on arrays of all actions at once, `merak.schedule.action_table`: a method call for each of a million
-actions would take seconds.)
+The engine interprets steps with tensors, the memory timeline with bytes, and the estimate of
+offloading with seconds; a subclass has the methods of the kinds that its schedules contain. (The
+simulator works on arrays of all actions at once, `merak.schedule.action_table`: a method call for
+each of a million actions would take seconds.)
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -18,7 +17,7 @@ from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind, Schedul
 from merak.schedule.steps import Compute, OptimizerStep, Receive, ReduceGradients, Send, Step
 
 
-class ActionInterpreter(ABC):
+class ActionInterpreter:
     """Performs a rank's actions, each by the method of its kind.
 
     Args:
@@ -57,29 +56,28 @@ class ActionInterpreter(ABC):
         if following is not None and following.kind in GRADIENT_KINDS:
             self.prefetch(following)
 
-    @abstractmethod
     def prefetch(self, action: Action) -> None:
-        """Begin to fetch the offloaded activations that a backward reads first."""
+        """Begin to fetch the offloaded activations that a backward reads first; here none."""
 
-    @abstractmethod
     def forward(self, action: Action) -> None:
         """Run the forward of a stage and microbatch."""
+        raise NotImplementedError
 
-    @abstractmethod
     def recompute(self, action: Action) -> None:
         """Recompute the activations of a stage and microbatch."""
+        raise NotImplementedError
 
-    @abstractmethod
     def backward(self, action: Action) -> None:
         """Run the whole backward of a stage and microbatch."""
+        raise NotImplementedError
 
-    @abstractmethod
     def input_gradient(self, action: Action) -> None:
         """Run the backward without the gradients of weights."""
+        raise NotImplementedError
 
-    @abstractmethod
     def weight_gradient(self, action: Action) -> None:
         """Compute the gradients of weights that the backward has left out."""
+        raise NotImplementedError
 
 
 class StepInterpreter(ActionInterpreter):
@@ -136,22 +134,21 @@ class StepInterpreter(ActionInterpreter):
         """Whether an action completes its stage's gradients of an update."""
         return self._last[action.stage, self.schedule.update_of(action.microbatch)] == action
 
-    @abstractmethod
     def microbatch_done(self, microbatch: int) -> None:
-        """Release the batch-only values of a microbatch, which this rank reads no more."""
+        """Release the values of a microbatch that this rank reads no more; here none."""
 
-    @abstractmethod
     def send(self, step: Send) -> None:
         """Send the output of an action."""
+        raise NotImplementedError
 
-    @abstractmethod
     def receive(self, step: Receive) -> None:
         """Post a receive."""
+        raise NotImplementedError
 
-    @abstractmethod
     def reduce(self, step: ReduceGradients) -> None:
         """Start the reduction of a stage's gradients."""
+        raise NotImplementedError
 
-    @abstractmethod
     def step_optimizer(self, step: OptimizerStep) -> None:
         """Step the optimizer for some stages."""
+        raise NotImplementedError

@@ -16,7 +16,7 @@ import numpy as np
 from merak.schedule.action_table import ActionTable, IntArray, tabulate
 from merak.schedule.ir import Kind, Schedule
 from merak.schedule.reductions import reduction_points
-from merak.schedule.simulate.timing import time_actions
+from merak.schedule.simulator.timing import time_actions
 from merak.schedule.steps import (
     Compute,
     OptimizerStep,

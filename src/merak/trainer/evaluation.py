@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from merak.core.errors import DataError
 from merak.core.mesh import Mesh
-from merak.data import BatchSignature, example_batch, shard_loader, without_plain
+from merak.data import BatchSignature, drop_non_tensors, example_batch, shard_loader
 from merak.data.fetch import is_iterable
 from merak.engine.engine import Engine
 from merak.graph.trace.outputs import LOSS, nested
@@ -210,7 +210,7 @@ class Evaluation:
 
     def _rank_loader(self) -> DataLoader[Any]:
         options = self._options
-        sample = without_plain(example_batch(self._loader, seed=options.seed), options.plain)
+        sample = drop_non_tensors(example_batch(self._loader, seed=options.seed), options.plain)
         signature = self._counter.signature(sample)
         read = list(self._engine.columns(signature.columns, training=False))
         if self._engine.holds_last_stage:
@@ -222,7 +222,7 @@ class Evaluation:
             dp_rank=self.mesh.dp_rank,
             columns=self._counter.to_read(read),
             seed=options.seed,
-            plain=options.plain,
+            non_tensors=options.plain,
         )
 
     def _compute(self, chunk: Sequence[Batch]) -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ from merak.core.announce import announce, show_announcements
 from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
-from merak.data import check_not_empty, example_batch, shard_loader, split_plain
+from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.health.oom import explain_optimizer_oom
@@ -134,7 +134,7 @@ class MerakTrainer(Saving, Logging, Trainer):
         check_arguments(self.args)
         batch = example_batch(loader, seed=self.args.seed)
         check_batch(self, batch, dataset if dataset is not None else loader.dataset)
-        batch, self._plain = split_plain(batch)
+        batch, self._plain = split_non_tensors(batch)
         self._counter = self._make_counter()
         self._flops_per_token = self._estimate_flops()
         columns = self._counter.signature(batch).columns
@@ -214,7 +214,7 @@ class MerakTrainer(Saving, Logging, Trainer):
         engine = self.build_engine(loader, self.train_dataset)
         refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside)
         assert self._counter is not None
-        batch, _ = split_plain(example_batch(loader, seed=self.args.seed))
+        batch, _ = split_non_tensors(example_batch(loader, seed=self.args.seed))
         self.throughput = Throughput(self._counter.counts_tokens(batch))
         columns = engine.columns(self._counter.signature(batch).columns)
         return shard_loader(
@@ -223,7 +223,7 @@ class MerakTrainer(Saving, Logging, Trainer):
             dp_rank=self.mesh.dp_rank,
             columns=self._counter.to_read(columns),
             seed=self.args.seed,
-            plain=self._plain,
+            non_tensors=self._plain,
             whole_rounds=self.args.dataloader_drop_last and engine.needs_equal_replicas,
         )
 

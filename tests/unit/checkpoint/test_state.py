@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from merak.checkpoint import dcp as parts
-from merak.checkpoint.dcp import Part, part_of
+from merak.checkpoint.dcp import TensorShard, shard_of
 from merak.checkpoint.state import load_state, save_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
@@ -202,11 +202,11 @@ def test_a_fused_part_is_several_boxes_of_the_whole() -> None:
     whole = torch.arange(36.0).view(3, 12)
     shard = ParameterShard(dim=1, parts=(8, 4), degree=2)
     local = torch.cat([whole[:, 4:8], whole[:, 10:12]], dim=1)
-    part = part_of(local, shard, 1)
+    part = shard_of(local, shard, 1)
     assert part.size == (3, 12)
     for offsets, piece in part.boxes:
         row, column = offsets
         width = piece.shape[1]
         assert torch.equal(whole[row:, column : column + width], piece)
     assert [offsets for offsets, _ in part.boxes] == [(0, 4), (0, 10)]
-    assert isinstance(part, Part)
+    assert isinstance(part, TensorShard)

@@ -55,7 +55,7 @@ def test_a_checkpoint_that_is_cut_off_leaves_nothing(
         (folder / "half").write_bytes(b"x")
         raise CheckpointException("", {0: (TORCH, None)})  # type: ignore[dict-item]
 
-    monkeypatch.setattr(state, "save_parts", fail)
+    monkeypatch.setattr(state, "save_shards", fail)
     mesh = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
     with pytest.raises(SavingError, match="merak could not be written: a file was cut off"):
         state.save_state(tmp_path / "merak", nn.Linear(2, 2), None, ("weight", "bias"), {}, mesh)

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from merak.core.errors import DataError
-from merak.data import split_plain, without_plain
+from merak.data import drop_non_tensors, split_non_tensors
 
 
 def test_a_batch_is_parted_into_columns_and_plain_arguments() -> None:
     ids = torch.ones(2, 3)
     plain = {"return_loss": True, "task": "sort", "scale": 0.5, "depth": 2, "mask": None}
-    columns, found = split_plain({"input_ids": ids, **plain})
+    columns, found = split_non_tensors({"input_ids": ids, **plain})
     assert list(columns) == ["input_ids"] and columns["input_ids"] is ids
     assert found == plain
-    assert list(without_plain({"input_ids": ids, **plain}, plain)) == ["input_ids"]
+    assert list(drop_non_tensors({"input_ids": ids, **plain}, plain)) == ["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,4 @@ def test_other_arguments_than_the_traced_ones_are_refused(
     expected: dict[str, Any], given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
-        without_plain({"input_ids": torch.ones(2, 3), **given}, expected)
+        drop_non_tensors({"input_ids": torch.ones(2, 3), **given}, expected)

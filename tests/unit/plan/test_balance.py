@@ -1,4 +1,4 @@
-"""The judge of time is `merak.schedule.simulate.simulate`, which knows nothing of the planner."""
+"""The judge of time is `merak.schedule.simulator.simulate`, which knows nothing of the planner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from merak.plan.critical_path import critical_path
 from merak.plan.partition import Partition
 from merak.schedule.costs import Link, stage_costs
 from merak.schedule.registry import build
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulator.simulate import simulate
 from tests.unit.plan.judges import iteration_time, min_max
 
 

@@ -20,7 +20,7 @@ from merak.schedule.builders.common import is_split
 from merak.schedule.costs import stage_costs
 from merak.schedule.ir import Schedule
 from merak.schedule.search.auto import auto
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulator.simulate import simulate
 from tests.unit.engine.models import gpt2, text_batch
 
 POSITIONS, MICROBATCHES = 3, 6

@@ -10,7 +10,7 @@ from merak.schedule.catalog import FORMULAS
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
 from merak.schedule.registry import build
-from merak.schedule.simulate.simulate import Simulation, simulate
+from merak.schedule.simulator.simulate import Simulation, simulate
 
 
 def simulated(

@@ -10,7 +10,7 @@ import pytest
 from merak.core.errors import ScheduleError
 from merak.schedule.costs import stage_costs, uniform
 from merak.schedule.registry import build
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulator.simulate import simulate
 from tests.unit.schedule.grid import simulated
 
 GRID = [(p, m) for p in range(2, 17) for m in range(p, 65)]

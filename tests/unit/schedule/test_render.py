@@ -24,8 +24,8 @@ from merak.schedule.render.svg import (
     render_svg,
 )
 from merak.schedule.render.text import render_text, render_texts
-from merak.schedule.simulate.simulate import simulate
-from merak.schedule.simulate.timeline import Timeline, measured_timeline, simulated_timeline
+from merak.schedule.simulator.simulate import simulate
+from merak.schedule.simulator.timeline import Timeline, measured_timeline, simulated_timeline
 from tests.unit.schedule.grid import simulated
 
 SVG = "{http://www.w3.org/2000/svg}"

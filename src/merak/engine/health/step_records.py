@@ -110,7 +110,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step of a pipeline as it ran, as `schedule.simulate.timeline.measured_timeline` draws it.
+    """A step of a pipeline as it ran, as `schedule.simulator.timeline.measured_timeline` draws it.
 
     Args:
         step: the job's step number.

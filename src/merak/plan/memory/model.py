@@ -24,7 +24,7 @@ from merak.plan.memory.ledger import Category, Ledger, Peak
 from merak.plan.memory.timeline import MemoryTimeline
 from merak.plan.memory.zero import ZeroSharding, total_bytes
 from merak.schedule.ir import Schedule
-from merak.schedule.simulate.memory import num_weight_versions
+from merak.schedule.simulator.memory import num_weight_versions
 from merak.schedule.steps import Step
 
 SENDS_PER_RANK = 4

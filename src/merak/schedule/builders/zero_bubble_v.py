@@ -8,7 +8,7 @@ from merak.schedule.action_table import tabulate
 from merak.schedule.builders.common import check_counts, single_pipe, v_shape
 from merak.schedule.ir import Action, Schedule
 from merak.schedule.list_scheduler import ForwardRule, Job, Policy, list_schedule
-from merak.schedule.simulate.timing import time_actions
+from merak.schedule.simulator.timing import time_actions
 
 
 def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -23,7 +23,7 @@ from merak.schedule.render.svg import (
     fitting_width,
     ticks,
 )
-from merak.schedule.simulate.timeline import Span, Timeline
+from merak.schedule.simulator.timeline import Span, Timeline
 
 _SCALE = 2
 """Pixels of the PNG for one of the SVG, so that letters are sharp on today's screens."""

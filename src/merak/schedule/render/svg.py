@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from merak.schedule.ir import Kind
-from merak.schedule.simulate.timeline import Span, Timeline, longest_label, short_action_s
+from merak.schedule.simulator.timeline import Span, Timeline, longest_label, short_action_s
 
 FILLS = {
     Kind.FORWARD: ("#8ab4f0", "#4a7fd0", "#2f5fa8", "#234a85"),

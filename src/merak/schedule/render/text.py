@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from merak.schedule.ir import Kind
-from merak.schedule.simulate.timeline import Span, Timeline, longest_label, short_action_s
+from merak.schedule.simulator.timeline import Span, Timeline, longest_label, short_action_s
 
 _COLOURS = {
     Kind.FORWARD: "44;97",

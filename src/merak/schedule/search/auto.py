@@ -25,7 +25,7 @@ from merak.schedule.search.candidates import (
     policies,
 )
 from merak.schedule.search.local_search import improve
-from merak.schedule.simulate.simulate import Simulation, simulate
+from merak.schedule.simulator.simulate import Simulation, simulate
 
 _TOLERANCE = 1e-9
 

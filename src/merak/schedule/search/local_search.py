@@ -14,8 +14,8 @@ from random import Random
 from merak.schedule.action_table import NONE, tabulate
 from merak.schedule.costs import Costs
 from merak.schedule.ir import GRADIENT_KINDS, Action, Kind, Schedule
-from merak.schedule.simulate.memory import activation_changes
-from merak.schedule.simulate.simulate import durations, transfer_delays
+from merak.schedule.simulator.memory import activation_changes
+from merak.schedule.simulator.simulate import durations, transfer_delays
 
 _NEVER = float("inf")
 # Moves that may not be turned back at once.

@@ -10,7 +10,7 @@ from merak.core.errors import ScheduleError
 from merak.schedule.action_table import tabulate
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind, Schedule
 from merak.schedule.lower import lower
-from merak.schedule.simulate import memory
+from merak.schedule.simulator import memory
 from merak.schedule.validate.steps import check_steps
 
 _MOST_PROBLEMS = 20

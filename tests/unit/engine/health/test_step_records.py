@@ -11,7 +11,7 @@ from merak.engine.health.status import Progress, Wait
 from merak.engine.health.step_records import DeviceClock, HostClock, clock_of, gather_records
 from merak.schedule.ir import parse_action
 from merak.schedule.registry import build
-from merak.schedule.simulate.timeline import measured_timeline
+from merak.schedule.simulator.timeline import measured_timeline
 
 SCHEDULE = build("1f1b", 1, 2)
 FORWARD, BACKWARD = parse_action("0F0"), parse_action("0B0")

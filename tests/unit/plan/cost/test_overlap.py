@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from merak.plan.cost.overlap import Layers, interleaved_s, layer_costs
 from merak.schedule.ir import Kind
 from merak.schedule.registry import build
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulator.simulate import simulate
 
 times = st.floats(0.01, 10.0)
 steps = st.lists(st.tuples(times, st.one_of(st.just(0.0), times)), min_size=1, max_size=8)

@@ -15,7 +15,7 @@ from merak.schedule.catalog import FORMULAS
 from merak.schedule.costs import Costs, Link, stage_costs, uniform
 from merak.schedule.registry import build, options
 from merak.schedule.search.auto import auto
-from merak.schedule.simulate.simulate import simulate
+from merak.schedule.simulator.simulate import simulate
 from merak.schedule.validate.schedule import validate
 from tests.unit.schedule.cp_sat import optimum, random_instance
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.checkpoint.dcp import part_of_rows
+from merak.checkpoint.dcp import row_shard_of
 from merak.core.shards import ParameterShard, RowShard, take
 
 
@@ -19,7 +19,7 @@ def test_rows_of_all_ranks_make_the_whole(shard: ParameterShard | None) -> None:
     for index in range(1 if shard is None else shard.degree):
         local = whole if shard is None else take(whole, shard, index)
         for start, stop in ((0, 1), (1, 1), (1, 3), (3, local.shape[0])):
-            part = part_of_rows(local[start:stop], RowShard(start, stop), local, shard, index)
+            part = row_shard_of(local[start:stop], RowShard(start, stop), local, shard, index)
             assert part.size == (8, 4)
             for offsets, piece in part.boxes:
                 places = tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
@@ -28,5 +28,5 @@ def test_rows_of_all_ranks_make_the_whole(shard: ParameterShard | None) -> None:
 
 
 def test_a_scalar_is_its_own_part() -> None:
-    part = part_of_rows(torch.ones(1), RowShard(0, 1), torch.ones(()), None, 0)
+    part = row_shard_of(torch.ones(1), RowShard(0, 1), torch.ones(()), None, 0)
     assert part.size == ()

@@ -16,7 +16,7 @@ from merak.schedule.costs import Costs, Link, stage_costs, uniform
 from merak.schedule.ir import Kind, Schedule
 from merak.schedule.registry import build
 from merak.schedule.serialize import from_text
-from merak.schedule.simulate.simulate import Simulation, simulate
+from merak.schedule.simulator.simulate import Simulation, simulate
 from tests.unit.schedule.grid import simulated
 
 

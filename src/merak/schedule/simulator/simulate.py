@@ -11,8 +11,8 @@ from merak.schedule.action_table import NONE, ActionTable, FloatArray, tabulate
 from merak.schedule.costs import Costs
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.reductions import Reduction, time_reductions
-from merak.schedule.simulate import memory
-from merak.schedule.simulate.timing import Links, Timing, time_actions, time_actions_with_links
+from merak.schedule.simulator import memory
+from merak.schedule.simulator.timing import Links, Timing, time_actions, time_actions_with_links
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from merak.schedule.ir import Action, Kind, Schedule
-from merak.schedule.simulate.memory import recomputes_inside
-from merak.schedule.simulate.simulate import Simulation
+from merak.schedule.simulator.memory import recomputes_inside
+from merak.schedule.simulator.simulate import Simulation
 
 
 @dataclass(frozen=True, slots=True)
