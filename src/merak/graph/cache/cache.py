@@ -38,7 +38,7 @@ def cached(
     """Model graph from disk, or traced now and stored.
 
     Of several ranks that ask at once on one machine, one makes it and the others wait. A graph that
-    holds an object of a class that is no data is not kept.
+    holds an object of a class that is no data is not stored.
 
     Args:
         folder: the cache's folder; made for this user alone where it is not there. Of its files,
@@ -111,8 +111,8 @@ def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # whatever a damaged file may lead to
-        told = "The cached trace %s cannot be read (%s: %s); it is made anew."
-        logger.log(level, told, path, type(error).__name__, error)
+        message = "The cached trace %s cannot be read (%s: %s); it is made anew."
+        logger.log(level, message, path, type(error).__name__, error)
         return None
 
 
@@ -120,7 +120,7 @@ def _write(path: Path, graph: ModelGraph, sources: frozenset[str]) -> None:
     try:
         content = write_values({"sources": file_hashes(sources), "graph": pack_model(graph)})
     except NotStorable as error:
-        logger.info("The trace is not kept: it holds a %s, which is no plain data.", error)
+        logger.info("The trace is not stored: it holds a %s, which is no plain data.", error)
         return
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:

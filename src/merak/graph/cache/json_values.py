@@ -1,6 +1,6 @@
 """JSON of a graph's values: written as data, and read back without running any code.
 
-Lists in JSON are tuples; whatever is neither that nor a plain number, text, truth or None is an
+Lists in JSON are tuples; whatever is neither that nor a plain number, text, boolean or None is an
 object with one key, which says how to read it. Classes are found by name among those this process
 has imported already, and only if they hold data alone: enums, named tuples and dataclasses. Their
 fields are set as they were; no constructor runs.

@@ -79,7 +79,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
     writes = _mutated_arguments_of(target)
-    if not writes.arguments or (writes.asked is not None and not node.args[writes.asked]):
+    if not writes.arguments or (writes.flag is not None and not node.args[writes.flag]):
         return []
     values = (
         node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in writes.arguments
@@ -93,19 +93,19 @@ class _MutatedArguments:
 
     Args:
         arguments: positions and names.
-        asked: the argument that says whether it does; None if it always does.
+        flag: the argument that says whether it does; None if it always does.
     """
 
     arguments: tuple[tuple[int, str], ...]
-    asked: int | None = None
+    flag: int | None = None
 
 
 @cache
 def _mutated_arguments_of(target: torch._ops.OpOverload) -> _MutatedArguments:
     named = enumerate(target._schema.arguments)
-    if (asked := UNDECLARED_STATISTICS.get(aten_family(target))) is not None:
+    if (flag := UNDECLARED_STATISTICS.get(aten_family(target))) is not None:
         statistics = tuple((i, a.name) for i, a in named if i in RUNNING_STATISTICS)
-        return _MutatedArguments(statistics, asked)
+        return _MutatedArguments(statistics, flag)
     written = ((i, a.name) for i, a in named if a.alias_info is not None and a.alias_info.is_write)
     return _MutatedArguments(tuple(written) if target._schema.is_mutable else ())
 

@@ -93,7 +93,7 @@ def find_index_ranges(model: ModelGraph) -> tuple[IndexRange, ...]:
             indices, size, ignored, table = place
             one = _range_of(indices, known, size, ignored, table)
             if one is not None:
-                # Where the numbers are a column's own, layers that look up alike are one.
+                # Where the indices are a column's own, layers that look up alike are one.
                 key = id(one) if one.indices else (one.columns, size, ignored, table)
                 found.setdefault(key, one)
     return tuple(found.values())
@@ -212,7 +212,7 @@ def _range_of(
     nodes = _made_of(indices, known)
     columns = [n for n in nodes or () if n.op == "placeholder"]
     if nodes is None or not columns:
-        return None  # of a parameter, of chance, or counted by the model itself
+        return None  # of a parameter, of random numbers, or counted by the model itself
     names = tuple(n.meta["name"] for n in columns)
     operators = [n for n in nodes if n.op != "placeholder"]
     if len(names) == 1 and all(aten_family(n.target) in _REARRANGED for n in operators):

@@ -93,21 +93,21 @@ class SubMicrobatchProgram:
     Args:
         pieces: in the order they run.
         returned: per output of the segment, its name and what the pieces call it.
-        choices: batch-only values that leave layers in or out.
-        chosen: gives the sub-microbatch without what answers to them leave out.
+        conditions: batch-only values that decide which branches run.
+        for_branches: gives the program for their outcomes, without branches that are not taken.
     """
 
     pieces: tuple[PieceProgram, ...]
     returned: tuple[tuple[str, str], ...]
-    choices: tuple[str, ...] = ()
-    chosen: Callable[[BranchValues], SubMicrobatchProgram] | None = None
+    conditions: tuple[str, ...] = ()
+    for_branches: Callable[[BranchValues], SubMicrobatchProgram] | None = None
 
     def given(self, batch_only: Mapping[str, torch.Tensor]) -> SubMicrobatchProgram:
         """Program for the branches that batch-only values take."""
-        if self.chosen is None:
+        if self.for_branches is None:
             return self
-        answers = branch_values([batch_only[name] for name in self.choices])
-        return self if answers is None else self.chosen(answers)
+        answers = branch_values([batch_only[name] for name in self.conditions])
+        return self if answers is None else self.for_branches(answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +362,7 @@ def with_offloading(
     """Programs of a stage of which some offload their activations to host memory.
 
     Args:
-        programs: of the stage, in order, with what keeps its activations.
+        programs: of the stage, in order, with what saves its activations.
         offloaded: numbers of segments.
     """
     away = [p.trains and p.saved and p.segment.index in offloaded for p in programs]

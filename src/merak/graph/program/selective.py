@@ -165,17 +165,17 @@ def save_operators(segment: Segment, names: Container[str]) -> tuple[Segment, Sa
         The same computation, and what records and replays those operators.
     """
     graph, _ = copy_graph(segment.graph)
-    kept = SavedOps()
+    saved = SavedOps()
     for node in graph.nodes:
         # What writes could not be left out, and what takes one of two ways computes nothing.
         fits = not (is_mutating(node) or is_branch_select(node))
         if node.op == "call_function" and node.name in names and fits:
-            node.target = _through(kept, node.name, node.target)
-    return replace(segment, graph=graph), kept
+            node.target = _through(saved, node.name, node.target)
+    return replace(segment, graph=graph), saved
 
 
-def _through(kept: SavedOps, name: str, function: Any) -> Callable[..., Any]:
+def _through(saved: SavedOps, name: str, function: Any) -> Callable[..., Any]:
     def kept_operator(*args: Any, **kwargs: Any) -> Any:
-        return kept.call(name, function, *args, **kwargs)
+        return saved.call(name, function, *args, **kwargs)
 
     return kept_operator

@@ -139,15 +139,15 @@ def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> SubMicrobatchProg
         segment, _ = rewrite(segment)
     program = _in_pieces(segment)
     placeholders = segment.graph.find_nodes(op="placeholder")
-    choices = tuple(n.meta["name"] for n in placeholders if is_condition(n))
-    if not choices:
+    conditions = tuple(n.meta["name"] for n in placeholders if is_condition(n))
+    if not conditions:
         return program
 
     @cache
-    def chosen(answers: BranchValues) -> SubMicrobatchProgram:
+    def for_branches(answers: BranchValues) -> SubMicrobatchProgram:
         return _in_pieces(replace(segment, graph=specialize_branches(segment.graph, answers)))
 
-    return replace(program, choices=choices, chosen=chosen)
+    return replace(program, conditions=conditions, for_branches=for_branches)
 
 
 def _in_pieces(segment: Segment) -> SubMicrobatchProgram:

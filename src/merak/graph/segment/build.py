@@ -38,11 +38,12 @@ class GraphSource:
         loss_columns: columns that go to the loss function alone, not to the model.
         fixed: keyword arguments of the model that are no tensors.
         device: device type the model will run on.
-        cache_dir: where traces are kept; None keeps none.
+        cache_dir: where traces are stored; None for no cache.
         autocast: the type of mixed precision, as of `merak.graph.trace.trace.trace`.
 
-    It remembers which modules a trace has to keep whole, and the whole parameters' shapes from when
-    it is made: once the model is laid out over the ranks, it holds one rank's shard of them.
+    It remembers which modules a trace runs as opaque modules, and the full shapes of parameters
+    from when it is made: once the model is laid out over the ranks, it holds one rank's shard of
+    them.
     """
 
     model: nn.Module

@@ -101,7 +101,7 @@ class GraphsByShape:
         except Exception as error:  # the model's code, or torch, cannot do with symbols
             raise NotResizable(str(error)) from error
         if exported.num_conditions:
-            raise NotResizable("it makes choices by chance")
+            raise NotResizable("random numbers decide which operators run")
         if not _same(self._at(first.columns, exported), first):
             raise NotResizable("with symbols the model runs other operators")
         self._is_hopeless = False

@@ -154,7 +154,7 @@ class InitRecorder(TorchDispatchMode):
         created = self._number_outputs(result)
         if created or changed:
             kwargs = _portable(func, kwargs, inputs, result)
-            self._record(func, (args, kwargs), result, created, frozenset(changed))
+            self._record(func, args, kwargs, result, created, frozenset(changed))
         return result
 
     @contextmanager
@@ -246,12 +246,13 @@ class InitRecorder(TorchDispatchMode):
     def _record(
         self,
         func: torch._ops.OpOverload,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         result: Any,
         created: frozenset[int],
         changed: frozenset[int],
     ) -> None:
-        args, kwargs = tree_map(lambda x: self.view_of(x) if _is_tensor(x) else x, call)
+        args, kwargs = tree_map(lambda x: self.view_of(x) if _is_tensor(x) else x, (args, kwargs))
         reads = {x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, StorageView)}
         overwrites = self._overwritten(func, args)
         outputs = [self.view_of(t) for t in tree_leaves(result) if _is_tensor(t)]
