@@ -1,7 +1,8 @@
 """Functionalisation across segments: mutated tensors become values that are handed on.
 
-A tensor that losses or log determinants are added to all along a model would forbid every cut from
-its first sight to its last write; and a buffer that one stage writes is old on the others.
+A tensor that accumulates losses or log determinants all along a model would forbid every cut
+between its first reader and its last mutation; and a buffer that one stage mutates would be stale
+on the others.
 """
 
 from __future__ import annotations

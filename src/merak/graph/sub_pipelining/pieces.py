@@ -1,8 +1,8 @@
 """Pieces of a segment between its all-reduces, so that other work can overlap these.
 
-A tensor parallel block all-reduces over the ranks where it ends (`reduce_from`), and its gradient
-where it begins (`copy_to`). Cut there, a segment is a list of pieces without communication; what is
-summed stands between them as data, for whoever runs the pieces.
+A tensor parallel block all-reduces its output where it ends (`reduce_from`), and its input's
+gradient where it begins (`copy_to`). Cut there, a segment is a list of pieces without
+communication; the all-reduces stand between them as data, for the engine that runs the pieces.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Sub-microbatches: a segment split over the samples of a microbatch, for sub-pipelining.
 
 A segment may run in sub-microbatches if every operator in it treats the samples of a microbatch one
-by one. The rules of tensor parallelism tell: with the batch split as if over two ranks, no operator
-may ask for a collective. Of an odd number of samples the first sub-microbatch has one more: the
-rules then reckon with the fraction that a sub-microbatch has. A half's dropout takes its rows of
-the pattern that the whole would draw, so that two sub-microbatches give what the whole gives.
+by one. The sharding rules of tensor parallelism decide that: with the batch sharded as if over two
+ranks, no operator may need a collective. Of an odd number of samples the first sub-microbatch has
+one more; the degree is then the fraction that a sub-microbatch has. A sub-microbatch's dropout
+takes its rows of the microbatch's mask, so that both give what the microbatch gives.
 
 Source: Merak (IEEE TPDS), section 5.3.
 """

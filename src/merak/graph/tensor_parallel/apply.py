@@ -1,9 +1,9 @@
 """Tensor parallelism as a rewriting of the traced graph: every rank runs its shard of a segment.
 
-Three steps: how weights are split is derived from the graph (`auto_shard`), or a feature dict says
-so; the splits are carried through the graph operator by operator (`propagate`), and the graph is
-written anew with local sizes and the collectives in between (`rewrite`). What crosses from one
-segment to the next is whole on every rank, or its shard of the sequence (`sequence`).
+Three steps: placements of the weights are searched on the graph (`auto_shard`), or given by a
+feature dict; they are propagated through the graph operator by operator (`propagate`), and the
+graph is rewritten with local sizes and the collectives in between (`rewrite`). Values between
+segments are replicated, or sharded over the sequence (`sequence`).
 
 Source: Megatron-LM (arXiv 1909.08053, section 3); Merak (IEEE TPDS), section 4.1.
 """

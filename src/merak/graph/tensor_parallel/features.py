@@ -3,8 +3,9 @@
 A feature dict maps patterns over the names in the user's model to attributes. A pattern is a module
 or parameter path, or the end of one, with shell wildcards (`*`, `?`, `[…]`):
 "attn.c_attn" means every module whose path ends so. Where several patterns match a parameter, the
-last one counts. What no pattern matches is derived from the graph (`tensor_parallel/derive.py`), so
-`{"transformer.h.0.mlp.*": Replicate()}` makes an exception.
+last one counts. What no pattern matches is sharded automatically
+(`graph.tensor_parallel.search.auto_shard`), so `{"transformer.h.0.mlp.*": Replicate()}` makes an
+exception.
 
 Whether a weight is stored as (outputs, inputs) or (inputs, outputs) does not matter here: the graph
 shows it.

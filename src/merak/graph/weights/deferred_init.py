@@ -1,9 +1,9 @@
 """Deferred initialisation: a tape of the constructor's operators, replayed on a real device.
 
-Parameters of a model without weights hold no numbers, but their initial values follow from the
-operators that the constructor ran. The tape records those operators with the place of every tensor
-in its storage, so that writes through views and `.data` count. One parameter is then made by the
-few operators that its storage depends on, and nothing else is computed.
+Parameters of a model without weights are meta tensors, whose initial values follow from the
+operators that the constructor ran. The tape records those operators with every tensor's view of its
+storage, so that mutations through views and `.data` count. One parameter is then computed by the
+few operators that its storage depends on, and no others run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sharding rules of vocabularies: sharded tables, losses over sharded classes, and padding.
 
-A vocabulary is split whether or not the degree divides it: shards are rounded up, and the last
-ranks' are filled up with padding. Values there are never looked at and their gradients are
-zero, as long as nothing runs along the split dim; so only operators pass that work on each class by
-itself and have finite derivatives, and what ends the split must know of the padding.
+A vocabulary is sharded whether or not the degree divides it: shards are rounded up, and the last
+ranks' are padded. Values of the padding are never read and their gradients are zero, as long as
+nothing runs along the sharded dim; so only operators are allowed that work on each class by itself
+and have finite derivatives, and an operator that runs along it must know of the padding.
 """
 
 from __future__ import annotations

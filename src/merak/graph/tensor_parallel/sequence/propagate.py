@@ -1,10 +1,9 @@
 """Sequence parallelism: values outside sharded products are sharded over the sequence.
 
-A rule that stands before those of tensor parallelism. A value sharded (`Shard` along a dim of
-tokens) stays so through every operator that treats the tokens one by one, which the same rules
-tell; it is gathered where an operator works on split weights or must see all tokens. Sums over the
-ranks and whole values become sharded where `landing` says, for those of their readers that can work
-on shards.
+A rule in front of those of tensor parallelism. A value that is sharded over tokens stays so through
+every operator that treats the tokens one by one, which the same rules decide; it is gathered where
+an operator works on sharded weights or must see all tokens. Partial sums and replicated values are
+sharded where `landing` has them, for those of their readers that can work on shards.
 
 Source: Korthikanti et al. (arXiv 2205.05198, section 4.2.2).
 """
