@@ -106,7 +106,9 @@ def resumed(tp: int, steps: int, folder: str, cache: str, resume: str | None) ->
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_a_checkpoint_is_resumed_without_shares(pool: RankPool, cache: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_without_sequence_parallelism(
+    pool: RankPool, cache: str, tmp_path: Path
+) -> None:
     own, other = str(tmp_path / "own"), str(tmp_path / "other")
     (expected,) = pool.run(resumed, 1, 1, 3, other, cache, None)
     pool.run(resumed, 2, 2, 2, own, cache, None)

@@ -146,7 +146,7 @@ def compare(ranks: list[Any], schedules: list[str]) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", slow("llama"), slow("bert")])
-def test_halves_give_what_the_whole_gives(pool, tmp_path, family):
+def test_sub_microbatches_give_what_the_microbatch_gives(pool, tmp_path, family):
     ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 4, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
     halved = {name for rank in ranks for name in rank["1f1b", True][2]}
@@ -155,7 +155,7 @@ def test_halves_give_what_the_whole_gives(pool, tmp_path, family):
 
 
 @pytest.mark.slow
-def test_every_schedule_runs_in_unequal_halves(pool, tmp_path):
+def test_every_schedule_runs_unequal_sub_microbatches(pool, tmp_path):
     schedules = [name for name in SYNCHRONOUS if name not in ("1f1b", "gpipe")]
     ranks = pool.run(gradients, 4, "llama", schedules, (2, 2), 3, tmp_path)
     compare(ranks, schedules)
@@ -164,14 +164,14 @@ def test_every_schedule_runs_in_unequal_halves(pool, tmp_path):
     assert recomputing >= {"early_recompute", "last_no_recompute", "shifted_critical_path"}
 
 
-def test_unequal_halves_draw_and_mask_as_the_whole(pool, tmp_path):
+def test_unequal_sub_microbatches_draw_and_mask_as_the_microbatch(pool, tmp_path):
     ranks = pool.run(gradients, 4, "bert", ["1f1b", "gpipe"], (2, 2), 3, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
     assert len({name for rank in ranks for name in rank["1f1b", True][2]}) >= 4 * 2
 
 
 @pytest.mark.parametrize(("family", "blocks"), [slow("t5", 2 * 2 + 2 * 3), ("opt", 2 * 2)])
-def test_what_both_halves_make_alike_and_flat_values_cross_segments(pool, tmp_path, family, blocks):
+def test_equal_and_flat_values_cross_segments(pool, tmp_path, family, blocks):
     """T5 hands a bias of positions on, which no sample has; OPT hands on samples in flat rows."""
     ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 3, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
@@ -179,7 +179,7 @@ def test_what_both_halves_make_alike_and_flat_values_cross_segments(pool, tmp_pa
 
 
 @pytest.mark.parametrize("samples", [4, 5])
-def test_a_block_with_the_loss_in_its_segment_runs_in_halves(pool, tmp_path, samples):
+def test_a_block_with_the_loss_in_its_segment_is_sub_pipelined(pool, tmp_path, samples):
     ranks = pool.run(gradients, 2, "blocks", ["1f1b"], (2, 1), samples, tmp_path)
     compare(ranks, ["1f1b"])
     columns = dict(signature(draw(samples)).columns)
@@ -234,7 +234,7 @@ def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
         return overlap.choose_sub_pipelining(wish, layout, mesh, lambda: times)
 
 
-def test_auto_halves_where_sums_between_machines_take_as_long_as_computation(pool):
+def test_auto_sub_pipelines_where_all_reduces_take_as_long_as_computation(pool):
     assert pool.run(choices, 2, 0.05, "auto", 1, 4) == [True, True]
 
 

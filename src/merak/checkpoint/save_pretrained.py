@@ -218,16 +218,16 @@ def _plan_keys(model: nn.Module, state: State) -> dict[str, _Key]:
     record of the operators that do so.
     """
     recorder = InitRecorder()
-    names = {recorder.place(tensor): name for name, tensor in state.items()}
-    by_storage = {place.storage: name for place, name in names.items()}
+    names = {recorder.view_of(tensor): name for name, tensor in state.items()}
+    by_storage = {view.storage: name for view, name in names.items()}
     with recorder:
         converted = _convert_back(model, state)
     keys = {}
     for key, tensor in converted.items():
-        place = recorder.place(tensor)
-        storages = sorted(recorder.tape.touched([place]))
+        view = recorder.view_of(tensor)
+        storages = sorted(recorder.tape.touched([view]))
         sources = tuple(by_storage[s] for s in storages if s in by_storage)
-        keys[key] = _Key(place.shape, place.dtype, sources, place not in names)
+        keys[key] = _Key(view.shape, view.dtype, sources, view not in names)
     return keys
 
 

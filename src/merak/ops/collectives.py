@@ -1,4 +1,4 @@
-"""Collectives that stand in traced graphs: plain functions, each with its own backward.
+"""Collectives in traced graphs: plain functions, each with its own backward.
 
 They come in pairs of what a tensor is on the ranks of an axis (replicated, a partial sum, a slice)
 and what it becomes; backward does the opposite for the gradient. Every transfer goes through
@@ -27,14 +27,14 @@ Collective = Callable[[torch.Tensor, int, tuple[int, ...], str], torch.Tensor]
 
 
 def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    """Let a replicated tensor enter work that is split over an axis.
+    """Identity whose gradient is all-reduced: a replicated tensor enters sharded work.
 
     Args:
         tensor: the same on every rank of the axis.
         axis: name of the mesh axis.
 
     Returns:
-        The tensor; its gradient, of which each rank has a part, is summed over the axis.
+        The tensor; its gradient, of which each rank has a part, is all-reduced over the axis.
     """
     return _with_gradient(tensor, partial(_all_reduce, axis=axis))
 
@@ -42,7 +42,7 @@ def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
 def copy_parts_to(
     tensor: torch.Tensor, dim: int, sizes: tuple[int, ...], whole: tuple[int, ...], axis: str
 ) -> torch.Tensor:
-    """Let a tensor of which some parts are replicated enter work that is split over an axis.
+    """Identity whose gradient's replicated parts are all-reduced.
 
     Args:
         tensor: fused parts side by side.
@@ -52,13 +52,13 @@ def copy_parts_to(
         axis: name of the mesh axis.
 
     Returns:
-        The tensor; the gradients of the replicated parts are summed over the axis.
+        The tensor; the gradients of the replicated parts are all-reduced over the axis.
     """
     return _with_gradient(tensor, partial(_sum_parts, dim=dim, sizes=sizes, whole=whole, axis=axis))
 
 
 def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    """Sum the parts that the ranks of an axis hold.
+    """All-reduce of partial sums, whose gradient passes as it is.
 
     Args:
         tensor: one summand per rank.
@@ -72,7 +72,7 @@ def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
-    """Put the slices that the ranks of an axis hold together.
+    """All-gather of slices, whose backward keeps the rank's slice of the gradient.
 
     Args:
         tensor: one slice per rank.
@@ -87,7 +87,7 @@ def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
 
 
 def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
-    """Keep the rank's own slice of a replicated tensor; the inverse of `gather_from`.
+    """Local slice of a replicated tensor, whose backward is an all-gather.
 
     Args:
         tensor: the same on every rank of the axis.
@@ -104,7 +104,7 @@ def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) 
 def reduce_scatter_to(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:
-    """Sum the parts that the ranks of an axis hold, and keep the rank's own slice of the sum.
+    """Reduce-scatter of partial sums, whose backward is an all-gather.
 
     Args:
         tensor: one summand per rank.
@@ -121,7 +121,7 @@ def reduce_scatter_to(
 def gather_with_partial_grad(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:
-    """Put slices together for work that is split over an axis; the inverse of `reduce_scatter_to`.
+    """All-gather of slices for sharded work, whose backward is a reduce-scatter.
 
     Args:
         tensor: one slice per rank.
@@ -130,8 +130,8 @@ def gather_with_partial_grad(
         axis: name of the mesh axis.
 
     Returns:
-        The whole tensor, on every rank; its gradient, of which each rank has a part, is summed over
-        the axis, and backward keeps the rank's own slice.
+        The whole tensor, on every rank; its gradient, of which each rank has a part, is all-reduced
+        over the axis, and backward keeps the rank's own slice.
     """
     result = _with_adjoint(tensor, _all_gather, _reduce_scatter, (dim, parts, axis))
     note_gathered(result, tensor, partial(_all_gather, dim=dim, parts=parts, axis=axis))
@@ -139,7 +139,7 @@ def gather_with_partial_grad(
 
 
 def local_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
-    """Keep the rank's own slice of a tensor that `copy_to` has let in.
+    """Local slice of a tensor that has entered sharded work by `copy_to`.
 
     Args:
         tensor: the same on every rank of the axis; each rank makes a part of its gradient.
@@ -154,7 +154,7 @@ def local_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
 
 
 def leave_partial_grad(tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    """Let a tensor that `copy_to` has let in leave the work that is split over an axis.
+    """Identity whose gradient is divided among the ranks: the inverse of `copy_to`.
 
     Args:
         tensor: the same on every rank of the axis; each rank makes a part of its gradient.
@@ -167,7 +167,7 @@ def leave_partial_grad(tensor: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    """Make a replicated tensor a part of a sum that the ranks of an axis hold.
+    """Partial sum of a replicated tensor: an equal summand on every rank.
 
     Args:
         tensor: the same on every rank of the axis.
@@ -181,7 +181,7 @@ def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def start_all_reduce(tensor: torch.Tensor, axis: str) -> dist.Work | None:
-    """Start to sum a contiguous tensor over the ranks of an axis, in place.
+    """Asynchronous all-reduce of a contiguous tensor over an axis, in place.
 
     Returns:
         What to wait for before the tensor is read; None where the axis has one rank.
@@ -191,13 +191,13 @@ def start_all_reduce(tensor: torch.Tensor, axis: str) -> dist.Work | None:
 
 
 def axis_degree(axis: str) -> int:
-    """The number of ranks along a mesh axis."""
+    """Number of ranks along a mesh axis."""
     degree: int = getattr(current_mesh(), axis)
     return degree
 
 
 def axis_rank(axis: str) -> int:
-    """This rank's position along a mesh axis."""
+    """Position of this rank along a mesh axis."""
     rank: int = getattr(current_mesh(), f"{axis}_rank")
     return rank
 
@@ -205,7 +205,7 @@ def axis_rank(axis: str) -> int:
 def _with_gradient(
     tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The tensor as it is, whose gradient is changed on its way back.
+    """Identity whose gradient is changed on its way back.
 
     By a hook, since what a function of autograd's own returns may not be written in place.
     """
@@ -247,7 +247,7 @@ class _ReduceFrom(torch.autograd.Function):
 
 
 class _WithAdjoint(torch.autograd.Function):
-    """One collective on the way there, and its opposite for the gradient on the way back."""
+    """Collective whose backward is another collective."""
 
     @staticmethod
     def forward(
@@ -257,7 +257,7 @@ class _WithAdjoint(torch.autograd.Function):
         back: Collective,
         layout: tuple[int, tuple[int, ...], str],
     ) -> torch.Tensor:
-        """Run the one; the other waits for the gradient."""
+        """Run the collective."""
         ctx.back, ctx.layout = back, layout
         return there(tensor, *layout)
 
@@ -289,11 +289,11 @@ def _all_gather(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     if degree == 1:
         return tensor.clone()
     group = current_mesh().group(axis)
-    shares = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
+    shards = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
     if group is not None:  # a mesh that is only pretended has none
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(shares, tensor.contiguous(), group=group)
-    return join(shares.chunk(degree), ParameterShard(dim, parts, degree))
+        gather(shards, tensor.contiguous(), group=group)
+    return join(shards.chunk(degree), ParameterShard(dim, parts, degree))
 
 
 def _reduce_scatter(
@@ -302,12 +302,12 @@ def _reduce_scatter(
     shard = ParameterShard(dim, parts, axis_degree(axis))
     if shard.degree == 1:
         return tensor.clone(memory_format=torch.contiguous_format)
-    shares = torch.stack([take(tensor, shard, rank) for rank in range(shard.degree)])
-    own = torch.empty_like(shares[0])
+    shards = torch.stack([take(tensor, shard, rank) for rank in range(shard.degree)])
+    own = torch.empty_like(shards[0])
     group = current_mesh().group(axis)
     if group is not None:  # a mesh that is only pretended has none
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(own, shares.flatten(0, 1), group=group)
+        scatter(own, shards.flatten(0, 1), group=group)
     return own
 
 

@@ -1,4 +1,4 @@
-"""Dropout inside split regions: every rank keeps its own slice of the unsplit model's pattern.
+"""Dropout in sharded regions: every rank keeps its own slice of the unsharded model's mask.
 
 Every tensor parallel rank is seeded alike, draws the pattern of the whole tensor and keeps its own
 slice; so all of them also consume the same random numbers as one device does.
@@ -25,7 +25,7 @@ Layout = tuple[int, tuple[int, ...], str]
 """(dim, parts, axis) of a split tensor, as for `merak.ops.collectives.gather_from`."""
 
 Rows = tuple[int, int, int]
-"""(dim, start, size of the whole) of what half a microbatch has of a tensor."""
+"""(dim, start, size of the whole) of what a sub-microbatch has of a tensor."""
 
 
 def dropout_sharded(
@@ -35,17 +35,17 @@ def dropout_sharded(
     layout: Layout | None,
     rows: Rows | None = None,
 ) -> torch.Tensor:
-    """Dropout of a split tensor, with the own slice of the pattern that the whole would get.
+    """Dropout of a sharded tensor, with the rank's slice of the full tensor's mask.
 
     Args:
-        x: the rank's share, of any shape.
+        x: the rank's shard, of any shape.
         p: probability that an element is zeroed.
         train: whether to drop at all.
         layout: how the whole is split over ranks; None where it is not.
         rows: which samples of the microbatch they are, where not all.
 
     Returns:
-        The share after dropout.
+        The shard after dropout.
     """
     if not train or p == 0.0 or x.numel() == 0:
         return x
@@ -111,7 +111,7 @@ def attend_sharded(
 
 @contextmanager
 def _own_draws(device: torch.device, layout: Layout | None, rows: Rows | None) -> Iterator[None]:
-    """The generator of a GPU, keyed by the rank's place; afterwards as far on as every rank's."""
+    """Generator of a GPU keyed by the rank's position; every rank's then advances alike."""
     generator = torch.cuda.default_generators[device.index or 0]
     seed, offset = generator.initial_seed(), generator.get_offset()
     position = axis_rank(layout[2]) if layout is not None else 0
@@ -131,7 +131,7 @@ def _attention_weights(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """The weights as torch's own unfused attention computes them, in fp32 for half precision."""
+    """Attention weights as torch's unfused attention computes them, in fp32 for half precision."""
     key = _repeat_heads(key, query, enable_gqa)
     if query.dtype in (torch.float16, torch.bfloat16):
         query, key = query.float(), key.float()
@@ -148,7 +148,7 @@ def _attention_weights(
 
 
 def _heads_for(query: torch.Tensor, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The kv-heads that the rank's query heads read, one for each."""
+    """kv-heads that the rank's query heads read, one for each."""
     dim, parts, axis = layout
     shard = ParameterShard(dim, parts, axis_degree(axis))
     repeated = x.repeat_interleave(query.shape[dim] * shard.degree // x.shape[dim], dim=dim)
@@ -164,9 +164,9 @@ def _repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> tor
 def _noise_slice(
     like: torch.Tensor, p: float, layout: Layout | None, rows: Rows | None
 ) -> torch.Tensor:
-    """What dropout multiplies the share by: 0 or 1/(1 − p).
+    """Dropout mask of the shard: 0 or 1/(1 − p).
 
-    The whole pattern is drawn into a tensor laid out in memory like the share, in which order
+    The whole pattern is drawn into a tensor laid out in memory like the shard, in which order
     torch's dropout draws as well.
     """
     sizes = list(like.shape)

@@ -1,7 +1,7 @@
-"""Keep shares for the backward in place of what was gathered from them.
+"""Sharded saved tensors: a gathered tensor's shard is saved for the backward in its place.
 
 What is gathered before a split product is needed again for the gradient of its weight. Kept whole,
-it would take as much memory on every rank as without shares; so the share is kept, and gathered
+it would take as much memory on every rank as without sharding; so the shard is kept, and gathered
 once more when the backward asks for it.
 
 Source: Korthikanti et al. (arXiv 2205.05198, section 4.2.2).
@@ -39,7 +39,7 @@ _around: ContextVar[tuple[Pack, Unpack]] = ContextVar("around", default=(_itself
 
 @contextmanager
 def saved_by(pack: Pack, unpack: Unpack) -> Iterator[None]:
-    """Inside, autograd keeps what `pack` gives, also of the shares that are kept of gathered ones.
+    """Saved-tensor hooks that apply to the shards of gathered tensors as well.
 
     torch asks the innermost hooks alone.
 
@@ -56,55 +56,55 @@ def saved_by(pack: Pack, unpack: Unpack) -> Iterator[None]:
 
 
 class Gathered:
-    """What was gathered, and how to gather it again.
+    """Gathered tensor's shard, and how to gather it again.
 
     Args:
-        share: the rank's share.
-        gather: gives the whole of a share.
-        hooks: what keeps the share, once somebody will read it.
+        shard: the rank's shard.
+        gather: gives the whole of a shard.
+        hooks: what keeps the shard, once somebody will read it.
     """
 
     def __init__(
         self,
-        share: torch.Tensor,
+        shard: torch.Tensor,
         gather: Callable[[torch.Tensor], torch.Tensor],
         hooks: tuple[Pack, Unpack],
     ) -> None:
-        self._share: Any = share.detach()
+        self._shard: Any = shard.detach()
         self._gather = gather
         self._pack, self._unpack = hooks
         self._num_readers = 0
         self._whole: torch.Tensor | None = None
 
     def expect_reader(self) -> None:
-        """One more operator's backward will read it."""
+        """Count one more operator whose backward will read the tensor."""
         if self._num_readers == 0:
-            self._share = self._pack(self._share)
+            self._shard = self._pack(self._shard)
         self._num_readers += 1
 
     def whole(self) -> torch.Tensor:
-        """Gather it again; held from the first reader to the last."""
-        whole = self._gather(self._unpack(self._share)) if self._whole is None else self._whole
+        """Gathered tensor once more, held from the first reader to the last."""
+        whole = self._gather(self._unpack(self._shard)) if self._whole is None else self._whole
         self._num_readers -= 1
         self._whole = whole if self._num_readers > 0 else None
         return whole
 
 
 class Keeper:
-    """What has been gathered while a function runs, by the memory it lies in."""
+    """Gathered tensors of a running function, by their storage."""
 
     def __init__(self) -> None:
         self.hooks = _around.get()
         self._known: dict[int, tuple[Gathered, weakref.ref[Any]]] = {}
 
     def add(self, whole: torch.Tensor, gathered: Gathered) -> None:
-        """Keep the share alone where this is to be kept."""
+        """Save the shard alone where this tensor is to be saved."""
         storage = whole.untyped_storage()
         # By weak reference, since another tensor may come to lie where this one was.
         self._known[storage._cdata] = (gathered, weakref.ref(storage))
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps in the place of a tensor."""
+        """Object that autograd saves in place of a tensor."""
         gathered, storage = self._known.get(tensor.untyped_storage()._cdata, (None, None))
         if gathered is None or storage is None or storage() is None:
             return None, self.hooks[0](tensor)
@@ -112,7 +112,7 @@ class Keeper:
         return gathered, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpacker(self) -> Unpack:
-        """Gives the tensors that autograd asks for; holds nothing of what was gathered."""
+        """Unpack hook of the saved tensors; it holds nothing of what was gathered."""
         return partial(_unpack, self.hooks[1])
 
 
@@ -126,7 +126,7 @@ def _unpack(unpack: Unpack, kept: Any) -> torch.Tensor:
 
 
 def saving_shards(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose autograd graph keeps shares of what it gathers."""
+    """Function whose autograd graph saves the shards of what it gathers."""
 
     def keeping(*args: P.args, **kwargs: P.kwargs) -> R:
         keeper = Keeper()
@@ -141,9 +141,9 @@ def saving_shards(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def note_gathered(
-    whole: torch.Tensor, share: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
+    whole: torch.Tensor, shard: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Tell a function that keeps shares, if one is running, what has been gathered from which."""
+    """Register a gathered tensor with the running function of `saving_shards`, if any."""
     keeper = _keeper.get()
     if keeper is not None and torch.is_grad_enabled():
-        keeper.add(whole, Gathered(share, gather, keeper.hooks))
+        keeper.add(whole, Gathered(shard, gather, keeper.hooks))

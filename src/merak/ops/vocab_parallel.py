@@ -1,4 +1,4 @@
-"""Look-ups and cross entropy over a vocabulary of which every rank of an axis holds a share.
+"""Vocab-parallel embedding and cross entropy: every rank of an axis holds a shard of the classes.
 
 Rank r holds rows (or classes) r·n … (r + 1)·n − 1 of a size that is rounded up to n for each; what
 lies beyond the size is padding: never looked up, and no class. No rank ever sees all logits.
@@ -34,7 +34,7 @@ def vocab_parallel_embedding(
     size: int,
     axis: str,
 ) -> torch.Tensor:
-    """Look up the indices whose rows the rank holds.
+    """Embedding look-up in the rank's rows, with zeros for other ranks' rows.
 
     Its arguments are those of torch's own operator and the layout, hence their number.
 
@@ -75,7 +75,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float,
     layout: Layout,
 ) -> torch.Tensor:
-    """Cross entropy of logits of which every rank holds its share of the classes.
+    """Cross entropy of logits that are sharded over the classes.
 
     The ranks exchange three numbers for each position: the maximum of its logits, the sum of their
     exponentials, and the target's logit. Its backward exchanges nothing.
@@ -107,15 +107,15 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Smoothed:
-    """What the classes other than the target have to do with the loss.
+    """Label smoothing: the share of the loss that all classes have.
 
     Args:
-        share: of the target that goes to all classes alike.
+        smoothing: of the target that goes to all classes alike.
         weight: of every class; None where all weigh 1.
         layout: how the classes are split.
     """
 
-    share: float
+    smoothing: float
     weight: torch.Tensor | None
     layout: Layout
 
@@ -130,7 +130,7 @@ class _Smoothed:
         return self.weight[start:stop].to(like.dtype).view(shape)
 
     def total_weight(self) -> torch.Tensor | float:
-        """The weights of all classes together."""
+        """Sum of the weights of all classes."""
         return self.layout[1] if self.weight is None else self.weight.sum()
 
 
@@ -146,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
         ignored: torch.Tensor,
         smoothed: _Smoothed,
     ) -> torch.Tensor:
-        """The losses, in the shape of the target: ranks share a maximum, then all sums at once."""
+        """Losses, in the shape of the target: one all-reduce of a maximum, one of all sums."""
         dim, size, axis = smoothed.layout
         start, stop = local_rows(size, axis)
         own = local_classes(logits, dim, stop - start)
@@ -157,48 +157,48 @@ class _CrossEntropy(torch.autograd.Function):
         local.masked_fill_(nowhere, size)  # fails, as it does in one process
         picked = pick(logits, local.unsqueeze(dim), foreign.unsqueeze(dim), dim).squeeze(dim)
         sums = [(picked.to(top.dtype) - top).masked_fill(foreign, 0.0)]
-        if smoothed.share:
+        if smoothed.smoothing:
             sums.append((shifted * smoothed.own_weight(own)).sum(dim))
         sums.append(shifted.exp_().sum(dim))
         picked, *rest, total = all_reduce_sum(torch.stack(sums), axis).unbind()
         log_total = total.log()
-        losses = (log_total - picked) * weights * (1 - smoothed.share)
-        if smoothed.share:
+        losses = (log_total - picked) * weights * (1 - smoothed.smoothing)
+        if smoothed.smoothing:
             spread = smoothed.total_weight() * log_total - rest[0]
-            losses = losses + (smoothed.share / size) * spread
+            losses = losses + (smoothed.smoothing / size) * spread
         ctx.save_for_backward(logits, local, foreign, weights, ignored, top + log_total)
         ctx.smoothed = smoothed
         return losses.masked_fill(ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """The gradient of the own classes' logits: no rank needs another's."""
+        """Gradient of the local logits, without communication."""
         logits, local, foreign, weights, ignored, normaliser = ctx.saved_tensors
         smoothed: _Smoothed = ctx.smoothed
         dim, size, axis = smoothed.layout
         start, stop = local_rows(size, axis)
         gradient = gradient.masked_fill(ignored, 0.0)
-        of_target = gradient * weights * (1 - smoothed.share)
-        of_all = gradient * (smoothed.share / size)
+        of_target = gradient * weights * (1 - smoothed.smoothing)
+        of_all = gradient * (smoothed.smoothing / size)
         own = local_classes(logits, dim, stop - start)
         found = (own - normaliser.unsqueeze(dim)).exp_()
         found *= (of_target + of_all * smoothed.total_weight()).unsqueeze(dim)
         if stop > start:
             taken = of_target.masked_fill(foreign, 0.0).neg().unsqueeze(dim)
             found.scatter_add_(dim, local.unsqueeze(dim), taken)
-        if smoothed.share:
+        if smoothed.smoothing:
             found -= of_all.unsqueeze(dim) * smoothed.own_weight(own)
         return padded_with(found.to(logits.dtype), dim, logits.shape[dim]), None, None, None, None
 
 
 def local_rows(size: int, axis: str) -> tuple[int, int]:
-    """The first of the rank's rows of the whole, and the one after its last."""
+    """Range of the rank's rows."""
     ((start, stop),) = ParameterShard(0, (size,), axis_degree(axis)).ranges(axis_rank(axis))
     return start, stop
 
 
 def local_classes(logits: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """Logits without padding, precise enough to be summed."""
+    """Local logits without padding, in a dtype precise enough to be summed."""
     return logits.narrow(dim, 0, count).to(_compute_dtype(logits))
 
 
@@ -207,7 +207,7 @@ def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
 
 
 def vocab_parallel_max(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
-    """The largest logit of every position over all ranks."""
+    """All-reduced maximum of every position's logits."""
     if own.shape[dim]:
         top = own.amax(dim)
     else:
@@ -219,7 +219,7 @@ def vocab_parallel_max(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
 
 
 def local_of(target: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets among the rank's classes, and which of them are others'."""
+    """Local indices of targets, and a mask of those that other ranks hold."""
     foreign = (target < start) | (target >= stop)
     return (target - start).masked_fill(foreign, 0), foreign
 
@@ -227,18 +227,18 @@ def local_of(target: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor,
 def pick(
     values: torch.Tensor, local: torch.Tensor, foreign: torch.Tensor, dim: int
 ) -> torch.Tensor:
-    """Values of the rank's classes by index; zero for classes that it has not got."""
+    """Local values by index; zero for classes of other ranks."""
     return values.gather(dim, local).masked_fill(foreign, 0.0)
 
 
 def padded_with(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The rank's classes with zeros for padding."""
+    """Local classes with zeros for padding."""
     missing = size - own.shape[dim]
     return functional.pad(own, [0, 0] * (own.dim() - dim - 1) + [0, missing]) if missing else own
 
 
 def all_reduce_sum(values: torch.Tensor, axis: str) -> torch.Tensor:
-    """The sum of the ranks' numbers, in place; without a backward."""
+    """All-reduced sum, in place; without a backward."""
     group = current_mesh().group(axis)
     if group is not None:
         dist.all_reduce(values, group=group)

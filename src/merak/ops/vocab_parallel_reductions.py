@@ -1,4 +1,4 @@
-"""Sums, picks and log-probabilities over classes that the ranks of an axis hold in shares.
+"""Vocab-parallel sums, gathers and log-probabilities of logits sharded over the classes.
 
 What losses written by hand are made of. Classes beyond the size are padding, as in
 `merak.ops.vocab_parallel`: they are left out, and get no gradient.
@@ -30,7 +30,7 @@ def vocab_parallel_sum(
     dtype: torch.dtype | None,
     layout: Layout,
 ) -> torch.Tensor:
-    """Sum over dims, among them that of the classes.
+    """Partial sum over dims, among them that of the classes.
 
     Args:
         values: the rank's classes along one dim, padding included.
@@ -50,7 +50,7 @@ def vocab_parallel_sum(
 def vocab_parallel_gather(
     values: torch.Tensor, index: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
-    """Pick classes by an index, as `torch.gather` does.
+    """Gather of classes by index, as a partial sum.
 
     Args:
         values: the rank's classes along one dim, padding included.
@@ -74,7 +74,7 @@ def vocab_parallel_nll(
     ignore_index: int,
     layout: Layout,
 ) -> torch.Tensor:
-    """The negative log-likelihood of targets.
+    """Negative log-likelihood of targets, as a partial sum.
 
     Args:
         log_probabilities: of the rank's classes along one dim, padding included.
@@ -103,7 +103,7 @@ def vocab_parallel_nll(
 def vocab_parallel_log_softmax(
     logits: torch.Tensor, dtype: torch.dtype | None, layout: Layout
 ) -> torch.Tensor:
-    """Log-probabilities of the rank's classes.
+    """Log-probabilities of the local classes.
 
     Args:
         logits: the rank's classes along one dim, padding included.
@@ -119,7 +119,7 @@ def vocab_parallel_log_softmax(
 
 
 def vocab_parallel_logsumexp(logits: torch.Tensor, keepdim: bool, layout: Layout) -> torch.Tensor:
-    """The logarithm of the sum of the exponentials of all classes.
+    """Logarithm of the summed exponentials of all classes.
 
     Args:
         logits: the rank's classes along one dim, padding included.
@@ -178,6 +178,6 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def _normaliser(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
-    """The logarithm of the sum of the exponentials of all ranks' classes."""
+    """Logarithm of the summed exponentials of all ranks' classes."""
     top = vocab_parallel_max(own, dim, axis)
     return top + all_reduce_sum((own - top.unsqueeze(dim)).exp_().sum(dim), axis).log()

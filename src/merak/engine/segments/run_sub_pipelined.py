@@ -218,7 +218,7 @@ class _Half:
             outputs = self._call(piece, inputs)
             pieces.append(SavedPiece(inputs, outputs))
             values.update(zip(piece.segment.outputs, outputs, strict=True))
-            yield from self._cross(piece.crossings, values)
+            yield from self._cross(piece.all_reduces, values)
         if self._keep:
             record.pieces = pieces
         return {name: values[found] for name, found in self._program.returned}
@@ -230,7 +230,7 @@ class _Half:
             if found != name and name in gradients:
                 add_to(gradients, found, gradients.pop(name))
         for piece in reversed(self._program.pieces):
-            yield from self._cross_back(piece.crossings, gradients)
+            yield from self._cross_back(piece.all_reduces, gradients)
             saved, segment = record.pieces.pop(), piece.segment
             propagate(segment.outputs, saved.outputs, segment.inputs, saved.inputs, gradients)
 

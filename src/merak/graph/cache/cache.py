@@ -1,4 +1,4 @@
-"""Traces on disk: found by the content that determines them, safe with many ranks at once.
+"""Trace cache on disk: keyed by fingerprint, safe with many ranks at once.
 
 A file holds a graph as values without code (`merak.graph.cache.value_file`), so a file that
 somebody else has planted runs nothing.
@@ -35,10 +35,10 @@ Adopt = Callable[[ModelGraph], None]
 def cached(
     folder: Path, key: str, make: Callable[[], Made], adopt: Adopt | None = None
 ) -> tuple[ModelGraph, bool]:
-    """A model graph from disk, or made now and kept.
+    """Model graph from disk, or traced now and stored.
 
     Of several ranks that ask at once on one machine, one makes it and the others wait. A graph that
-    holds an object of a class that is no data is not kept.
+    holds an object of a class that is no data is not stored.
 
     Args:
         folder: the cache's folder; made for this user alone where it is not there. Of its files,
@@ -71,7 +71,7 @@ def cached(
 
 @contextmanager
 def _locked(folder: Path, key: str) -> Iterator[bool]:
-    """Hold the lock of an entry; whether there is one, since a folder may be of no use."""
+    """Hold the lock of an entry; yields whether the folder is usable."""
     lock = FileLock(folder / f"{key}.lock")
     try:
         private_folder(folder)
@@ -98,7 +98,7 @@ def warn_unusable(folder: Path, reason: str) -> None:
 
 
 def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
-    """An entry, unless it is broken or a source file it came from has changed since."""
+    """Entry of the cache, unless it is damaged or a source file of it has changed since."""
     try:
         held = ValueFile(read_own_file(path))
         sources = held["sources"]
@@ -111,8 +111,8 @@ def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # whatever a damaged file may lead to
-        told = "The cached trace %s cannot be read (%s: %s); it is made anew."
-        logger.log(level, told, path, type(error).__name__, error)
+        message = "The cached trace %s cannot be read (%s: %s); it is made anew."
+        logger.log(level, message, path, type(error).__name__, error)
         return None
 
 
@@ -120,7 +120,7 @@ def _write(path: Path, graph: ModelGraph, sources: frozenset[str]) -> None:
     try:
         content = write_values({"sources": file_hashes(sources), "graph": pack_model(graph)})
     except NotStorable as error:
-        logger.info("The trace is not kept: it holds a %s, which is no plain data.", error)
+        logger.info("The trace is not stored: it holds a %s, which is no plain data.", error)
         return
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:

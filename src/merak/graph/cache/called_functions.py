@@ -1,4 +1,4 @@
-"""Functions that a graph calls by name: a graph from disk may only name those of its own model."""
+"""Functions that a graph calls by name: one from disk may only name those of its own model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _is_allowed(role: Role, name: str, model: nn.Module) -> bool:
 
 
 def _nodes(graph: ModelGraph) -> Iterator[fx.Node]:
-    """All nodes, those of data-dependent regions included."""
+    """All nodes of a graph, those of data-dependent regions included."""
     parts = [part.graph for part in (graph.prologue, *graph.segments)]
     for part in (*parts, *(one.graph for one in graph.parameter_writes)):
         for node in part.nodes:
@@ -59,7 +59,7 @@ def _nodes(graph: ModelGraph) -> Iterator[fx.Node]:
 
 
 def _found(name: str) -> Any:
-    """What a process that has imported the model has by this name."""
+    """Object of a name in the modules that are imported already."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

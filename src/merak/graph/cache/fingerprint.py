@@ -39,7 +39,7 @@ second lists of their parameters that recurrent modules keep."""
 
 
 def fingerprint(model: nn.Module, *others: Any) -> str:
-    """A hash that changes whenever the graph of a model could.
+    """Fingerprint of a model's graph, which changes whenever the graph could.
 
     Args:
         model: described by every module's class, its source file and its attributes, by its
@@ -60,7 +60,7 @@ def fingerprint(model: nn.Module, *others: Any) -> str:
 
 @cache
 def file_hash(path: str) -> str:
-    """A hash of a source file's content; of nothing where it cannot be read."""
+    """Hash of a source file's content; of nothing where it cannot be read."""
     try:
         return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
     except OSError:
@@ -68,12 +68,12 @@ def file_hash(path: str) -> str:
 
 
 def file_hashes(paths: Iterable[str]) -> dict[str, str]:
-    """The hash of each of some files."""
+    """Hashes of source files, by path."""
     return {path: file_hash(path) for path in paths}
 
 
 def loaded_sources(model: nn.Module) -> frozenset[str]:
-    """Files of loaded modules that the model's code may call: the user's own, and its package's.
+    """Source files of loaded modules that the model's code may call.
 
     A trace tells the files of forwards alone, not of the functions they call.
     """
@@ -89,7 +89,7 @@ def loaded_sources(model: nn.Module) -> frozenset[str]:
 
 
 def is_code_of(model: nn.Module, module: str) -> bool:
-    """Whether a loaded module is the user's own, or of a package that the model is from."""
+    """Whether a loaded module is the user's own, or of the package that the model is from."""
     if _package(module) in _packages(model) - {"torch", "builtins"}:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -110,7 +110,7 @@ def _own_sources() -> str:
 
 
 class _Describer:
-    """Feeds values into a hash; an object met again is named by the place of its first mention.
+    """Hash of nested values; an object met again is named by the place of its first mention.
 
     Args:
         model: its parameters and buffers count without their numbers, wherever they are met.
@@ -127,7 +127,7 @@ class _Describer:
         return self._hash.hexdigest()
 
     def module_tree(self, model: nn.Module) -> None:
-        """Take in the modules: their classes, and what they hold."""
+        """Hash a tree of modules: their classes, attributes, parameters and buffers."""
         for name, module in model.named_modules(remove_duplicate=False):
             self._write("module", name)
             if self._is_known(module):
@@ -146,7 +146,7 @@ class _Describer:
                     self.add(value)
 
     def add(self, value: Any) -> None:
-        """Describe a value and all that it holds."""
+        """Hash a value and everything that it holds."""
         if isinstance(value, _SCALARS):
             self._write(type(value).__name__, repr(value))
         elif isinstance(value, Enum):
@@ -185,7 +185,7 @@ class _Describer:
             self._object(value)
 
     def module_tree_of_another(self, module: nn.Module) -> None:
-        """A module that is no part of the model, such as a loss: the graph holds its numbers."""
+        """Hash a module outside the model, such as a loss, with its tensors' values."""
         del self._seen[id(module)]
         self.module_tree(module)
 
@@ -223,7 +223,7 @@ class _Describer:
             self._globals(function)
 
     def _globals(self, function: types.FunctionType) -> None:
-        """What a function reads of its module: no file tells what a notebook or a script set."""
+        """Hash the globals that a function reads: no file has what a notebook has set."""
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
             is_own = getattr(value, "__module__", None) == function.__module__
@@ -246,7 +246,7 @@ class _Describer:
             self._methods(base)
 
     def _methods(self, cls: type) -> None:
-        """What no version of a library tells: the user's own code, and what it patched in."""
+        """Hash methods that no library version identifies: the user's own, and patches."""
         is_library = _is_library(cls.__module__)
         for name, value in cls.__dict__.items():
             function = getattr(value, "__func__", value)
@@ -261,7 +261,7 @@ class _Describer:
                 self.add(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        """What a tensor is; its numbers too where the graph may hold them."""
+        """Hash a tensor's shape and dtype; its values too where the graph may hold them."""
         kind = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         self._write("tensor", repr(kind), repr(tensor.stride()))
         if id(tensor) not in self._without_numbers and not tensor.is_meta:
@@ -282,7 +282,7 @@ class _Describer:
 
 
 def _reduced(value: Any) -> Any:
-    """What pickle would keep of an object, or its text."""
+    """State of an object as pickle has it, or its text."""
     try:
         parts = value.__reduce_ex__(4)
     except Exception:
@@ -291,7 +291,7 @@ def _reduced(value: Any) -> Any:
 
 
 def _reduces_itself(cls: type) -> bool:
-    """Whether a class says itself what makes its objects, as `functools.partial` does."""
+    """Whether a class defines how its objects are pickled, as `functools.partial` does."""
     own = ("__reduce__", "__reduce_ex__")
     return any(name in base.__dict__ for base in cls.__mro__[:-1] for name in own)
 
@@ -312,5 +312,5 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_library(module: str | None) -> bool:
-    """Whether code is told apart by a version that the fingerprint holds."""
+    """Whether a module's code is identified by a version that the fingerprint holds."""
     return _package(module or "") in _VERSIONED

@@ -1,6 +1,6 @@
-"""Values of a graph as JSON: what nodes hold is written down, and read back without any code.
+"""JSON of a graph's values: written as data, and read back without running any code.
 
-Lists in JSON are tuples; whatever is neither that nor a plain number, text, truth or None is an
+Lists in JSON are tuples; whatever is neither that nor a plain number, text, boolean or None is an
 object with one key, which says how to read it. Classes are found by name among those this process
 has imported already, and only if they hold data alone: enums, named tuples and dataclasses. Their
 fields are set as they were; no constructor runs.
@@ -27,11 +27,11 @@ _MAPPINGS = (dict, OrderedDict)
 
 
 class NotStorable(TypeError):
-    """A value that cannot be written down as data; the message is its type."""
+    """Value that is no plain data; the message is its type."""
 
 
 class Writer:
-    """Turns values into JSON; tensors and repeated values go into tables of their own.
+    """Writer of values as JSON; tensors and repeated values go into tables of their own.
 
     Attributes:
         tensors: those that values hold, in order; written apart from the JSON.
@@ -45,7 +45,7 @@ class Writer:
         self._meta_places: dict[TensorMeta, int] = {}
 
     def write(self, value: Any) -> Any:
-        """A value as JSON has it.
+        """JSON of a value.
 
         Raises:
             NotStorable: it holds an object that is no data.
@@ -119,7 +119,7 @@ class Writer:
 
 
 class Reader:
-    """Turns JSON back into the values that a `Writer` was given.
+    """Reader of the JSON that a `Writer` wrote.
 
     Args:
         tensors: as the writer collected them.
@@ -153,7 +153,7 @@ class Reader:
         self._metas += [TensorMeta(*self.read(meta)) for meta in metas]
 
     def read(self, value: Any) -> Any:
-        """The value that was written as this JSON.
+        """Value that was written as this JSON.
 
         Raises:
             ValueError, KeyError: no writer has written it, or its classes are not here.
@@ -200,7 +200,7 @@ def _torch_constant(name: str) -> Any:
 
 
 def _name_of(kind: type) -> str:
-    """Where a class is; it is written down only if it is found there again.
+    """Qualified name of a class, if the class is found again by it.
 
     Raises:
         NotStorable: it is not, as of one that is defined in a function.

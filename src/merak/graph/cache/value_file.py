@@ -20,7 +20,7 @@ _TEXT = "values"
 
 
 def write_values(values: Mapping[str, Any]) -> bytes:
-    """Named values as a file has them.
+    """Content of a value file.
 
     Args:
         values: of tensors, plain values, and data classes and containers of such.
@@ -43,7 +43,7 @@ def write_values(values: Mapping[str, Any]) -> bytes:
 
 
 class ValueFile:
-    """The values that a file holds, each made when it is asked for.
+    """Values of a file, each read when it is asked for.
 
     Args:
         content: of the file.
@@ -68,7 +68,7 @@ class ValueFile:
 
 
 def _description(tensor: torch.Tensor, writer: Writer) -> Any:
-    """Everything about a tensor but its numbers.
+    """Dtype, shape, strides, device and kind of a tensor.
 
     Raises:
         NotStorable: it is of a type of its own.

@@ -1,4 +1,4 @@
-"""The words of the graph: what a value is, what a segment is, what a traced model is.
+"""Data types of the graph: placeholders' kinds, segments, and the model cut into segments.
 
 Graphs are `torch.fx.Graph`s of ATen operators. Every node carries, in `node.meta`:
 
@@ -25,7 +25,7 @@ from merak.core.tensor_meta import TensorMeta
 
 
 class Kind(Enum):
-    """What a placeholder stands for."""
+    """Kind of a placeholder."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -66,7 +66,7 @@ class Segment:
 
     @classmethod
     def of(cls, index: int, name: str, graph: fx.Graph, outputs: Iterable[str]) -> Segment:
-        """A segment of a graph whose placeholders say what they stand for.
+        """Segment of a graph whose placeholders carry their kind and name.
 
         Args:
             index: position in the model's list of segments.
@@ -103,7 +103,7 @@ class ParameterWrites:
             columns below; it returns nothing.
         buffers: names of the buffers that it reads.
         columns: names of the columns that it reads.
-        elementwise: whether every element is written by itself, so that a share of them is, too.
+        elementwise: whether every element is written by itself, so that a shard of them is, too.
     """
 
     parameter: str
@@ -143,13 +143,13 @@ class ModelGraph:
     parameter_writes: tuple[ParameterWrites, ...] = ()
 
     def boundary(self, cut: int) -> tuple[str, ...]:
-        """The values that cross the cut before segment `cut`: made before it, read at or after."""
+        """Values that cross the cut before segment `cut`: made before it, read at or after."""
         made = [name for segment in self.segments[:cut] for name in segment.outputs]
         read = {name for segment in self.segments[cut:] for name in segment.inputs}
         return tuple(name for name in made if name in read)
 
     def boundaries(self) -> tuple[tuple[str, ...], ...]:
-        """The values that cross each cut between neighbouring segments, in linear time."""
+        """Values that cross each cut between neighbouring segments, in linear time."""
         last = {name: s.index for s in self.segments for name in s.inputs}
         alive: list[str] = []
         crossing = []
@@ -160,6 +160,6 @@ class ModelGraph:
 
 
 def batch_size(graph: ModelGraph) -> int:
-    """Samples of a microbatch: the first size of most of its columns."""
+    """Batch size of a microbatch: the first size of most of its columns."""
     sizes = Counter(meta.shape[0] for meta in graph.columns.values() if meta.shape)
     return sizes.most_common(1)[0][0] if sizes else 1

@@ -1,4 +1,4 @@
-"""Operators that write into tensors: which nodes share memory, and who writes into it when.
+"""Mutating operators: which nodes share a storage, and which operators mutate it when.
 
 Nodes with the same `meta["storage"]` are views of one tensor, or that tensor after a write.
 """
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Mutations:
-    """Memory that operators write into.
+    """Mutated storages of a graph, and the operators that mutate them.
 
     Args:
         writers: memory → the operators that write into it, in order.
@@ -32,7 +32,7 @@ class Mutations:
     members: dict[int, list[fx.Node]]
 
     def group(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes whose fate a node shares: what is written, its views and its writers."""
+        """Nodes of the storages that a node belongs to or mutates: views and mutating operators."""
         memory = [
             node.meta.get("storage"),
             *(a.meta.get("storage") for a in mutated_arguments(node)),
@@ -46,7 +46,7 @@ class Mutations:
 
 
 def find_mutations(graph: fx.Graph) -> Mutations:
-    """Who writes into what."""
+    """Mutations of a graph: every mutated storage, its views and its mutating operators."""
     writers: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         for written in mutated_arguments(node):
@@ -64,22 +64,22 @@ def _storage(node: fx.Node) -> int:
 
 
 def is_mutating(node: fx.Node) -> bool:
-    """Whether the operator writes into one of its arguments."""
+    """Whether the operator mutates one of its arguments."""
     return bool(mutated_arguments(node))
 
 
 def has_mutable_schema(node: fx.Node) -> bool:
-    """Whether the operator's schema says that it writes into an argument."""
+    """Whether the operator's schema declares a mutated argument."""
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operator writes into."""
+    """Arguments that an operator mutates."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
     writes = _mutated_arguments_of(target)
-    if not writes.arguments or (writes.asked is not None and not node.args[writes.asked]):
+    if not writes.arguments or (writes.flag is not None and not node.args[writes.flag]):
         return []
     values = (
         node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in writes.arguments
@@ -89,23 +89,23 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True, slots=True)
 class _MutatedArguments:
-    """What an operator may write into.
+    """Arguments that an operator may mutate.
 
     Args:
         arguments: positions and names.
-        asked: the argument that says whether it does; None if it always does.
+        flag: the argument that says whether it does; None if it always does.
     """
 
     arguments: tuple[tuple[int, str], ...]
-    asked: int | None = None
+    flag: int | None = None
 
 
 @cache
 def _mutated_arguments_of(target: torch._ops.OpOverload) -> _MutatedArguments:
     named = enumerate(target._schema.arguments)
-    if (asked := UNDECLARED_STATISTICS.get(aten_family(target))) is not None:
+    if (flag := UNDECLARED_STATISTICS.get(aten_family(target))) is not None:
         statistics = tuple((i, a.name) for i, a in named if i in RUNNING_STATISTICS)
-        return _MutatedArguments(statistics, asked)
+        return _MutatedArguments(statistics, flag)
     written = ((i, a.name) for i, a in named if a.alias_info is not None and a.alias_info.is_write)
     return _MutatedArguments(tuple(written) if target._schema.is_mutable else ())
 
@@ -115,7 +115,7 @@ def _flat(value: Any) -> Iterable[Any]:
 
 
 def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything that some nodes have a part in, through memory that is written too."""
+    """Nodes that depend on some nodes, also through storages that are mutated."""
     writes = find_mutations(graph)
     found: set[fx.Node] = set()
     todo = list(seeds)
@@ -130,7 +130,7 @@ def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
-    """Erase all that neither an output nor a buffer depends on.
+    """Dead-code elimination: erase what neither an output nor a mutated buffer depends on.
 
     Args:
         graph: changed in place.
@@ -155,7 +155,7 @@ def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
 
 
 def repeat_buffer_mutations(graph: fx.Graph) -> None:
-    """Let no operator write into the batch, and nobody read a buffer long after a write into it.
+    """Buffer mutations moved up, and columns copied where the batch would be mutated.
 
     A column that is written is copied first: a recomputation must find it as it was. What is read
     of a buffer after the last write into it is read from a copy made right then: later segments
@@ -183,7 +183,7 @@ def _copy_column(graph: fx.Graph, column: fx.Node, memory: int) -> None:
 
 
 def _move_up(writes: Mutations, memory: int, order: dict[fx.Node, int]) -> None:
-    """Write a buffer's new value as soon as nobody reads the old one.
+    """Mutate a buffer as soon as nothing reads its old value any more.
 
     What the model assigns to a buffer is written at the end of the trace, far from its readers.
     """

@@ -1,4 +1,4 @@
-"""Graphs as plain data, to be written to disk and read back quickly."""
+"""Graph serialisation: graphs as plain data, to be written to disk and read back quickly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Part = TypeVar("Part", Segment, ParameterWrites)
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A node in the arguments of another, by its place in the graph."""
+    """Reference to a node among the arguments of another, by its index in the graph."""
 
     place: int
 
@@ -33,7 +33,7 @@ PackedNode = tuple[str, str, str, Any, Any, dict[str, Any]]
 
 
 def pack(graph: fx.Graph) -> tuple[PackedNode, ...]:
-    """A graph as plain tuples; see `unpack`."""
+    """Graph as plain tuples; see `unpack`."""
     place = {node: i for i, node in enumerate(graph.nodes)}
 
     def plain(argument: Any) -> Any:
@@ -54,7 +54,7 @@ def pack(graph: fx.Graph) -> tuple[PackedNode, ...]:
 
 
 def unpack(packed: tuple[PackedNode, ...]) -> fx.Graph:
-    """The graph that `pack` was given."""
+    """Graph that `pack` was given."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
 
@@ -72,7 +72,7 @@ def unpack(packed: tuple[PackedNode, ...]) -> fx.Graph:
 
 
 def pack_model(model: ModelGraph) -> dict[str, Any]:
-    """A model graph as plain data."""
+    """Model graph as plain data."""
     whole = {field: getattr(model, field) for field in model.__dataclass_fields__}
     return whole | {
         "segments": [_pack_segment(segment) for segment in model.segments],
@@ -82,7 +82,7 @@ def pack_model(model: ModelGraph) -> dict[str, Any]:
 
 
 def unpack_model(packed: dict[str, Any]) -> ModelGraph:
-    """The model graph that `pack_model` was given."""
+    """Model graph that `pack_model` was given."""
     segments = tuple(_unpack_segment(segment) for segment in packed["segments"])
     parameter_writes = tuple(_unpack_segment(one) for one in packed["parameter_writes"])
     prologue = _unpack_segment(packed["prologue"])
@@ -124,13 +124,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def may_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Let graphs that are read from disk call one of Merak's own functions; used as a decorator."""
+    """Decorator: a function of Merak's own that graphs read from disk may call."""
     _FUNCTIONS[_target_name(function)] = function
     return function
 
 
 def _target(name: str) -> Callable[..., Any]:
-    """A function that graphs may call: an operator on tensors, or one of a closed list.
+    """Function that graphs may call: an operator on tensors, or one of a closed list.
 
     Raises:
         ValueError: it is none.
@@ -146,7 +146,7 @@ def _target(name: str) -> Callable[..., Any]:
 
 @cache
 def find_operator(path: str) -> torch._ops.OpOverload | None:
-    """The operator of a name such as aten.add.Tensor, unless it works on files; None if none is."""
+    """Operator of a name such as aten.add.Tensor; None for none, and for one on files."""
     names = path.split(".")
     if len(names) != 3 or not all(name.isidentifier() for name in names):
         return None

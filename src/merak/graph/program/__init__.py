@@ -1,1 +1,1 @@
-"""Programs: segments compiled to functions of this rank."""
+"""Programs: the segments of a rank compiled to functions."""

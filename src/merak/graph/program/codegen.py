@@ -1,4 +1,4 @@
-"""A segment's graph as a Python function."""
+"""Code generation: a segment's graph as a Python function."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from merak.ops.collectives import gather_with_partial_grad
 from merak.ops.sharded_saved import saving_shards
 
 BranchValues = tuple[bool, ...]
-"""To the choices of a graph, in the order of its placeholders."""
+"""Outcomes of a graph's conditions, in the order of its placeholders."""
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def runnable(graph: fx.Graph) -> Function:
-    """Generate the function that runs a graph's operators one after another.
+    """Function that runs a graph's operators one after another.
 
     Args:
-        graph: as traced, or rewritten for a rank's share of it.
+        graph: as traced, or rewritten for a rank's shard of it.
 
     Returns:
-        A function of the graph's placeholders, in order; what it gathers from shares of the
-        sequence is kept for the backward as shares. Where a choice leaves a layer out, nothing of
-        the layer runs.
+        A function of the graph's placeholders, in order; what it gathers from shards of the
+        sequence is saved for the backward as shards. Where a condition leaves a layer out, nothing
+        of the layer runs.
     """
     places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_condition(n)]
     whole = _function(graph)
@@ -52,30 +52,30 @@ def runnable(graph: fx.Graph) -> Function:
     return run
 
 
-def branch_values(truths: Sequence[torch.Tensor]) -> BranchValues | None:
-    """How choices are answered; None for tensors without numbers, with which everything runs."""
-    if any(isinstance(truth, FakeTensor) or truth.is_meta for truth in truths):
+def branch_values(conditions: Sequence[torch.Tensor]) -> BranchValues | None:
+    """Outcomes of conditions; None for fake tensors, with which every branch runs."""
+    if any(isinstance(condition, FakeTensor) or condition.is_meta for condition in conditions):
         return None
     with _disable_current_modes():  # such as one that makes all tensors fake
-        return tuple(map(bool, truths))
+        return tuple(map(bool, conditions))
 
 
 def specialize_branches(graph: fx.Graph, answers: BranchValues) -> fx.Graph:
-    """A graph in which choices are made: without what they leave out.
+    """Graph for given outcomes of its conditions, without the branches that are not taken.
 
     Args:
         graph: left as it is.
-        answers: to its choices, in the order of its placeholders, all of which it still has.
+        answers: outcomes of its conditions, in the order of its placeholders, which it still has.
     """
     env: dict[fx.Node, fx.Node] = {}
     made = fx.Graph()
     made.output(made.graph_copy(graph, env))
     placeholders = list(made.find_nodes(op="placeholder"))
-    truths = dict(zip(filter(is_condition, placeholders), answers, strict=True))
+    conditions = dict(zip(filter(is_condition, placeholders), answers, strict=True))
     for node in list(made.nodes):
         if is_branch_select(node):
             condition, if_true, if_false = node.args
-            node.replace_all_uses_with(if_true if truths[condition] else if_false)
+            node.replace_all_uses_with(if_true if conditions[condition] else if_false)
             made.erase_node(node)
     eliminate_dead_code(made, placeholders)
     return made

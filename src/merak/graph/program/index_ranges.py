@@ -1,4 +1,4 @@
-"""Which numbers of a batch are indices: rows of a table, classes of a loss; and whether they fit.
+"""Index ranges: columns of a batch that are rows of a table or classes of a loss.
 
 A token id beyond the vocabulary fails deep inside a look-up, on a GPU with an assertion of the
 device that names nothing. The graph knows which columns are looked up where, so that the numbers
@@ -58,7 +58,7 @@ _SELECTED = (
 
 @dataclass(frozen=True, slots=True)
 class IndexRange:
-    """Indices that a microbatch holds, and what they must be within.
+    """Range check of the indices that a microbatch holds.
 
     Args:
         columns: the columns they are computed from.
@@ -76,10 +76,10 @@ class IndexRange:
 
 
 def find_index_ranges(model: ModelGraph) -> tuple[IndexRange, ...]:
-    """What a traced model looks up by numbers of the batch, as far as these are plain to see.
+    """Index ranges of a traced model, as far as they follow from columns alone.
 
     Args:
-        model: not yet rewritten for a rank's share of it.
+        model: not yet rewritten for a rank's shard of it.
     """
     graphs = (model.prologue.graph, *(segment.graph for segment in model.segments))
     written = {memory for graph in graphs for memory in find_mutations(graph).writers}
@@ -93,14 +93,14 @@ def find_index_ranges(model: ModelGraph) -> tuple[IndexRange, ...]:
             indices, size, ignored, table = place
             one = _range_of(indices, known, size, ignored, table)
             if one is not None:
-                # Where the numbers are a column's own, layers that look up alike are one.
+                # Where the indices are a column's own, layers that look up alike are one.
                 key = id(one) if one.indices else (one.columns, size, ignored, table)
                 found.setdefault(key, one)
     return tuple(found.values())
 
 
 def out_of_range(ranges: Sequence[IndexRange], batch: Mapping[str, torch.Tensor]) -> str | None:
-    """One sentence about the first index of a batch that is out of its range; None for none.
+    """Message about the first index of a batch that is out of its range; None for none.
 
     Columns that are not there, or not in host memory, where looking would wait for the device, are
     not looked at.
@@ -117,7 +117,7 @@ def out_of_range(ranges: Sequence[IndexRange], batch: Mapping[str, torch.Tensor]
 
 
 def _ends(indices: torch.Tensor, one: IndexRange) -> tuple[int, int]:
-    """The least and the largest index that counts."""
+    """Smallest and largest index that counts."""
     if not indices.numel():
         return 0, 0
     least, most = (int(end) for end in torch.aminmax(indices))
@@ -140,7 +140,7 @@ def _sentence(one: IndexRange, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What indices may be computed from.
+    """Nodes that indices may be computed from.
 
     Args:
         made: what makes each batch-only value in the prologue.
@@ -151,7 +151,7 @@ class _Known:
     written: Container[object]
 
     def behind(self, node: fx.Node) -> fx.Node:
-        """The node of the prologue that makes a batch-only value; any other node itself."""
+        """Node of the prologue that makes a batch-only value; any other node itself."""
         if node.op == "placeholder" and node.meta["kind"] is Kind.BATCH_ONLY:
             return self.made.get(node.meta["name"], node)
         return node
@@ -196,7 +196,7 @@ def _ignored(node: fx.Node) -> int:
 
 
 def _outputs(prologue: Segment) -> dict[str, fx.Node]:
-    """What makes each batch-only value."""
+    """Node of the prologue that makes each batch-only value."""
     (returned,) = prologue.graph.output_node().args
     assert isinstance(returned, tuple | list)
     pairs = zip(prologue.outputs, returned, strict=True)
@@ -212,7 +212,7 @@ def _range_of(
     nodes = _made_of(indices, known)
     columns = [n for n in nodes or () if n.op == "placeholder"]
     if nodes is None or not columns:
-        return None  # of a parameter, of chance, or counted by the model itself
+        return None  # of a parameter, of random numbers, or counted by the model itself
     names = tuple(n.meta["name"] for n in columns)
     operators = [n for n in nodes if n.op != "placeholder"]
     if len(names) == 1 and all(aten_family(n.target) in _REARRANGED for n in operators):
@@ -222,7 +222,7 @@ def _range_of(
 
 
 def _made_of(indices: fx.Node, known: _Known) -> list[fx.Node] | None:
-    """All that indices are computed from, first things first; None if that is not plain to see."""
+    """Nodes that indices are computed from, in order; None if one cannot run beside the model."""
     order: dict[fx.Node, None] = {}
     stack: list[tuple[fx.Node, bool]] = [(indices, False)]
     while stack:
@@ -243,7 +243,7 @@ def _made_of(indices: fx.Node, known: _Known) -> list[fx.Node] | None:
 def _copied(
     columns: Sequence[fx.Node], operators: Sequence[fx.Node], indices: fx.Node, known: _Known
 ) -> fx.Graph:
-    """The operators as a graph of their own, which runs in host memory."""
+    """Graph of the operators on its own, which runs in host memory."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in (*columns, *operators):

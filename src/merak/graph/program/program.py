@@ -1,4 +1,4 @@
-"""What a rank runs for one microbatch shape: its stages' segments as functions."""
+"""Program of a rank for one microbatch shape: its stages' segments as functions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgram:
-    """A segment as a function of (parameters, buffers, columns, inputs, batch_only).
+    """Function of a segment: (parameters, buffers, columns, inputs, batch_only) → outputs.
 
     Args:
-        segment: what it computes, this rank's share of it.
+        segment: what it computes, this rank's shard of it.
         function: returns the tuple of the segment's outputs.
         gradient_inputs: per input, whether a gradient goes back through it.
         trains: whether it has a backward: a gradient goes back through one of its outputs.
@@ -73,52 +73,52 @@ class ActivationChoices:
 
 @dataclass(frozen=True, slots=True)
 class PieceProgram:
-    """A piece as a function of (parameters, buffers, columns, inputs, batch_only).
+    """Function of a piece: (parameters, buffers, columns, inputs, batch_only) → outputs.
 
     Args:
         segment: its names.
         function: returns the tuple of its outputs.
-        crossings: what is summed after it, before any piece that reads the results.
+        all_reduces: what is summed after it, before any piece that reads the results.
     """
 
     segment: Segment
     function: Callable[..., tuple[torch.Tensor, ...]]
-    crossings: tuple[PieceAllReduce, ...]
+    all_reduces: tuple[PieceAllReduce, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SubMicrobatchProgram:
-    """One half of a segment.
+    """Functions of a segment for one sub-microbatch, piece by piece.
 
     Args:
         pieces: in the order they run.
         returned: per output of the segment, its name and what the pieces call it.
-        choices: batch-only values that leave layers in or out.
-        chosen: gives the half without what answers to them leave out.
+        conditions: batch-only values that decide which branches run.
+        for_branches: gives the program for their outcomes, without branches that are not taken.
     """
 
     pieces: tuple[PieceProgram, ...]
     returned: tuple[tuple[str, str], ...]
-    choices: tuple[str, ...] = ()
-    chosen: Callable[[BranchValues], SubMicrobatchProgram] | None = None
+    conditions: tuple[str, ...] = ()
+    for_branches: Callable[[BranchValues], SubMicrobatchProgram] | None = None
 
     def given(self, batch_only: Mapping[str, torch.Tensor]) -> SubMicrobatchProgram:
-        """What runs of it, where batch-only values choose."""
-        if self.chosen is None:
+        """Program for the branches that batch-only values take."""
+        if self.for_branches is None:
             return self
-        answers = branch_values([batch_only[name] for name in self.choices])
-        return self if answers is None else self.chosen(answers)
+        answers = branch_values([batch_only[name] for name in self.conditions])
+        return self if answers is None else self.for_branches(answers)
 
 
 @dataclass(frozen=True, slots=True)
 class SubPipelinedSegment:
-    """A segment that runs in halves.
+    """Segment that runs in sub-microbatches.
 
     Args:
         whole: the segment for all of a microbatch.
-        programs: the first half's samples, and the second's.
+        programs: the first sub-microbatch's samples, and the second's.
         sub_microbatches: which samples they are.
-        dims: the dim along which a half has its samples, by the name of an input, column,
+        dims: the dim along which a sub-microbatch has its samples, by the name of an input, column,
             batch-only
             value or output; what is not named is the same for both.
     """
@@ -131,12 +131,13 @@ class SubPipelinedSegment:
 
 @dataclass(frozen=True, slots=True)
 class SubPipelinedRun:
-    """Consecutive segments that run in halves.
+    """Consecutive segments that run in sub-microbatches.
 
     Args:
         segments: in execution order.
-        inputs: what they read of others, and along which dim a half has its samples of it.
-        outputs: what others read of them, likewise; None where both halves make the same.
+        inputs: what they read of others, and along which dim a sub-microbatch has its samples of
+            it.
+        outputs: what others read of them, likewise; None where both sub-microbatches make the same.
     """
 
     segments: tuple[SubPipelinedSegment, ...]
@@ -145,12 +146,12 @@ class SubPipelinedRun:
 
     @property
     def sub_microbatches(self) -> tuple[SubMicrobatch, SubMicrobatch]:
-        """Which samples each half has."""
+        """Samples of each sub-microbatch."""
         return self.segments[0].sub_microbatches
 
 
 StageItem = SegmentProgram | SubPipelinedRun
-"""One thing after another on a stage: a segment, or several in halves."""
+"""One thing after another on a stage: a segment, or several in sub-microbatches."""
 
 Arrange = Callable[
     [Sequence[Segment], Sequence[SegmentProgram], Sequence[Rewrite], frozenset[str]],
@@ -165,13 +166,13 @@ def arrange_whole(
     rewrites: Sequence[Rewrite],
     leaving: frozenset[str],
 ) -> tuple[StageItem, ...]:
-    """One segment after the other, each for the whole microbatch."""
+    """Stage items that run one segment after the other, each for the full microbatch."""
     return tuple(programs)
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """Consecutive segments, and the values that enter and leave them.
+    """Functions of a stage's segments, and the values that enter and leave the stage.
 
     Args:
         segments: in execution order.
@@ -190,7 +191,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class RemoteParameter:
-    """A parameter that one rank of a pipeline lends to another.
+    """Parameter that one pp rank sends to another for an evaluation.
 
     Args:
         name: of the parameter.
@@ -228,7 +229,7 @@ class FixedValues:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything one rank runs for microbatches of one shape.
+    """Functions and values of one rank for microbatches of one shape.
 
     Args:
         stages: this rank's stages, by stage number.
@@ -266,11 +267,11 @@ class Program:
 
     @property
     def has_random_branches(self) -> bool:
-        """Whether chance decides what runs of this rank's segments."""
+        """Whether random numbers decide which of this rank's operators run."""
         return any(is_stream_draw(node) for node in self.batch_only.segment.graph.nodes)
 
     def gradients_of(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of some values that carry a gradient."""
+        """Names of those values that carry a gradient."""
         return tuple(name for name in names if self.values[name].requires_grad)
 
 
@@ -284,7 +285,7 @@ def compile_program(
     choices: ActivationChoices = RECOMPUTE_ALL,
     arrange: Arrange = arrange_whole,
 ) -> Program:
-    """Turn a rank's segments into functions.
+    """Program of a rank: its segments turned into functions.
 
     Args:
         graph: the whole model, cut into segments.
@@ -339,7 +340,7 @@ def compile_program(
 def compile_segment(
     segment: Segment, values: Mapping[str, TensorMeta], draws: bool = False
 ) -> SegmentProgram:
-    """Generate the Python function that runs a segment's operators one after another."""
+    """Program of a segment: a Python function that runs its operators one after another."""
     return SegmentProgram(
         segment=segment,
         function=runnable(segment.graph),
@@ -358,10 +359,10 @@ def compile_segment(
 def with_offloading(
     programs: Sequence[SegmentProgram], offloaded: Container[int]
 ) -> list[SegmentProgram]:
-    """Let some segments of a stage keep their activations in host memory.
+    """Programs of a stage of which some offload their activations to host memory.
 
     Args:
-        programs: of the stage, in order, with what keeps its activations.
+        programs: of the stage, in order, with what saves its activations.
         offloaded: numbers of segments.
     """
     away = [p.trains and p.saved and p.segment.index in offloaded for p in programs]
@@ -384,7 +385,7 @@ def has_draws(segment: Segment) -> bool:
 def _prologues(
     prologue: Segment, names: set[str], values: Mapping[str, TensorMeta]
 ) -> tuple[SegmentProgram, SegmentProgram]:
-    """The batch-only values a rank reads: first those that no column and no draw changes."""
+    """Prologues of a rank: first the batch-only values that no column or draw changes."""
     varying = _depends_on_columns(prologue.graph)
     wanted = [name for name in prologue.outputs if name in names]
     fixed = slice_outputs(prologue, [n for n in wanted if n not in varying])

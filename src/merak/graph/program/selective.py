@@ -1,4 +1,4 @@
-"""Operators of a recomputed segment whose results are kept: they are not computed again.
+"""Selective recomputation: operators whose results are saved, not computed again.
 
 While the forward runs, what these operators compute is recorded. When the segment runs again for
 its backward, they give what they gave before: autograd records them as always, and only the kernels
@@ -27,7 +27,7 @@ from merak.graph.trace.branches.flags import is_branch_select
 
 @dataclass(slots=True)
 class _Result:
-    """What one kernel gave, and where the generator stood afterwards if it drew from it."""
+    """Result of one kernel, and the generator's state afterwards if it drew from it."""
 
     value: Any
     state: torch.Tensor | None
@@ -35,7 +35,7 @@ class _Result:
 
 @dataclass(slots=True)
 class SavedResults:
-    """What the kept operators of a segment gave for one microbatch.
+    """Results of a segment's saved operators for one microbatch.
 
     Args:
         results: by an operator's name, of its kernels in order.
@@ -44,14 +44,14 @@ class SavedResults:
     results: dict[str, deque[_Result]] = field(default_factory=dict)
 
     def num_bytes(self, name: str) -> int:
-        """Bytes of the storages that an operator's results lie in."""
+        """Bytes of the storages of the saved results."""
         tensors = [leaf for r in self.results.get(name, ()) for leaf in tree_leaves(r.value)]
         storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
         return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 class SavedOps:
-    """The kept operators of one segment, at work for one microbatch after another."""
+    """Saved operators of one segment, for one microbatch after another."""
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
@@ -60,7 +60,7 @@ class SavedOps:
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[SavedResults]:
-        """Inside, what the operators compute on a device is recorded."""
+        """Context in which the operators' results are recorded."""
         self._device, self._recording, self._replays = device, SavedResults(), False
         try:
             yield self._recording
@@ -69,7 +69,7 @@ class SavedOps:
 
     @contextmanager
     def replaying(self, recording: SavedResults, device: torch.device) -> Iterator[None]:
-        """Inside, the operators give what they gave when they were recorded; once."""
+        """Context in which the operators give their recorded results, once."""
         self._device, self._recording, self._replays = device, recording, True
         try:
             yield
@@ -77,7 +77,7 @@ class SavedOps:
             self._recording = None
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call an operator, or let it give what it gave."""
+        """Call an operator, or give its recorded result."""
         if self._recording is None:
             return function(*args, **kwargs)
         if not self._replays:
@@ -94,7 +94,7 @@ class SavedOps:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records what kernels give; one that writes into a tensor cannot be taken back."""
+    """Dispatch mode that records kernels' results, and whether one of them mutates a tensor."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,7 +120,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Player(TorchDispatchMode):
-    """Gives what kernels gave when they were recorded."""
+    """Dispatch mode that gives kernels' recorded results."""
 
     def __init__(self, results: deque[_Result], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,7 +134,7 @@ class _Player(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Give what the kernel gave; views are taken anew."""
+        """Give the kernel's recorded result; views are taken anew."""
         if not _is_pure(func):
             return func(*args, **(kwargs or {}))
         result = self._results.popleft()
@@ -144,18 +144,18 @@ class _Player(TorchDispatchMode):
 
 
 def _is_pure(func: Any) -> bool:
-    """Whether a kernel gives new tensors and nothing else."""
+    """Whether a kernel yields new tensors, without mutation or aliasing."""
     schema = func._schema
     return not schema.is_mutable and not any(r.alias_info for r in schema.returns)
 
 
 def _detached(value: Any) -> Any:
-    """The same memory in tensors of their own, which autograd may mark."""
+    """Tensors of their own over the same storage, which autograd may mark."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), value)
 
 
 def save_operators(segment: Segment, names: Container[str]) -> tuple[Segment, SavedOps]:
-    """Let some operators of a segment be kept.
+    """Segment of which some operators' results are saved.
 
     Args:
         segment: the segment; left as it is.
@@ -165,17 +165,17 @@ def save_operators(segment: Segment, names: Container[str]) -> tuple[Segment, Sa
         The same computation, and what records and replays those operators.
     """
     graph, _ = copy_graph(segment.graph)
-    kept = SavedOps()
+    saved = SavedOps()
     for node in graph.nodes:
         # What writes could not be left out, and what takes one of two ways computes nothing.
         fits = not (is_mutating(node) or is_branch_select(node))
         if node.op == "call_function" and node.name in names and fits:
-            node.target = _through(kept, node.name, node.target)
-    return replace(segment, graph=graph), kept
+            node.target = _through(saved, node.name, node.target)
+    return replace(segment, graph=graph), saved
 
 
-def _through(kept: SavedOps, name: str, function: Any) -> Callable[..., Any]:
+def _through(saved: SavedOps, name: str, function: Any) -> Callable[..., Any]:
     def kept_operator(*args: Any, **kwargs: Any) -> Any:
-        return kept.call(name, function, *args, **kwargs)
+        return saved.call(name, function, *args, **kwargs)
 
     return kept_operator

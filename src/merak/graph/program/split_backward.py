@@ -1,4 +1,4 @@
-"""Weight gradients for later: the backward of a GEMM in two parts that may run apart.
+"""Split backward: a GEMM's weight gradient deferred, and computed apart from its input's.
 
 Zero-bubble schedules run the gradient of a stage's input (I) as soon as they can, since another
 stage waits for it, and the gradients of its weights (W) where there would be a bubble. So the
@@ -27,57 +27,57 @@ from merak.graph.segment.cut import copy_graph
 aten = torch.ops.aten
 
 WeightGradient = Callable[[], None]
-"""Adds one weight's share of one microbatch to its gradient."""
+"""Adds one microbatch's gradient of a weight to its gradient."""
 
 
 class WeightGradients:
-    """The weight gradients of one stage that wait for their time."""
+    """Deferred weight gradients of one stage."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[WeightGradient]] = {}
+        self._deferred: dict[int, list[WeightGradient]] = {}
         self._microbatch = 0
 
     def start(self, microbatch: int) -> None:
-        """The backward of a microbatch begins; what it leaves belongs to it."""
+        """Begin the backward of a microbatch, to which deferred gradients then belong."""
         self._microbatch = microbatch
 
-    def add(self, share: WeightGradient) -> None:
-        """Leave a share for later; called from a backward."""
-        self._waiting.setdefault(self._microbatch, []).append(share)
+    def add(self, gradient: WeightGradient) -> None:
+        """Defer one weight gradient; called from a backward."""
+        self._deferred.setdefault(self._microbatch, []).append(gradient)
 
     def run(self, microbatch: int) -> None:
-        """Compute all that a microbatch has left so far."""
+        """Compute all weight gradients that a microbatch has deferred so far."""
         with torch.no_grad():
-            for share in self._waiting.pop(microbatch, ()):
-                share()
+            for gradient in self._deferred.pop(microbatch, ()):
+                gradient()
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
-        self._waiting.clear()
+        """Drop the deferred gradients of a step that failed."""
+        self._deferred.clear()
 
 
 def split_weight_gradients(
-    segment: Segment, kept: frozenset[str], waiting: WeightGradients
+    segment: Segment, immediate: frozenset[str], deferred: WeightGradients
 ) -> Segment:
-    """Let a segment's GEMMs leave the gradients of their weights.
+    """Segment whose GEMMs defer the gradients of their weights.
 
     Args:
         segment: the segment; left as it is.
-        kept: names of parameters whose gradient is not to be deferred.
-        waiting: where to leave the shares.
+        immediate: names of parameters whose gradient is not to be deferred.
+        deferred: where to leave the shards.
 
     Returns:
         The same computation; its backward gives the gradients of inputs and of other parameters.
     """
     graph, _ = copy_graph(segment.graph)
-    functions = {aten.linear.default: _linear(waiting), aten.addmm.default: _addmm(waiting)}
+    functions = {aten.linear.default: _linear(deferred), aten.addmm.default: _addmm(deferred)}
     assert functions.keys() == SPLIT_GEMMS.keys()
     for node in list(graph.nodes):
         if node.target not in SPLIT_GEMMS or node.kwargs:
             continue
         position = SPLIT_GEMMS[node.target].weight
         weight = _unconverted(node.args[position])
-        if _is_weight(weight, kept):
+        if _is_weight(weight, immediate):
             node.target = functions[node.target]
             node.update_arg(position, weight)
     eliminate_dead_code(graph)
@@ -85,30 +85,30 @@ def split_weight_gradients(
 
 
 def _unconverted(argument: Any) -> Any:
-    """What autocast has converted; the GEMM's function converts it again."""
+    """Operand before autocast's conversion; the GEMM's function converts it again."""
     if isinstance(argument, fx.Node) and argument.target is aten.to.dtype:
         return argument.args[0]
     return argument
 
 
-def _is_weight(argument: Any, kept: frozenset[str]) -> bool:
+def _is_weight(argument: Any, immediate: frozenset[str]) -> bool:
     if not isinstance(argument, fx.Node) or argument.op != "placeholder":
         return False
-    return argument.meta["kind"] is Kind.PARAMETER and argument.meta["name"] not in kept
+    return argument.meta["kind"] is Kind.PARAMETER and argument.meta["name"] not in immediate
 
 
-def _linear(waiting: WeightGradients) -> Callable[..., torch.Tensor]:
+def _linear(deferred: WeightGradients) -> Callable[..., torch.Tensor]:
     def deferred_linear(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return _Linear.apply(x, weight, bias, waiting)  # type: ignore[no-any-return, no-untyped-call]
+        return _Linear.apply(x, weight, bias, deferred)  # type: ignore[no-any-return, no-untyped-call]
 
     return deferred_linear
 
 
-def _addmm(waiting: WeightGradients) -> Callable[..., torch.Tensor]:
+def _addmm(deferred: WeightGradients) -> Callable[..., torch.Tensor]:
     def deferred_addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _Addmm.apply(bias, x, weight, waiting)  # type: ignore[no-any-return, no-untyped-call]
+        return _Addmm.apply(bias, x, weight, deferred)  # type: ignore[no-any-return, no-untyped-call]
 
     return deferred_addmm
 
@@ -117,20 +117,20 @@ class _Linear(torch.autograd.Function):
     """x @ weightᵀ + bias: x (…, in), weight (out, in), bias (out,) or None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, waiting: WeightGradients) -> Any:
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, deferred: WeightGradients) -> Any:
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight  # the leaf itself, whatever hooks there are on saved tensors
-        ctx.waiting = waiting
+        ctx.deferred = deferred
         return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        """The gradient of x now, of the weight when its turn comes."""
+        """Gradient of x now; that of the weight is deferred."""
         (x,), weight = ctx.saved_tensors, ctx.weight
         rows = gradient.reshape(-1, gradient.shape[-1])
         if weight.requires_grad:
             inputs = x.reshape(-1, x.shape[-1])
-            ctx.waiting.add(lambda: add_gradient(weight, rows.t().mm(inputs)))
+            ctx.deferred.add(lambda: add_gradient(weight, rows.t().mm(inputs)))
         shape = (*gradient.shape[:-1], weight.shape[1])
         of_x = rows.mm(weight.to(rows.dtype)).view(shape) if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
@@ -141,17 +141,17 @@ class _Addmm(torch.autograd.Function):
     """bias + x @ weight: x (rows, in), weight (in, out), bias (out,)."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Any, x: Any, weight: Any, waiting: WeightGradients) -> Any:
+    def forward(ctx: Any, bias: Any, x: Any, weight: Any, deferred: WeightGradients) -> Any:
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias_shape = weight, bias.shape
-        ctx.waiting = waiting
+        ctx.deferred = deferred
         return torch.addmm(bias, x, weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         (x,), weight = ctx.saved_tensors, ctx.weight
         if weight.requires_grad:
-            ctx.waiting.add(lambda: add_gradient(weight, x.t().mm(gradient)))
+            ctx.deferred.add(lambda: add_gradient(weight, x.t().mm(gradient)))
         of_bias = gradient.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[0] else None
         of_x = gradient.mm(weight.to(gradient.dtype).t()) if ctx.needs_input_grad[1] else None
         return of_bias, of_x, None, None

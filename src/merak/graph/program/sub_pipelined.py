@@ -1,4 +1,4 @@
-"""What a stage runs in halves of a microbatch: segments, halved and cut at their all-reduces."""
+"""Sub-pipelined programs: a stage's segments split into sub-microbatches and pieces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from merak.ops import collectives
 logger = logging.getLogger(__name__)
 
 SubPipelinedPart = SegmentProgram | SubPipelinedSegment
-"""One thing to run, whole or in halves."""
+"""One thing to run, whole or in sub-microbatches."""
 
 _MOST_CUTS = 4
 """Places to cut a segment that are tried."""
@@ -48,7 +48,7 @@ def arrange_sub_pipelined(
     rewrites: Sequence[Rewrite],
     leaving: frozenset[str],
 ) -> tuple[StageItem, ...]:
-    """The order of work of a stage: what can be halved runs in halves, the rest whole.
+    """Stage items of which those that can be split run in sub-microbatches.
 
     Args:
         samples: of a microbatch.
@@ -69,15 +69,21 @@ def arrange_sub_pipelined(
         except ShardError as error:
             cut = _cut(segment, program, samples, rewrites)
             parts.extend(cut or (program,))
-            what = "only its first part is" if cut else "it is not"
-            logger.info("segment %d (%s): %s halved: %s", segment.index, segment.name, what, error)
+            what = "only its first part runs" if cut else "it does not run"
+            logger.info(
+                "segment %d (%s): %s in sub-microbatches: %s",
+                segment.index,
+                segment.name,
+                what,
+                error,
+            )
     return group_runs(parts, leaving)
 
 
 def _cut(
     segment: Segment, whole: SegmentProgram, samples: SampleDims, rewrites: Sequence[Rewrite]
 ) -> tuple[SubPipelinedSegment, SegmentProgram] | None:
-    """The part of a segment that can be halved, and the rest; None where that does not pay.
+    """Leading part of a segment in sub-microbatches, and its rest; None where that does not pay.
 
     It pays where the first part has sums to hide and the cut adds none.
     """
@@ -112,7 +118,7 @@ def _num_collectives(program: SegmentProgram) -> int:
 def sub_pipeline_segment(
     segment: Segment, whole: SegmentProgram, samples: SampleDims, rewrites: Sequence[Rewrite]
 ) -> SubPipelinedSegment:
-    """Compile a segment in halves.
+    """Program of a segment in sub-microbatches.
 
     Args:
         segment: as traced.
@@ -123,9 +129,9 @@ def sub_pipeline_segment(
     Raises:
         ShardError: a single sample, or an operator that does not treat them one by one.
     """
-    halves = split_segment(segment, samples)
-    first, second = (_compile(half, rewrites) for half in halves.segments)
-    return SubPipelinedSegment(whole, (first, second), halves.sub_microbatches, halves.dims)
+    split = split_segment(segment, samples)
+    first, second = (_compile(one, rewrites) for one in split.segments)
+    return SubPipelinedSegment(whole, (first, second), split.sub_microbatches, split.dims)
 
 
 def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> SubMicrobatchProgram:
@@ -133,20 +139,20 @@ def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> SubMicrobatchProg
         segment, _ = rewrite(segment)
     program = _in_pieces(segment)
     placeholders = segment.graph.find_nodes(op="placeholder")
-    choices = tuple(n.meta["name"] for n in placeholders if is_condition(n))
-    if not choices:
+    conditions = tuple(n.meta["name"] for n in placeholders if is_condition(n))
+    if not conditions:
         return program
 
     @cache
-    def chosen(answers: BranchValues) -> SubMicrobatchProgram:
+    def for_branches(answers: BranchValues) -> SubMicrobatchProgram:
         return _in_pieces(replace(segment, graph=specialize_branches(segment.graph, answers)))
 
-    return replace(program, choices=choices, chosen=chosen)
+    return replace(program, conditions=conditions, for_branches=for_branches)
 
 
 def _in_pieces(segment: Segment) -> SubMicrobatchProgram:
     pieces = tuple(
-        PieceProgram(piece.segment, _function(piece.segment.graph), piece.crossings)
+        PieceProgram(piece.segment, _function(piece.segment.graph), piece.all_reduces)
         for piece in cut_at_all_reduces(segment)
     )
     return SubMicrobatchProgram(
@@ -159,16 +165,16 @@ def _function(graph: fx.Graph) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 
 def group_runs(parts: Sequence[SubPipelinedPart], leaving: frozenset[str]) -> tuple[StageItem, ...]:
-    """The order of work of a stage: what runs whole, and runs of what is in halves.
+    """Stage items in order: full segments, and runs of sub-pipelined ones.
 
     Args:
         parts: of the stage, in order.
         leaving: values that leave the stage.
     """
     runs: list[StageItem] = []
-    for is_halved, group in groupby(parts, key=lambda part: isinstance(part, SubPipelinedSegment)):
+    for is_split, group in groupby(parts, key=lambda part: isinstance(part, SubPipelinedSegment)):
         own = tuple(group)
-        if is_halved:
+        if is_split:
             runs.append(_run(own, parts, leaving))
         else:
             runs.extend(part for part in own if isinstance(part, SegmentProgram))

@@ -1,4 +1,4 @@
-"""Buffers that a training step writes, by what replicas that see different samples make of them."""
+"""Mutated buffers of training, by how they differ between replicas that see other samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from merak.graph.trace.opaque.operator import is_opaque
 
 
 class WrittenBuffer(Enum):
-    """What a buffer's new value depends on.
+    """Dependence of a mutated buffer's new value.
 
     Attributes:
         SAME: on parameters and buffers alone (averaged weights, a spectral norm's vectors, counts
@@ -35,7 +35,7 @@ class WrittenBuffer(Enum):
 
 
 def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
-    """The buffers of the model that a training graph writes, in its order, and what each is."""
+    """Mutated buffers of a training graph, in its order, and the kind of each."""
     only_statistics: dict[str, bool] = {}
     read = set(graph.prologue.buffers)
     for segment in graph.segments:
@@ -61,14 +61,14 @@ def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
 
 
 def written_buffers(graph: fx.Graph) -> tuple[str, ...]:
-    """Names of the buffers that a segment writes into."""
+    """Names of the buffers that a segment mutates."""
     members = find_mutations(graph).members.values()
     nodes = (node for members_of in members for node in members_of if node.op == "placeholder")
     return tuple(node.meta["name"] for node in nodes if node.meta["kind"] is Kind.BUFFER)
 
 
 def _varying(graph: ModelGraph) -> frozenset[str]:
-    """Names of the buffers that samples or random numbers have a part in."""
+    """Names of the buffers that depend on samples or random numbers."""
     values, buffers = frozenset[str](), frozenset[str]()
     while True:
         known = (values, buffers)
@@ -81,7 +81,7 @@ def _varying(graph: ModelGraph) -> frozenset[str]:
 
 
 def _reached(segment: Segment, values: frozenset[str], buffers: frozenset[str]) -> set[fx.Node]:
-    """The nodes of a segment that columns, some values and buffers, and draws have a part in."""
+    """Nodes of a segment that depend on columns, some values and buffers, or random numbers."""
 
     def varies(node: fx.Node) -> bool:
         if node.op == "call_function":
@@ -106,7 +106,7 @@ def _outputs_with(
 def _reached_buffers(
     segment: Segment, values: frozenset[str], buffers: frozenset[str]
 ) -> frozenset[str]:
-    """The buffers that are written with what is reached."""
+    """Mutated buffers whose new value depends on samples or random numbers."""
     reached = _reached(segment, values, buffers)
     names = set(written_buffers(segment.graph))
     return frozenset(
@@ -117,7 +117,7 @@ def _reached_buffers(
 
 
 def _is_statistic(user: fx.Node, buffer: fx.Node) -> bool:
-    """Whether an operator only keeps its batch's statistics in a buffer."""
+    """Whether an operator only updates running statistics in a buffer."""
     if family(user.target) not in BATCH_NORMS or buffer not in mutated_arguments(user):
         return False
     places = [i for i, argument in enumerate(user.args) if argument is buffer]

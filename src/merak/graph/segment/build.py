@@ -1,4 +1,4 @@
-"""From a model and a batch's shapes to its segments, in one call."""
+"""Segments of a model at a batch's shapes: trace and cut, through the cache, in one call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from merak.graph.trace.traced import Trace
 
 @dataclass(slots=True, eq=False)
 class GraphSource:
-    """Everything but shapes that determines a model's graph.
+    """Inputs of a trace but for shapes: the model, its loss, its options.
 
     Args:
         model: the user's model; its parameters may be on meta.
@@ -38,11 +38,12 @@ class GraphSource:
         loss_columns: columns that go to the loss function alone, not to the model.
         fixed: keyword arguments of the model that are no tensors.
         device: device type the model will run on.
-        cache_dir: where traces are kept; None keeps none.
+        cache_dir: where traces are stored; None for no cache.
         autocast: the type of mixed precision, as of `merak.graph.trace.trace.trace`.
 
-    It remembers which modules a trace has to keep whole, and the whole parameters' shapes from when
-    it is made: once the model is laid out over the ranks, it holds one rank's share of them.
+    It remembers which modules a trace runs as opaque modules, and the full shapes of parameters
+    from when it is made: once the model is laid out over the ranks, it holds one rank's shard of
+    them.
     """
 
     model: nn.Module
@@ -56,7 +57,7 @@ class GraphSource:
     opaque: OpaqueSelection = field(init=False, default_factory=OpaqueSelection)
 
     def __post_init__(self) -> None:
-        """Remember what every parameter is, by all of its names.
+        """Remember every parameter's full shape, by all of its names.
 
         Raises:
             TraceError: a part of the model is TorchScript, whose inside nothing can follow.
@@ -74,7 +75,7 @@ class GraphSource:
 
 @dataclass(frozen=True, slots=True)
 class BuiltGraph:
-    """A model graph and how it came about.
+    """Model graph, with the time it took and whether it came from the cache.
 
     Args:
         graph: the segments.
@@ -92,14 +93,14 @@ class BuiltGraph:
 def build_graph(
     source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
 ) -> ModelGraph:
-    """Trace a model at some shapes and cut it into segments; see `build_timed`."""
+    """Model graph of a source at some shapes; see `build_timed`."""
     return build_timed(source, columns, training=training).graph
 
 
 def build_timed(
     source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
 ) -> BuiltGraph:
-    """Trace a model at some shapes and cut it into segments.
+    """Model graph of a source at some shapes, traced or read from the cache, with timings.
 
     Args:
         source: the model, and what is called with it.
@@ -135,7 +136,7 @@ def build_timed(
 
 
 def _adopt(model: nn.Module, graph: ModelGraph) -> None:
-    """Let a graph that was read from disk call the model's code, and no other."""
+    """Connect a graph read from disk to the model's code, and to no other."""
     refuse_foreign_functions(graph, model)
     connect_modules(graph, model)
 
@@ -180,14 +181,14 @@ def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
 
 @contextmanager
 def as_traced(source: GraphSource, training: bool) -> Iterator[None]:
-    """Put a model into a mode, with whole parameters without weights; what was comes back after."""
+    """Context with a model in train or eval mode, and with full meta parameters."""
     with _whole_parameters(source), _mode(source.model, training):
         yield
 
 
 @contextmanager
 def _whole_parameters(source: GraphSource) -> Iterator[None]:
-    """Put whole parameters without weights in the place of a rank's share of them."""
+    """Context with full meta parameters in place of a rank's shards."""
     kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
     whole: dict[nn.Parameter, nn.Parameter] = {}
     try:
@@ -209,7 +210,7 @@ def _whole_parameters(source: GraphSource) -> Iterator[None]:
 
 @contextmanager
 def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model into train or eval mode; every module's own mode comes back after."""
+    """Context with a model in train or eval mode; every module's own mode is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

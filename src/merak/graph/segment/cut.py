@@ -1,4 +1,4 @@
-"""Cut a traced model into segments that run one after another with little between them.
+"""Cutting of a traced model into segments that hand few values on.
 
 Merak's Algorithms 1 and 2 walk the graph in order and end a subgraph where a node depends on
 nothing older than the last node but on common nodes. Put differently: a cut may fall where only one
@@ -46,7 +46,7 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
     Raises:
         TraceError: an output that the model does not give, or a draw that comes too late.
     """
-    kept = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
+    outputs_by_name = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
     release_accumulators(trace.graph)
     flow = analyze_liveness(trace.graph)
     refuse_late_conditions(flow.main)
@@ -54,7 +54,7 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
     bounds = zip(starts, (*starts[1:], len(flow.main)), strict=True)
     nodes = functionalize_buffers(trace.graph, [list(flow.main[a:b]) for a, b in bounds])
     segment_of = {node: i for i, own in enumerate(nodes) for node in own}
-    builder = _Builder(flow, segment_of, kept, len(starts) - 1)
+    builder = _Builder(flow, segment_of, outputs_by_name, len(starts) - 1)
     segments = tuple(builder.segment(i, own) for i, own in enumerate(nodes))
     return ModelGraph(
         segments=segments,
@@ -64,8 +64,8 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
         tied=trace.tied,
         constants=trace.constants,
         columns=trace.columns,
-        outputs={name: node.name for name, node in kept.items()},
-        loss=kept["loss"].name if "loss" in kept else None,
+        outputs={name: node.name for name, node in outputs_by_name.items()},
+        loss=outputs_by_name["loss"].name if "loss" in outputs_by_name else None,
         parameter_writes=trace.parameter_writes,
     )
 
@@ -108,7 +108,7 @@ def _segment_starts(flow: Liveness) -> list[int]:
 
 
 def _blocks(flow: Liveness, gemms: Sequence[int]) -> list[Span]:
-    """Blocks between cuts; values that pass through large blocks are set aside to cut them too.
+    """Spans between cuts; long-lived values of large blocks are set aside to cut these too.
 
     Args:
         flow: the graph's values.
@@ -132,7 +132,7 @@ def _blocks(flow: Liveness, gemms: Sequence[int]) -> list[Span]:
 def _set_aside(
     flow: Liveness, block: Span, carried: frozenset[int], gemms: Sequence[int]
 ) -> frozenset[int] | None:
-    """The longest-lived values of a block whose setting aside splits it, added to `carried`."""
+    """Longest-lived values of a block whose setting aside splits it, with those in `carried`."""
     inside = (i for i in (*block.incoming, *range(block.start, block.stop)) if i not in carried)
     trial = carried
     for value in nlargest(
@@ -146,14 +146,18 @@ def _set_aside(
 
 
 class _Builder:
-    """Copies nodes of the whole graph into graphs of their own, one per segment."""
+    """Builder of segments: copies nodes of the full graph into graphs of their own."""
 
     def __init__(
-        self, flow: Liveness, segment_of: dict[fx.Node, int], kept: dict[str, fx.Node], last: int
+        self,
+        flow: Liveness,
+        segment_of: dict[fx.Node, int],
+        outputs_by_name: dict[str, fx.Node],
+        last: int,
     ) -> None:
         self.flow = flow
         self.segment_of = segment_of
-        self.kept = dict.fromkeys(kept.values())
+        self.returned = dict.fromkeys(outputs_by_name.values())
         self.last = last
         self.values: dict[str, TensorMeta] = {}
 
@@ -161,11 +165,11 @@ class _Builder:
         outputs = [n for n in nodes if self._leaves(n, index)]
         if index == self.last:
             # Outputs that no segment makes, such as a column itself, leave with the last one.
-            outputs += [n for n in self.kept if n not in self.segment_of]
+            outputs += [n for n in self.returned if n not in self.segment_of]
         return self._copy(index, _name(nodes), nodes, outputs)
 
     def prologue(self, segments: Sequence[Segment]) -> Segment:
-        """Derived nodes that some segment reads."""
+        """Segment of the batch-only nodes that some segment reads."""
         read = {name for segment in segments for name in segment.batch_only}
         batch_only = self.flow.batch_only
         outputs = [n for n in batch_only if n.name in read]
@@ -173,7 +177,7 @@ class _Builder:
 
     def _leaves(self, node: fx.Node, index: int) -> bool:
         later = any(self.segment_of.get(user, index) != index for user in node.users)
-        return later or node in self.kept
+        return later or node in self.returned
 
     def _copy(
         self, index: int, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
@@ -215,7 +219,7 @@ def _label(node: fx.Node) -> str:
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:
-    """The module that holds all of a segment's GEMMs, or else all its parameters."""
+    """Module path that holds all of a segment's GEMMs, or else all its parameters."""
     tests: tuple[Callable[[fx.Node], bool], ...] = (is_weight_gemm, reads_parameter)
     for test in tests:
         paths = [n.meta["module"].split(".") for n in nodes if test(n)]
@@ -226,7 +230,7 @@ def _name(nodes: Sequence[fx.Node]) -> str:
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, tuple[fx.Node, ...]]:
-    """A copy of a segment's graph with its meta, and the nodes it returns."""
+    """Copy of a segment's graph with its meta, and the nodes it returns."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     result = copy.graph_copy(graph, env)
@@ -238,12 +242,12 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, tuple[fx.Node, ...]]:
 
 
 def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
-    """The part of a segment that computes some of its outputs (a rank's own prologue)."""
+    """Slice of a segment that computes some of its outputs (a rank's own prologue)."""
     wanted = set(names)
     graph, result = copy_graph(segment.graph)
     (output,) = graph.find_nodes(op="output")
     graph.erase_node(output)
-    kept = [(n, v) for n, v in zip(segment.outputs, result, strict=True) if n in wanted]
-    graph.output(tuple(value for _, value in kept))
+    chosen = [(n, v) for n, v in zip(segment.outputs, result, strict=True) if n in wanted]
+    graph.output(tuple(value for _, value in chosen))
     eliminate_dead_code(graph)
-    return Segment.of(segment.index, segment.name, graph, (name for name, _ in kept))
+    return Segment.of(segment.index, segment.name, graph, (name for name, _ in chosen))

@@ -1,4 +1,4 @@
-"""The graphs of one model at changing shapes: traced one by one at first, then all from one trace.
+"""Graphs of one model at changing shapes: a few traces, then one trace with symbolic sizes.
 
 A trace takes seconds for a large model, and with batches of many lengths there would be hundreds.
 """
@@ -28,7 +28,7 @@ PATIENCE = 2
 
 
 class GraphsByShape:
-    """A model's graphs in one mode.
+    """Graphs of a model in one mode, by the batch's shape.
 
     What comes from the trace with symbols is used once it has been found equal to a shape's own
     trace, and for those shapes alone for which its guards hold.
@@ -50,7 +50,7 @@ class GraphsByShape:
         self._is_hopeless = False
 
     def __call__(self, columns: Mapping[str, TensorMeta]) -> ModelGraph:
-        """The graph for a batch of some shape.
+        """Graph for a batch of some shape.
 
         Raises:
             TraceError: the model cannot be traced at this shape.
@@ -74,7 +74,7 @@ class GraphsByShape:
             return None
 
     def _trace(self) -> Exported:
-        """The model with symbols for sizes, proved by the first shape's own trace.
+        """Trace with symbolic sizes, verified against the first shape's own trace.
 
         Raises:
             NotResizable: there is none, or it says something else.
@@ -101,7 +101,7 @@ class GraphsByShape:
         except Exception as error:  # the model's code, or torch, cannot do with symbols
             raise NotResizable(str(error)) from error
         if exported.num_conditions:
-            raise NotResizable("it makes choices by chance")
+            raise NotResizable("random numbers decide which operators run")
         if not _same(self._at(first.columns, exported), first):
             raise NotResizable("with symbols the model runs other operators")
         self._is_hopeless = False
@@ -133,7 +133,7 @@ def _same_segment(one: Segment, other: Segment) -> bool:
 
 
 def _written_out(graph: fx.Graph) -> list[tuple[object, ...]]:
-    """Operators and what they yield, with values by their place."""
+    """Operators of a graph and what they yield, with values by their index."""
     places = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
 
     def line(node: fx.Node) -> tuple[object, ...]:
@@ -145,4 +145,4 @@ def _written_out(graph: fx.Graph) -> list[tuple[object, ...]]:
 
 
 class _Place(str):
-    """The place of a value, in the writing of an operator's arguments."""
+    """Index of a value, in the text of an operator's arguments."""

@@ -1,7 +1,8 @@
-"""What is written in one segment and read in later ones: a value, that travels like any other.
+"""Functionalisation across segments: mutated tensors become values that are handed on.
 
-A tensor that losses or log determinants are added to all along a model would forbid every cut from
-its first sight to its last write; and a buffer that one stage writes is old on the others.
+A tensor that accumulates losses or log determinants all along a model would forbid every cut
+between its first reader and its last mutation; and a buffer that one stage mutates would be stale
+on the others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SUMS = {
 
 
 def release_accumulators(graph: fx.Graph) -> None:
-    """Let what is accumulated around weight GEMMs be a new tensor after each step.
+    """Out-of-place accumulation around weight GEMMs, so that segments can be cut between.
 
     Args:
         graph: of the whole model; changed in place.
@@ -46,7 +47,7 @@ def release_accumulators(graph: fx.Graph) -> None:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether an operator in place gives what its twin gives, and nothing of another type."""
+    """Whether an in-place operator and its out-of-place variant give the same, dtype included."""
     if node.target not in _SUMS:
         return False
     operands = [n.meta["tensor"] for n in node.all_input_nodes]
@@ -77,7 +78,7 @@ def _release(base: fx.Node, writers: Sequence[fx.Node], place: Mapping[fx.Node, 
 def functionalize_buffers(
     graph: fx.Graph, segments: Sequence[list[fx.Node]]
 ) -> list[list[fx.Node]]:
-    """Let later segments read what a buffer holds after the last write as a value.
+    """Values in place of mutated buffers, for the segments that read them later.
 
     Args:
         graph: of the whole model; changed in place.

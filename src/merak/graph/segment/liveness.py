@@ -1,4 +1,4 @@
-"""How values flow through a graph: what depends on the batch alone, what lives until when."""
+"""Liveness of a graph's values: batch-only operators, and every value's last use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from merak.graph.trace.normalize import is_random
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Main nodes start … stop − 1, and the older values that they or later ones read."""
+    """Span of main nodes start … stop − 1, and the older values that they or later ones read."""
 
     start: int
     stop: int
@@ -25,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """The nodes of a graph in two groups, and how long values of the main group live.
+    """Nodes of a graph in main and batch-only ones, and the lifetimes of main values.
 
     Args:
         main: nodes that depend on a parameter, draw random numbers, or write into a tensor.
@@ -42,7 +42,7 @@ class Liveness:
     uncuttable: frozenset[int]
 
     def cut(self, span: Span, carried: frozenset[int]) -> list[Span]:
-        """Cut a span wherever at most one value, carried ones aside, lives on to the next node."""
+        """Cut a span wherever at most one value, besides `carried`, lives on to the next node."""
         alive = dict.fromkeys(span.incoming)
         num_counted = sum(value not in carried for value in alive)
         parts = []
@@ -63,7 +63,7 @@ class Liveness:
 
 
 def analyze_liveness(graph: fx.Graph) -> Liveness:
-    """Split a graph's operators into main and derived ones, and find every value's lifetime."""
+    """Liveness of a graph: its main and batch-only operators, and every value's lifetime."""
     writes = find_mutations(graph)
     operators = [n for n in graph.nodes if n.op == "call_function"]
     main_set = _main(graph, operators, writes)
@@ -92,7 +92,7 @@ def _dying(last_use: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Mutations) -> set[fx.Node]:
-    """Operators that depend on a parameter, on chance, or on a buffer that is written.
+    """Operators that depend on a parameter, on random numbers, or on a mutated buffer.
 
     What is written in place is computed from the batch alone only if all that is written there is,
     and if nobody in the main part looks at it before the last write.
@@ -121,14 +121,14 @@ def _is_seed(placeholder: fx.Node, writes: Mutations) -> bool:
 
 
 def _unsendable(main: Sequence[fx.Node], last_use: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where tuples and plain numbers live: they never leave their segment."""
+    """Lifetimes of tuples and plain numbers, which never leave their segment."""
     for i, node in enumerate(main):
         if not isinstance(node.meta["tensor"], TensorMeta):
             yield i, last_use[i]
 
 
 def _written(writes: Mutations, position: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """From the first sight of what is written in place to the last write into it."""
+    """Lifetimes of mutated storages: from their first reader to the last mutation."""
     for memory, writers in writes.writers.items():
         members = writes.members[memory]
         seen = [position[n] for m in members for n in (m, *m.users) if n in position]

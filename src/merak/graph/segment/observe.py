@@ -1,4 +1,4 @@
-"""Look into a segment while it runs: what every operator yields, and the gradient of it."""
+"""Observation of a segment while it runs: every operator's value and gradient."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Observed:
-    """What operators yielded, by the name of the traced operator, then of the one that was run.
+    """Values and gradients of operators, by name of the traced and of the executed operator.
 
-    Where a traced operator is run as several (a share of it, and the sum over ranks), each counts.
+    Where a traced operator is run as several (a shard of it, and the sum over ranks), each counts.
 
     Args:
         values: what they yielded when first run.
@@ -31,18 +31,18 @@ class Observed:
 
 
 class Observer:
-    """Rewrites segments so that they compute the same, and their operators' results are noted."""
+    """Rewrite of segments that records their operators' results."""
 
     def __init__(self) -> None:
         self.observed = Observed()
 
     def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
-        """The segment, with a note behind every operator that yields floating point numbers."""
+        """Segment with a recording behind every operator that yields floating-point numbers."""
         graph, _ = copy_graph(segment.graph)
         elsewhere = {node.name for node in graph.find_nodes(op="placeholder")}
         for node in list(graph.nodes):
             origin = node.meta.get("origin", node.name)
-            # What is made of an input here, such as a rank's share, others make of it as well.
+            # What is made of an input here, such as a rank's shard, others make of it as well.
             if _yields_numbers(node) and origin not in elsewhere:
                 with graph.inserting_after(node):
                     note = graph.call_function(self.note, (node, origin, node.name))
@@ -50,7 +50,7 @@ class Observer:
         return replace(segment, graph=graph), {}
 
     def note(self, value: torch.Tensor, origin: str, name: str) -> None:
-        """Keep a copy of a result, and of its gradient once there is one."""
+        """Record a copy of a result, and of its gradient once there is one."""
         _keep(self.observed.values, origin, name, value)
         if value.requires_grad:
             gradients = self.observed.gradients

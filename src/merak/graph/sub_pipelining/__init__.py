@@ -1,1 +1,1 @@
-"""Segments for half a microbatch, cut at their all-reduces."""
+"""Segments for a sub-microbatch, cut at their all-reduces."""

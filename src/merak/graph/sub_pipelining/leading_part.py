@@ -1,7 +1,7 @@
-"""Ways to cut a segment so that its first part treats the samples of a microbatch one by one.
+"""Leading part of a segment: cuts before the first operator that needs all samples.
 
 Where a model's last block and its loss are one segment, the loss needs all samples and the block
-does not. Cut between them, the block runs in halves like all others.
+does not. Cut between them, the block runs in sub-microbatches like all others.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from merak.graph.trace.normalize import is_random
 
 
 def leading_cuts(segment: Segment, samples: SampleDims) -> Iterator[tuple[Segment, Segment]]:
-    """Cut a segment before what needs all samples, wherever no more crosses than enters it.
+    """Cuts of a segment before what needs all samples, where no more crosses than enters.
 
-    What crosses is put together of both halves, which costs its size. No parameter is read on both
-    sides, and only the first part draws random numbers, which then are those of the whole.
+    What crosses is put together of both sub-microbatches, which costs its size. No parameter is
+    read on both sides, and only the first part draws random numbers, which then are those of the
+    whole.
 
     Args:
         segment: as traced; left as it is. One that writes in place is not cut.
@@ -62,7 +63,7 @@ def _bytes(node: fx.Node) -> int:
 def _crossing_bytes(
     segment: Segment, first: Sequence[fx.Node], layout: SamplePlacements
 ) -> int | None:
-    """Bytes that the operators after `first` read of values; None if not all belong to samples."""
+    """Bytes that the operators after `first` read; None if not all have a sample dim."""
     inside = set(first)
     num_bytes = 0
     for node in (*segment.graph.find_nodes(op="placeholder"), *first):

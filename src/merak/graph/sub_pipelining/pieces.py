@@ -1,8 +1,8 @@
-"""Segments cut at their all-reduces, so that something else can run while one is under way.
+"""Pieces of a segment between its all-reduces, so that other work can overlap these.
 
-A tensor parallel block sums over the ranks where it ends (`reduce_from`), and its gradient where it
-begins (`copy_to`). Cut there, a segment is a list of pieces without communication; what is summed
-stands between them as data, for whoever runs the pieces.
+A tensor parallel block all-reduces its output where it ends (`reduce_from`), and its input's
+gradient where it begins (`copy_to`). Cut there, a segment is a list of pieces without
+communication; the all-reduces stand between them as data, for the engine that runs the pieces.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from merak.ops.collectives import copy_to, reduce_from
 
 @dataclass(frozen=True, slots=True)
 class PieceAllReduce:
-    """A value on its way from one piece to others.
+    """All-reduce of a value, or of its gradient, between two pieces.
 
     Args:
         source: the value before.
         result: the value after.
-        in_forward: the value is summed over the ranks; else it passes as it is, and its gradient
+        in_forward: the value is all-reduced over the ranks; else it passes as it is, and its
+            gradient
             is summed on the way back.
     """
 
@@ -35,23 +36,23 @@ class PieceAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a segment.
+    """Piece of a segment without communication, and the all-reduces that follow it.
 
     Args:
         segment: what it computes; its inputs and outputs are names of values that pieces of this
             segment give one another, or the segment's own.
-        crossings: what follows it, before any piece that reads the results.
+        all_reduces: what follows it, before any piece that reads the results.
     """
 
     segment: Segment
-    crossings: tuple[PieceAllReduce, ...]
+    all_reduces: tuple[PieceAllReduce, ...]
 
 
 def cut_at_all_reduces(segment: Segment) -> tuple[Piece, ...]:
-    """Cut a segment at the all-reduces of its activations.
+    """Pieces of a segment, cut at the all-reduces of its activations.
 
     Args:
-        segment: a rank's share of it; left as it is. One that writes in place is not cut.
+        segment: a rank's shard of it; left as it is. One that writes in place is not cut.
 
     Returns:
         Pieces in an order in which they can run.
@@ -61,13 +62,13 @@ def cut_at_all_reduces(segment: Segment) -> tuple[Piece, ...]:
 
 
 def returned_names(segment: Segment) -> tuple[str, ...]:
-    """What the pieces of a segment call the values that it returns, in the order of its outputs."""
+    """Names in the pieces of the values that a segment returns, in the order of its outputs."""
     cutter = _Cutter(segment)
     return tuple(cutter.name(node) for node in cutter.returned)
 
 
 def _levels(operators: Sequence[fx.Node], cuts: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """How many all-reduces come before each operator at the most."""
+    """Largest number of all-reduces before each operator."""
     levels: dict[fx.Node, int] = {}
     for node in operators:
         before = [levels[n] + (n in cuts) for n in node.all_input_nodes if n in levels]
@@ -76,7 +77,7 @@ def _levels(operators: Sequence[fx.Node], cuts: Collection[fx.Node]) -> dict[fx.
 
 
 def _is_cut(node: fx.Node) -> bool:
-    """Whether a node sums an activation or its gradient; weights' sums stay inside a piece."""
+    """Whether a node all-reduces an activation or its gradient; those of weights stay inside."""
     if node.target not in (reduce_from, copy_to):
         return False
     source = node.args[0]
@@ -85,7 +86,7 @@ def _is_cut(node: fx.Node) -> bool:
 
 
 class _Cutter:
-    """Copies the operators of each level into a graph of their own."""
+    """Builder of pieces: copies the operators of each level into a graph of their own."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -104,7 +105,7 @@ class _Cutter:
             self.names.setdefault(node, name)
 
     def piece(self, level: int) -> Piece:
-        """The operators of one level, and what is summed after them."""
+        """Piece of one level: its operators, and the all-reduces after them."""
         own = [n for n, found in self.levels.items() if found == level and n not in self.cuts]
         outputs = [n for n in own if self._leaves(n, level)]
         return Piece(
@@ -122,7 +123,7 @@ class _Cutter:
         return any(n in self.cuts or self.levels.get(n, level) != level for n in node.users)
 
     def name(self, node: fx.Node) -> str:
-        """What the pieces call a value."""
+        """Name of a value in the pieces."""
         if node.op == "placeholder":
             return str(node.meta["name"])
         # A value of this segment alone is named apart from those between segments.
@@ -135,7 +136,7 @@ def sub_segment(
     outputs: Sequence[fx.Node],
     name: Callable[[fx.Node], str],
 ) -> Segment:
-    """Some of a segment's operators as a segment of their own.
+    """Segment of some of a segment's operators.
 
     Args:
         segment: the whole.

@@ -1,10 +1,10 @@
-"""Segments for half a microbatch: what sub-pipelining runs twice, one half beside the other.
+"""Sub-microbatches: a segment split over the samples of a microbatch, for sub-pipelining.
 
-A segment may run in halves if every operator in it treats the samples of a microbatch one by one.
-The rules of tensor parallelism tell: with the batch split as if over two ranks, no operator may ask
-for a collective. Of an odd number of samples the first half has one more: the rules then reckon
-with the fraction that a half has. A half's dropout takes its rows of the pattern that the whole
-would draw, so that two halves give what the whole gives.
+A segment may run in sub-microbatches if every operator in it treats the samples of a microbatch one
+by one. The sharding rules of tensor parallelism decide that: with the batch sharded as if over two
+ranks, no operator may need a collective. Of an odd number of samples the first sub-microbatch has
+one more; the degree is then the fraction that a sub-microbatch has. A sub-microbatch's dropout
+takes its rows of the microbatch's mask, so that both give what the microbatch gives.
 
 Source: Merak (IEEE TPDS), section 5.3.
 """
@@ -47,39 +47,39 @@ _DROPPING: Mapping[Any, str] = {dropout_sharded: "layout", attend_sharded: "layo
 
 @dataclass(frozen=True, slots=True)
 class SubMicrobatch:
-    """Which samples of a microbatch a half has.
+    """Range of samples of a microbatch.
 
     Args:
         start: the first.
         stop: the one after the last.
-        whole: samples of the microbatch.
+        batch_size: samples of the microbatch.
     """
 
     start: int
     stop: int
-    whole: int
+    batch_size: int
 
     @property
     def degree(self) -> Fraction:
-        """How many times the half fits in the whole."""
-        return Fraction(self.whole, self.stop - self.start)
+        """Ratio of the microbatch's size to the sub-microbatch's."""
+        return Fraction(self.batch_size, self.stop - self.start)
 
     def rows(self, size: int) -> tuple[int, int]:
-        """Where the half's part of a dim begins that runs over the samples, and its length."""
-        first, last = (size * n // self.whole for n in (self.start, self.stop))
+        """Start and length of the sub-microbatch in a dim that runs over the samples."""
+        first, last = (size * n // self.batch_size for n in (self.start, self.stop))
         return first, last - first
 
 
 def sub_microbatches(batch_size: int) -> tuple[SubMicrobatch, SubMicrobatch]:
-    """The samples of both halves; of an odd number the first has one more.
+    """Both sub-microbatches; of an odd number of samples the first has one more.
 
     Raises:
         ShardError: less than two samples.
     """
     if batch_size < 2:
         raise ShardError(
-            f"a microbatch of {batch_size} sample has no halves; give a microbatch two samples or "
-            "more."
+            f"a microbatch of {batch_size} sample cannot be split into sub-microbatches; give a "
+            "microbatch two samples or more."
         )
     middle = (batch_size + 1) // 2
     return SubMicrobatch(0, middle, batch_size), SubMicrobatch(middle, batch_size, batch_size)
@@ -87,7 +87,7 @@ def sub_microbatches(batch_size: int) -> tuple[SubMicrobatch, SubMicrobatch]:
 
 @dataclass(frozen=True, slots=True)
 class SampleDims:
-    """How the samples of a microbatch lie in the values between segments.
+    """Sample dims of the values between segments.
 
     Args:
         batch_size: samples of the microbatch that the segments were traced for.
@@ -101,12 +101,13 @@ class SampleDims:
 
 @dataclass(frozen=True, slots=True)
 class SubMicrobatchSegments:
-    """A segment in two halves.
+    """Segments of both sub-microbatches.
 
     Args:
-        segments: what each half runs, with the names of the whole's inputs and outputs.
+        segments: what each sub-microbatch runs, with the names of the whole's inputs and outputs.
         sub_microbatches: which samples they have.
-        dims: the dim along which a half has its part, by the name of an input, column, batch-only
+        dims: the dim along which a sub-microbatch has its part, by the name of an input, column,
+            batch-only
             value or output; what is not named is the same for both.
     """
 
@@ -116,13 +117,13 @@ class SubMicrobatchSegments:
 
 
 def find_sample_dims(segments: Iterable[Segment], batch_size: int) -> SampleDims:
-    """Follow the samples of a microbatch through consecutive segments, from the first on."""
+    """Sample dims of the values between consecutive segments, from the first on."""
     dims: dict[str, int | None] = {}
     if batch_size < 2:
         return SampleDims(batch_size)
-    share, _ = sub_microbatches(batch_size)
+    sub_microbatch, _ = sub_microbatches(batch_size)
     for segment in segments:
-        placements = place_samples(segment, share, SampleDims(batch_size, dims)).placements
+        placements = place_samples(segment, sub_microbatch, SampleDims(batch_size, dims)).placements
         for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
             placed = placements.get(node)
             if placed == REPLICATE:
@@ -143,7 +144,7 @@ def split_segment(segment: Segment, samples: SampleDims) -> SubMicrobatchSegment
         ShardError: a single sample, or an operator that does not treat them one by one.
     """
     both = sub_microbatches(samples.batch_size)
-    first, second = (_lay_out(segment, share, samples) for share in both)
+    first, second = (_lay_out(segment, sub_microbatch, samples) for sub_microbatch in both)
     dims = {
         node.meta["name"]: placed.dim
         for node, placed in first.placements.items()
@@ -152,7 +153,7 @@ def split_segment(segment: Segment, samples: SampleDims) -> SubMicrobatchSegment
     for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
         placed = first.placements[node]
         if placed == second.placements[node] == REPLICATE:
-            continue  # both halves make it, each for itself
+            continue  # both sub-microbatches make it, each for itself
         dim = sample_dim(placed)
         if dim is None or dim != sample_dim(second.placements[node]):
             raise ShardError(f"its result {name} does not belong to single samples.")
@@ -167,29 +168,31 @@ def split_segment(segment: Segment, samples: SampleDims) -> SubMicrobatchSegment
 
 
 def sample_dim(placed: ResultPlacement) -> int | None:
-    """The one dim of a value along which the samples lie in their order; None if there is none."""
+    """Dim of a value along which the samples are in their order; None if there is none."""
     return placed.dim if isinstance(placed, Shard) and len(placed.parts) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlacements:
-    """How the values of a segment lie in one half of it.
+    """Placements of a segment's values in one sub-microbatch.
 
     Args:
-        share: which samples the half has.
+        sub_microbatch: which samples the sub-microbatch has.
         placements: by node, as if the samples were split over ranks.
         decisions: by operator; fewer than the segment has, where one needs all samples.
         refusal: why there are fewer.
     """
 
-    share: SubMicrobatch
+    sub_microbatch: SubMicrobatch
     placements: Mapping[fx.Node, ResultPlacement]
     decisions: Mapping[fx.Node, Decision]
     refusal: ShardError | None = None
 
 
-def place_samples(segment: Segment, share: SubMicrobatch, samples: SampleDims) -> SamplePlacements:
-    """Follow the samples of a microbatch through a segment, up to what needs all of them."""
+def place_samples(
+    segment: Segment, sub_microbatch: SubMicrobatch, samples: SampleDims
+) -> SamplePlacements:
+    """Placements of a segment's values, up to the first operator that needs all samples."""
     placements: dict[fx.Node, ResultPlacement] = {}
     decisions: dict[fx.Node, Decision] = {}
     for node in segment.graph.nodes:
@@ -197,19 +200,21 @@ def place_samples(segment: Segment, share: SubMicrobatch, samples: SampleDims) -
             placements[node] = _entering(node, samples)
     for node in _operators(segment):
         try:
-            decisions[node] = _decide(Operator(node, placements, share.degree))
+            decisions[node] = _decide(Operator(node, placements, sub_microbatch.degree))
         except ShardError as error:
-            return SamplePlacements(share, placements, decisions, error)
+            return SamplePlacements(sub_microbatch, placements, decisions, error)
         placements[node] = decisions[node].output
-    return SamplePlacements(share, placements, decisions)
+    return SamplePlacements(sub_microbatch, placements, decisions)
 
 
 def _operators(segment: Segment) -> list[fx.Node]:
     return [node for node in segment.graph.nodes if node.op == "call_function"]
 
 
-def _lay_out(segment: Segment, share: SubMicrobatch, samples: SampleDims) -> SamplePlacements:
-    layout = place_samples(segment, share, samples)
+def _lay_out(
+    segment: Segment, sub_microbatch: SubMicrobatch, samples: SampleDims
+) -> SamplePlacements:
+    layout = place_samples(segment, sub_microbatch, samples)
     if layout.refusal is not None:
         raise layout.refusal
     return layout
@@ -223,7 +228,7 @@ def _output_nodes(segment: Segment) -> tuple[fx.Node, ...]:
 
 
 def _entering(node: fx.Node, samples: SampleDims) -> Placement:
-    """What enters a half: its samples, of what has any; else all of it."""
+    """Placement of a placeholder: sharded over its samples, if it has any."""
     meta, kind = node.meta["tensor"], node.meta["kind"]
     if kind in (Kind.PARAMETER, Kind.BUFFER) or not isinstance(meta, TensorMeta):
         return REPLICATE
@@ -234,7 +239,7 @@ def _entering(node: fx.Node, samples: SampleDims) -> Placement:
 
 
 def _decide(op: Operator) -> Decision:
-    """The rule of tensor parallelism, where it needs nothing of the other half."""
+    """Decision of the sharding rule, where it needs nothing of the other sub-microbatch."""
     operands = op.node.all_input_nodes
     if has_mutable_schema(op.node):
         _refuse_writes(op)
@@ -262,7 +267,7 @@ def _is_parted(placed: Placement) -> bool:
 
 
 def _refuse_writes(op: Operator) -> None:
-    """A write into a buffer would happen twice."""
+    """Refuse mutations of buffers, which would happen twice."""
     for written in mutated_arguments(op.node):
         source: fx.Node | None = written
         while source is not None and source.op == "call_function":
@@ -308,18 +313,18 @@ _MORE_RULES: dict[str, Callable[[Operator], Decision]] = {
 
 
 class _Writer:
-    """Writes the graph of one half."""
+    """Rewriter of a segment's graph for one sub-microbatch."""
 
     def __init__(self, layout: SamplePlacements) -> None:
         self.placements = layout.placements
         self.decisions = layout.decisions
-        self.share = layout.share
+        self.sub_microbatch = layout.sub_microbatch
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.narrowed: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def run(self, graph: fx.Graph) -> fx.Graph:
-        """The graph of the half."""
+        """Graph of the sub-microbatch."""
         for node in graph.nodes:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], lambda n: self.env[n]))
@@ -328,12 +333,14 @@ class _Writer:
                 self.env[node] = self.operator(node, self.decisions[node])
             else:
                 self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
-            local = local_meta(node.meta["tensor"], self.placements[node], self.share.degree)
+            local = local_meta(
+                node.meta["tensor"], self.placements[node], self.sub_microbatch.degree
+            )
             self.env[node].meta = {**node.meta, "tensor": local}
         return self.graph
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """The operator on the half's rows, by what was decided about it."""
+        """Operator on the sub-microbatch's rows, as decided."""
 
         def operand(n: fx.Node) -> fx.Node:
             need = decision.needs.get(n)
@@ -352,13 +359,14 @@ class _Writer:
         )
 
     def rows_of(self, node: fx.Node, dim: int) -> fx.Node:
-        """The half's part of what it reads whole otherwise."""
+        """The sub-microbatch's rows of a value that it reads whole otherwise."""
         if (node, dim) not in self.narrowed:
             meta = node.meta["tensor"]
             new = self.graph.call_function(
-                aten.narrow.default, (self.env[node], dim, *self.share.rows(meta.shape[dim]))
+                aten.narrow.default,
+                (self.env[node], dim, *self.sub_microbatch.rows(meta.shape[dim])),
             )
-            local = local_meta(meta, Shard(dim, ()), self.share.degree)
+            local = local_meta(meta, Shard(dim, ()), self.sub_microbatch.degree)
             new.meta = {**node.meta, "tensor": local}
             self.narrowed[node, dim] = new
         return self.narrowed[node, dim]
@@ -366,11 +374,11 @@ class _Writer:
     def own_rows(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Dropout over a split batch: not by rank, but by the half's rows of the pattern."""
+        """Dropout by the sub-microbatch's rows of the mask, not by rank."""
         placed = self.placements[node]
         assert isinstance(placed, Shard)
         whole = node.meta["tensor"].shape[placed.dim]
-        rows = (placed.dim, self.share.rows(whole)[0], whole)
+        rows = (placed.dim, self.sub_microbatch.rows(whole)[0], whole)
         if target is dropout_sharded:
             operand, p, train, _ = args
             return (operand, p, train, None), {"rows": rows}

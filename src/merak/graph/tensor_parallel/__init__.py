@@ -1,1 +1,1 @@
-"""How weights are split over the tensor parallel ranks, and every rank's share of a graph."""
+"""Tensor parallelism: how weights are sharded over ranks, and every rank's rewritten graph."""

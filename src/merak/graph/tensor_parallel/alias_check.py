@@ -1,4 +1,4 @@
-"""Writes into split values: a whole copy of a view would change where nobody looks."""
+"""Alias check of sharded values: a mutation of a gathered copy would be lost."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Decisions = Mapping[fx.Node, Decision]
 
 
 def refuse_lost_writes(graph: fx.Graph, placements: Placements, decisions: Decisions) -> None:
-    """Refuse a split under which an operator's write would not be seen by all that see it now.
+    """Refuse placements under which a mutation misses one of its readers.
 
     Where a view, or what is written, needs its operand otherwise than it lies, it gets a copy: what
     is then written into the one is missing in the other.
 
     Args:
         graph: the segment's operators.
-        placements: how their results lie.
+        placements: placements of their results.
         decisions: what becomes of them.
 
     Raises:
@@ -51,7 +51,7 @@ def refuse_lost_writes(graph: fx.Graph, placements: Placements, decisions: Decis
 def _copies(
     memory: int, writes: Mutations, placements: Placements, decisions: Decisions
 ) -> dict[fx.Node, int]:
-    """Which copy of a memory every node that is (a view of) it then has."""
+    """Copy of a storage that each of its nodes then is (a view of)."""
     found: dict[fx.Node, int] = {}
     for node in _with_tuples(writes.members[memory]):
         decision = decisions.get(node)
@@ -66,7 +66,7 @@ def _copies(
 
 
 def _with_tuples(members: list[fx.Node]) -> Iterator[fx.Node]:
-    """The members in order, and before its first part each tuple that they are parts of."""
+    """Nodes of a storage in order, with each tuple before the first node taken from it."""
     seen: set[fx.Node] = set()
     for node in members:
         for each in (*(n for n in node.all_input_nodes if _is_tuple(n)), node):
@@ -80,7 +80,7 @@ def _is_tuple(node: fx.Node) -> bool:
 
 
 def _aliased(node: fx.Node, memory: int) -> list[fx.Node]:
-    """The operands that a node may be a view of."""
+    """Operands that a node may be a view of."""
     return [n for n in node.all_input_nodes if n.meta.get("storage") == memory or _is_tuple(n)]
 
 
@@ -96,7 +96,7 @@ def _reached(
     placements: Placements,
     decisions: Decisions,
 ) -> set[int]:
-    """The copies of a memory that a write reaches; one that returns nothing may miss all."""
+    """Copies of a storage that a mutation reaches; one that returns nothing may miss all."""
     if writer in copies:
         return {copies[writer]}
     decision = decisions.get(writer)

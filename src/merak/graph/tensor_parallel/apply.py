@@ -1,9 +1,9 @@
-"""Tensor parallelism as a rewriting of the traced graph: every rank runs its share of a segment.
+"""Tensor parallelism as a rewriting of the traced graph: every rank runs its shard of a segment.
 
-Three steps: how weights are split is derived from the graph (`auto_shard`), or a feature dict says
-so; the splits are carried through the graph operator by operator (`propagate`), and the graph is
-written anew with local sizes and the collectives in between (`rewrite`). What crosses from one
-segment to the next is whole on every rank, or its share of the sequence (`sequence`).
+Three steps: placements of the weights are searched on the graph (`auto_shard`), or given by a
+feature dict; they are propagated through the graph operator by operator (`propagate`), and the
+graph is rewritten with local sizes and the collectives in between (`rewrite`). Values between
+segments are replicated, or sharded over the sequence (`sequence`).
 
 Source: Megatron-LM (arXiv 1909.08053, section 3); Merak (IEEE TPDS), section 4.1.
 """
@@ -50,12 +50,12 @@ from merak.graph.tensor_parallel.sequence.plan import SequencePlan, plan_sequenc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorParallel:
-    """Makes the segments of one model those of a tensor parallel rank.
+    """Rewriting of a model's segments into those of a tensor parallel rank.
 
     Args:
         auto_sharder: fits operators to split weights, and remembers how.
         weights: the split parameters.
-        sequence: whether values lie in shares of the sequence where they can.
+        sequence: whether values are sharded over the sequence where they can be.
         sequence_plan: which do, in the graph that `fit` has seen.
     """
 
@@ -65,7 +65,7 @@ class TensorParallel:
     sequence_plan: SequencePlan | None = None
 
     def fit(self, model: ModelGraph) -> tuple[ModelGraph, TensorParallel]:
-        """Plan for a graph of the model, which is traced anew for every shape.
+        """Plan of the rewriting for a graph of the model, which is traced anew for every shape.
 
         Args:
             model: traced at any shapes; its segments are those that are rewritten afterwards.
@@ -76,9 +76,9 @@ class TensorParallel:
         degree = self.auto_sharder.degree
         if degree == 1 or not self.sequence:
             return model, self
-        shares = plan_sequence(model, self.split, degree)
-        fitted = replace(model, values=shares.local_values(model, degree))
-        return fitted, replace(self, sequence_plan=shares)
+        plan = plan_sequence(model, self.split, degree)
+        fitted = replace(model, values=plan.local_values(model, degree))
+        return fitted, replace(self, sequence_plan=plan)
 
     def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
         """Rewrite one segment.
@@ -100,12 +100,12 @@ class TensorParallel:
         if self.sequence_plan is None:
             layout = propagate(segment.graph, split.weights, degree, decide_or_gather, split.inside)
         else:
-            layout = self.sequence_plan.segments[segment.index].laid.propagation
+            layout = self.sequence_plan.segments[segment.index].propagated.propagation
         shards = {name: _shard(p, degree) for name, p in split.weights.items()}
         return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
 
     def split(self, segment: Segment) -> SegmentSharding:
-        """How one segment is split, and the collectives it runs."""
+        """Sharding of one segment's weights, and the collectives it runs."""
         own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
         return self.auto_sharder(SegmentTask(segment, own, frozenset(segment.parameters)))
 
@@ -113,13 +113,13 @@ class TensorParallel:
 def tensor_parallel(
     model: ModelGraph, features: Features | None, degree: int, *, sequence: bool = False
 ) -> TensorParallel:
-    """Choose how tensor parallelism splits a model.
+    """Sharding of a model's weights: by a feature dict, and automatic for the rest.
 
     Args:
         model: the traced model.
         features: what is given; the rest is derived from the graph.
         degree: the number of tensor parallel ranks.
-        sequence: whether values lie in shares of the sequence where they can.
+        sequence: whether values are sharded over the sequence where they can be.
 
     Returns:
         What rewrites its segments.
@@ -143,14 +143,14 @@ def tensor_parallel(
 def auto_tensor_parallel(
     model: ModelGraph, degree: int, *, sequence: bool = False
 ) -> TensorParallel:
-    """The splits derived from a model's graph alone; none where the degree is too large."""
+    """Automatic sharding of a model's weights; none where the degree is too large."""
     auto_sharder = AutoSharder(model.parameters, degree)
     weights = auto_shard(model, auto_sharder, {}, frozenset()) if degree > 1 else {}
     return TensorParallel(auto_sharder, weights, sequence)
 
 
 def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute]:
-    """The attribute of every parameter of a model that a feature dict speaks of.
+    """Attributes of the parameters that a feature dict matches.
 
     Raises:
         ShardError: a pattern that matches nothing.
@@ -161,7 +161,7 @@ def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute
 def given_weights(
     model: ModelGraph, attributes: Mapping[str, Attribute], degree: int
 ) -> dict[str, Shard]:
-    """The splits that a feature dict asks for, checked against the graph.
+    """Placements of weights that a feature dict asks for, checked against the graph.
 
     Args:
         model: the traced model.
@@ -186,7 +186,7 @@ def given_weights(
 
 
 def check_features(model: ModelGraph, features: Features) -> None:
-    """Refuse a feature dict that fits a model under no degree, where nothing is split by it.
+    """Refuse a feature dict that fits a model under no degree.
 
     Raises:
         ShardError: a pattern that matches nothing, or an operator that cannot be split so.
@@ -234,7 +234,7 @@ def _shard(placed: WeightPlacement, degree: int) -> ParameterShard:
 
 
 def _check_shared(segment: Segment, own: WeightPlacements, chosen: WeightPlacements) -> None:
-    """A parameter that several segments read lies the same in all of them."""
+    """Check that segments that share a parameter shard it in one way."""
     for name in segment.parameters:
         if name in own and chosen.get(name, own[name]) != own[name]:
             raise ShardError(

@@ -1,4 +1,4 @@
-"""Feature dicts as people write them in JSON, or as Python objects."""
+"""Feature dicts in JSON, or as Python objects."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Feature dicts: which of a model's weights tensor parallelism splits, and how.
+"""Feature dicts: which of a model's weights tensor parallelism shards, and how.
 
 A feature dict maps patterns over the names in the user's model to attributes. A pattern is a module
 or parameter path, or the end of one, with shell wildcards (`*`, `?`, `[…]`):
 "attn.c_attn" means every module whose path ends so. Where several patterns match a parameter, the
-last one counts. What no pattern matches is derived from the graph (`tensor_parallel/derive.py`), so
-`{"transformer.h.0.mlp.*": Replicate()}` makes an exception.
+last one counts. What no pattern matches is sharded automatically
+(`graph.tensor_parallel.search.auto_shard`), so `{"transformer.h.0.mlp.*": Replicate()}` makes an
+exception.
 
 Whether a weight is stored as (outputs, inputs) or (inputs, outputs) does not matter here: the graph
 shows it.
@@ -21,7 +22,7 @@ from merak.core.errors import ShardError
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Split the outputs of a GEMM: every rank computes its share of them.
+    """Column parallelism: every rank computes its shard of a GEMM's outputs.
 
     Args:
         parts: relative sizes of fused parts that are split one by one: (1, 1, 1) for query, key and
@@ -35,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Split the inputs of a GEMM: every rank computes a summand of all outputs.
+    """Row parallelism: the inputs of a GEMM are sharded, and every rank computes a partial sum.
 
     Args:
         parts: relative sizes of fused parts of the inputs that are split one by one.
@@ -48,15 +49,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Split the rows of an embedding, the outputs of a head, or both where they are tied.
+    """Vocabulary parallelism: an embedding's rows, a head's outputs, or both where tied.
 
-    The degree need not divide them: the last ranks' shares are filled up with padding.
+    The degree need not divide them: the last ranks' shards are filled up with padding.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Keep the whole weight on every rank."""
+    """Replication: every rank holds the full weight."""
 
 
 Attribute = Column | Row | Vocabulary | Replicate
@@ -66,7 +67,7 @@ Features = Mapping[str, Attribute]
 def resolve_features(
     features: Features, names: Iterable[str], tied: Mapping[str, str] | None = None
 ) -> dict[str, Attribute]:
-    """The attribute of every parameter that a feature dict speaks of.
+    """Attributes of the parameters that a feature dict matches.
 
     Args:
         features: patterns to attributes.

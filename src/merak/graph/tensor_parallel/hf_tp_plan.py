@@ -40,7 +40,7 @@ _DERIVED = frozenset(
 
 
 def given_plan(model: nn.Module) -> Features | None:
-    """The plan that was given to a model's config; None where it has only that of its class.
+    """Tensor parallel plan set on a model's config; None where it has only its class's.
 
     Raises:
         ShardError: a style of split that Merak does not know.
@@ -51,7 +51,7 @@ def given_plan(model: nn.Module) -> Features | None:
 
 
 def features_from_plan(plan: Mapping[str, str]) -> Features:
-    """A feature dict that says what a plan of transformers says about weights.
+    """Feature dict of a transformers tensor parallel plan.
 
     Args:
         plan: patterns of module names → styles, as `config.base_model_tp_plan`.

@@ -1,4 +1,4 @@
-"""How a value lies on the tensor parallel ranks, and what a rule says about an operator."""
+"""Placements of values on the tensor parallel ranks, and a sharding rule's decision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AXIS = "tp"
 """The mesh axis that the rewriting splits over."""
 
 Degree = int | Fraction
-"""How many times a share fits in the whole: the number of ranks, or a fraction of unequal parts."""
+"""How many times a shard fits in the whole: the number of ranks, or a fraction of unequal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every rank holds its share of each fused part, parts in their order.
+    """Placement of a sharded value: every rank holds its shard of each fused part, in order.
 
     One part that the degree does not divide, a vocabulary, is filled up with padding: what the
     values there are means nothing, and their gradients are zero.
@@ -62,7 +62,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class PartlySharded:
-    """Every rank holds its share of some fused parts and all of the others.
+    """Placement of a fused value of which some parts are sharded and others replicated.
 
     Each rank makes a part of the whole parts' gradient.
 
@@ -88,11 +88,12 @@ REPLICATE, REPLICATE_PARTIAL_GRAD = Replicate(), Replicate(grad=PARTIAL)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of an operator whose operands are split.
+    """Decision of a sharding rule about an operator.
 
     Args:
-        output: how its result lies; a tuple for several results.
-        needs: how operands must lie. Operands not named: sharded ones stay as they are, replicated
+        output: placement of its result; a tuple for several results.
+        needs: placements that operands must have. Operands not named: sharded ones stay as they
+            are, replicated
             ones enter the split work (`REPLICATE_PARTIAL_GRAD`), partial sums too unless the result
             is one.
         target: the operator in its place; None keeps it.
@@ -115,7 +116,7 @@ class Decision:
 def need_of(
     node: fx.Node, decision: Decision, placements: Mapping[fx.Node, ResultPlacement]
 ) -> Placement | None:
-    """How a decision's operand must lie; None takes it as it lies."""
+    """Placement that a decision asks of an operand; None for the one it has."""
     if node in decision.needs:
         return decision.needs[node]
     placed = placements[node]
@@ -128,12 +129,12 @@ def need_of(
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator of the traced graph and how its operands lie: what a rule looks at.
+    """Operator of the traced graph with its operands' placements, for a sharding rule.
 
     Args:
         node: the operator's node, in the graph before rewriting.
         placements: how the results of all nodes before it lie.
-        degree: the tensor parallel degree; or the whole ÷ one share, where shares are unequal.
+        degree: the tensor parallel degree; or the full size ÷ one shard, where shards are unequal.
         in_split_work: whether to count it to the work that is split, though its operands are whole.
         by_storage: how the results before it lie that are in some memory, by its number; may be
             left out where none is copied.
@@ -146,7 +147,7 @@ class Operator:
     by_storage: Mapping[int | None, Collection[ResultPlacement]] = field(default_factory=dict)
 
     def placement(self, operand: Any) -> Placement:
-        """How an operand lies; a partial sum counts as replicated, as it is reduced first.
+        """Placement of an operand; a partial sum counts as replicated, as it is reduced first.
 
         So does a copied value, which is what split work asks of a replicated one.
         """
@@ -154,14 +155,14 @@ class Operator:
         return REPLICATE if isinstance(placed, (Partial, Replicate)) else placed
 
     def raw(self, operand: Any) -> Placement:
-        """How an operand lies, partial sums as such."""
+        """Placement of an operand, partial sums as such."""
         placed = self.placements[operand] if isinstance(operand, fx.Node) else REPLICATE
         if isinstance(placed, tuple):
             raise self.error("reads the tuple of a split operator as a whole")
         return placed
 
     def sharded(self) -> dict[fx.Node, Shard]:
-        """The operands that are split, in the order of the arguments."""
+        """Sharded operands, in the order of the arguments."""
         placed = {n: self.placement(n) for n in self.node.all_input_nodes}
         return {n: p for n, p in placed.items() if isinstance(p, Shard)}
 
@@ -187,7 +188,7 @@ class Operator:
         return {"args": tuple(args), "kwargs": kwargs}
 
     def local(self, size: int, placed: Shard | None = None) -> int:
-        """A rank's share of a size that is split; filled up where it is all of a padded value."""
+        """Local size of a sharded size, with padding where it is all of a padded value."""
         if placed is not None and placed.parts == (size,) and is_padded(placed, self.degree):
             return shard_size(size, int(self.degree))
         if size % self.degree:
@@ -215,14 +216,14 @@ def _argument_names(target: Any) -> list[str]:
 
 
 def where(node: fx.Node) -> str:
-    """The operator, the module and the line that a node comes from, for messages."""
+    """Operator, module and source line of a node, for messages."""
     module, source = node.meta.get("module"), node.meta.get("source")
     places = (str(node.target), module and f"in {module}", source or "unknown line")
     return ", ".join(place for place in places if place)
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """The whole shape of what a node yields; () for numbers."""
+    """Full shape of a node's value; () for numbers."""
     meta = node.meta["tensor"] if isinstance(node, fx.Node) else None
     return meta.shape if isinstance(meta, TensorMeta) else ()
 
@@ -238,14 +239,14 @@ def positive(dim: int, num_dims: int) -> int:
 
 
 def is_padded(placed: ResultPlacement, degree: Degree) -> bool:
-    """Whether some rank's share is filled up with padding; halves of a microbatch never are."""
+    """Whether some rank's shard has padding; sub-microbatches never have."""
     if not isinstance(degree, int) or not isinstance(placed, Shard):
         return False
     return any(size % degree for size in placed.parts)
 
 
 def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
-    """What a rank holds of a value that lies as `placed`."""
+    """Local shape and dtype of a value of some placement."""
     if isinstance(meta, tuple):
         each = placed if isinstance(placed, tuple) else (placed,) * len(meta)
         return tuple(local_meta(m, p, degree) for m, p in zip(meta, each, strict=True))
@@ -265,7 +266,7 @@ _OPAQUE = (Role.OPAQUE_CALL, Role.AUTOGRAD_FUNCTION)
 
 @cache
 def is_opaque(target: Any) -> bool:
-    """Whether an operator's backward is not torch's own: it may be no linear function.
+    """Whether an operator's backward is not torch's own: it may not be linear.
 
     What such a backward gives for each rank's part of a gradient need not sum up to what it gives
     for the whole gradient.

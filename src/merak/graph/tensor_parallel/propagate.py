@@ -1,4 +1,4 @@
-"""Carry the split of the weights through a segment: how every value then lies on the ranks."""
+"""Propagation of placements: from the weights through a segment, operator by operator."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ from merak.graph.tensor_parallel.rules.rules import decide
 
 @dataclass(frozen=True, slots=True)
 class Propagation:
-    """How the values of one segment lie, and what becomes of its operators.
+    """Placements of a segment's values, and the decisions about its operators.
 
     Args:
         placements: by node of the segment's graph, before operands are converted.
         decisions: by operator.
         outputs: how results leave the segment that do not leave it whole.
-        scatters: whether a sum becomes shares by a reduce-scatter, and shares that enter split work
+        scatters: whether a sum becomes sharded by a reduce-scatter, and shards that enter split
+            work
             become whole by an all-gather whose backward is one; else through whole values.
     """
 
@@ -54,7 +55,7 @@ class Propagation:
     scatters: bool = False
 
     def leaving(self, node: fx.Node) -> Placement:
-        """How a result of the segment lies for those that read it."""
+        """Placement of a result of the segment."""
         return self.outputs.get(node, REPLICATE)
 
 
@@ -66,14 +67,14 @@ def propagate(
     inside: Collection[fx.Node] = (),
     entering: Mapping[fx.Node, Placement] = MappingProxyType({}),
 ) -> Propagation:
-    """Walk a segment in order and decide for every operator how it works on what is split.
+    """Propagate placements through a segment, with a decision for every operator.
 
     This is all that a search over assignments needs: it costs no tensors, and what a decision asks
     of operands (`Decision.needs`) are the collectives that it costs.
 
     Args:
         graph: the segment's operators.
-        weights: how parameters lie, by name; replicated where not named.
+        weights: placements of parameters, by name; replicated where not named.
         degree: the number of ranks.
         rule: decides about an operator; `decide_or_gather` where nothing may fail.
         inside: operators on whole values to count to the work that is split: then these values
@@ -105,7 +106,7 @@ def propagate(
 
 
 def decide_or_gather(op: Operator) -> Decision:
-    """What becomes of one operator; one that cannot work on split operands gets them whole.
+    """Decision about an operator; one that cannot work on shards gets replicated operands.
 
     Raises:
         ShardError: it writes into an operand, of which a whole copy would be of no use; or reads
@@ -125,7 +126,7 @@ def decide_or_gather(op: Operator) -> Decision:
 def place_weights(
     segment: Segment, parameters: Mapping[str, TensorMeta], attributes: Mapping[str, Attribute]
 ) -> dict[str, Shard]:
-    """How the parameters of a segment lie that a feature dict splits.
+    """Placements of a segment's parameters that a feature dict shards.
 
     Args:
         segment: the segment.
@@ -177,7 +178,7 @@ def _split_dim(node: fx.Node, name: str, num_dims: int, attribute: Attribute | N
 
 
 def vocabulary_dim(node: fx.Node) -> int | None:
-    """Along which dim of a parameter a vocabulary lies: rows looked up, or outputs of a product.
+    """Vocabulary dim of a parameter: the rows of a table, or the outputs of a product.
 
     Returns:
         The dim; None where it has no such dim, or several.
@@ -190,14 +191,14 @@ def vocabulary_dim(node: fx.Node) -> int | None:
 
 
 def weight_dims(node: fx.Node) -> tuple[tuple[int, int], ...]:
-    """(output dim, input dim) of a parameter, for every way in which matrix products use it."""
+    """Output and input dims of a parameter, for every way in which GEMMs use it."""
     meta = node.meta["tensor"]
     dims = tuple(range(len(meta.shape)))
     return tuple(dict.fromkeys(_gemm_dims(node, dims))) if len(dims) > 1 else ()
 
 
 def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(output dim, input dim) of a weight in every matrix product that uses it.
+    """Output and input dims of a weight in every GEMM that uses it.
 
     Args:
         node: the weight, or a view of it.
@@ -243,7 +244,7 @@ def _part_sizes(name: str, size: int, parts: tuple[int, ...]) -> tuple[int, ...]
 
 
 def capacities(propagation: Propagation) -> dict[str, int]:
-    """The number of pieces that the layers' split dims can be cut into.
+    """Number of pieces that the layers' sharded dims can be cut into.
 
     Follow what a weight splits through a propagation of degree 1: wherever its values are seen as
     heads, every fused part is a number of heads. What divides all of these numbers fits.

@@ -1,4 +1,4 @@
-"""What tensor parallelism makes of a model, for people to read: what it splits, and why not."""
+"""Report of tensor parallelism: what it shards of a model, and why not the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from merak.graph.tensor_parallel.sequence.propagate import SequencePropagation
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """How one segment is split.
+    """Sharding of one segment's weights, and its collectives.
 
     Args:
         split: how each split parameter lies, by name: "column", "row (64, 64)",
@@ -34,10 +34,10 @@ class SegmentReport:
         whole: why each other parameter is whole, by name.
         forward: collectives of activations in its forward.
         backward: those in its backward.
-        shared: values of activations, of those outside split work, that lie in shares of the
+        shared: values of activations, of those outside split work, that are sharded over the
             sequence.
         values: how many there are outside split work.
-        gathered: operators outside split work that take whole what lies in shares.
+        gathered: operators outside split work that take whole what is sharded.
     """
 
     split: dict[str, str] = field(default_factory=dict)
@@ -50,14 +50,14 @@ class SegmentReport:
 
 
 def report_sharding(model: ModelGraph, parallel: TensorParallel) -> tuple[SegmentReport, ...]:
-    """How every segment of a model is split."""
+    """Sharding reports of a model's segments."""
     reasons, tables = replication_reasons(model, parallel), vocabularies(model)
     model, parallel = parallel.fit(model)
     return tuple(_report(segment, parallel, reasons, tables) for segment in model.segments)
 
 
 def replication_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:
-    """Why parameters are whole on every rank, by name."""
+    """Reasons why parameters are replicated, by name."""
     degree, pieces = parallel.auto_sharder.degree, limits_of(model)
     found = dict.fromkeys(vocabularies(model), "splitting its vocabulary costs more than it saves")
     for name in model.parameters:
@@ -74,7 +74,7 @@ def replication_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str
 
 
 def replication_warning(model: ModelGraph, parallel: TensorParallel) -> str | None:
-    """A sentence about weights that the degree leaves whole; None if they are few."""
+    """Warning about weights that the degree leaves replicated; None if they are few."""
     degree = parallel.auto_sharder.degree
     if not parallel.weights.keys() - vocabularies(model):
         but, rest = (" but the vocabulary", "the rest") if parallel.weights else ("", "all")
@@ -115,9 +115,9 @@ def _report(
     whole = {name: reasons[name] for name in nodes if name not in split}
     if parallel.sequence_plan is None:
         return SegmentReport(split, whole, *_counted(found.transfers))
-    shares = parallel.sequence_plan.segments[segment.index]
-    counts = (*_counted(shares.transfers), *_on_shares(segment, shares.laid))
-    return SegmentReport(split, whole, *counts, gathered_for(segment, shares.laid))
+    shards = parallel.sequence_plan.segments[segment.index]
+    counts = (*_counted(shards.transfers), *_on_shards(segment, shards.propagated))
+    return SegmentReport(split, whole, *counts, gathered_for(segment, shards.propagated))
 
 
 def _counted(transfers: Sequence[Transfer]) -> tuple[int, int]:
@@ -126,26 +126,26 @@ def _counted(transfers: Sequence[Transfer]) -> tuple[int, int]:
     return sent.count(True), sent.count(False)
 
 
-def _on_shares(segment: Segment, laid: SequencePropagation) -> tuple[int, int]:
-    """How many of the values outside split work lie in shares, and how many there are."""
+def _on_shards(segment: Segment, propagated: SequencePropagation) -> tuple[int, int]:
+    """Number of values outside sharded work that are sharded, and of all of them."""
     weights = weights_only(segment.graph)
     found = [
-        node in laid.sharded or node in laid.propagation.outputs
-        for node, placed in laid.propagation.placements.items()
+        node in propagated.sharded or node in propagated.propagation.outputs
+        for node, placed in propagated.propagation.placements.items()
         if node.op == "call_function" and node not in weights and has_gradient(node)
-        if node in laid.sharded or isinstance(placed, Replicate)
+        if node in propagated.sharded or isinstance(placed, Replicate)
     ]
     return found.count(True), len(found)
 
 
-def gathered_for(segment: Segment, laid: SequencePropagation) -> tuple[str, ...]:
-    """The operators outside split work for which shares are gathered, and where they are."""
+def gathered_for(segment: Segment, propagated: SequencePropagation) -> tuple[str, ...]:
+    """Operators outside sharded work for which shards are gathered, and where they are."""
     found = (
         f"{family(node.target)} in {node.meta.get('module') or segment.name}"
-        for node, decision in laid.propagation.decisions.items()
+        for node, decision in propagated.propagation.decisions.items()
         if decision.output == REPLICATE
         if any(
-            need == REPLICATE and isinstance(laid.propagation.placements[n], Shard)
+            need == REPLICATE and isinstance(propagated.propagation.placements[n], Shard)
             for n, need in decision.needs.items()
         )
     )
@@ -153,14 +153,14 @@ def gathered_for(segment: Segment, laid: SequencePropagation) -> tuple[str, ...]
 
 
 def _of_vocabulary(placed: WeightPlacement, degree: int) -> str:
-    """A split vocabulary in words, with the rows that it is filled up by."""
+    """Sharded vocabulary in words, with its rows of padding."""
     (size,) = placed.parts
     padding = shard_size(size, degree) * degree - size
     return f"vocabulary ({size} and {padding} of padding)" if padding else "vocabulary"
 
 
 def describe(placed: WeightPlacement, outputs: Sequence[int]) -> str:
-    """An attribute in words: "column", "row", with the sizes of fused parts.
+    """Attribute in words: "column", "row", with the sizes of fused parts.
 
     Args:
         placed: how the parameter lies.

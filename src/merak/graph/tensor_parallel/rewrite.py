@@ -1,4 +1,4 @@
-"""Write a segment's graph anew for one rank's share: local sizes, and the collectives between."""
+"""Rewriting of a segment's graph for one rank: local sizes, and the collectives between."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from merak.ops.collectives import (
 
 
 def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
-    """The graph that every rank runs on its share.
+    """Graph that every rank runs on its shards.
 
     Args:
         graph: the segment's graph; left as it is.
@@ -61,7 +61,7 @@ def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
 
 
 class _Rewriter:
-    """Copies nodes into a new graph; every conversion of a value is inserted once."""
+    """Rewriter of a graph; every conversion of a value is inserted once."""
 
     def __init__(self, propagation: Propagation, degree: int) -> None:
         self.propagation = propagation
@@ -72,7 +72,7 @@ class _Rewriter:
         self.split: list[fx.Node] = []
 
     def run(self, graph: fx.Graph) -> fx.Graph:
-        """The graph of one rank."""
+        """Graph of one rank."""
         for node in graph.nodes:
             if node.op == "output":
                 self.leave(node)
@@ -89,7 +89,7 @@ class _Rewriter:
         self.graph.output(fx.map_arg(output.args[0], lambda n: self.convert(n, leaving(n))))
 
     def enter(self, node: fx.Node) -> None:
-        """A whole weight whose gradient the ranks make together."""
+        """Replicated weight whose gradient the ranks all-reduce."""
         meta = node.meta["tensor"]
         placed = self.propagation.placements[node]
         if not isinstance(meta, TensorMeta) or not meta.requires_grad:
@@ -112,7 +112,7 @@ class _Rewriter:
         return {**node.meta, "tensor": local, "origin": node.name}
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """The operator on this rank's shares, and what completes its result."""
+        """Operator on this rank's shards, and the steps that complete its result."""
 
         def operand(n: fx.Node) -> fx.Node:
             return self.convert(n, need_of(n, decision, self.propagation.placements))
@@ -142,13 +142,13 @@ class _Rewriter:
         kwargs: dict[str, Any],
         origin: fx.Node,
     ) -> fx.Node:
-        """A new operator that stands for an old one."""
+        """New node for an old one."""
         new = self.graph.call_function(target, args, kwargs)
         new.meta = {**origin.meta, "origin": origin.name}
         return new
 
     def convert(self, node: fx.Node, need: Placement | None) -> fx.Node:
-        """The new graph's value of an old node, lying as it must; None takes it as it lies."""
+        """New value of an old node in the placement that is needed; None for the one it has."""
         placed = self.propagation.placements[node]
         if need is None or placed == need:
             return self.env[node]
@@ -164,7 +164,7 @@ class _Rewriter:
         return self.converted[node, need]
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
-        """A value that lies in one way, made to lie in another."""
+        """Value converted from one placement to another."""
         if self.propagation.scatters and isinstance(placed, (Partial, Shard)):
             scattered = self.scattered(node, placed, need)
             if scattered is not None:
@@ -191,7 +191,7 @@ class _Rewriter:
         return self.insert(gather_from, args, node, need)
 
     def scattered(self, node: fx.Node, placed: Partial | Shard, need: Placement) -> fx.Node | None:
-        """A conversion from or to shares with no all-reduce; None where there is no such."""
+        """Conversion from or to shards without an all-reduce; None where there is none."""
         if isinstance(placed, Partial):
             if not isinstance(need, Shard):
                 return None
@@ -215,7 +215,7 @@ class _Rewriter:
 
 
 def _check_shapes(nodes: Sequence[fx.Node]) -> None:
-    """Run the operators that work on shares, on operands without numbers.
+    """Check of the rewritten operators' shapes, on fake tensors.
 
     Raises:
         ShardError: an operator that does not take its local operands, or yields another shape than
@@ -244,7 +244,7 @@ def _check_operator(node: fx.Node, empty: dict[fx.Node, Any]) -> None:
         found = f"an error ({reason[0] if reason else type(error).__name__})"
     if found != (expected := _shapes(node.meta["tensor"])):
         raise ShardError(
-            f"the share of {node.name} ({where(node)}) should be {expected} on every rank "
+            f"the shard of {node.name} ({where(node)}) should be {expected} on every rank "
             f"but gives {found}; give the layers before it Replicate() in the feature dict."
         )
 

@@ -1,1 +1,1 @@
-"""Models without weights: where every parameter's numbers come from."""
+"""Weights: models without weights, deferred initialisation, and who holds which parameter."""

@@ -1,9 +1,9 @@
-"""The tape of a constructor: what it did to its parameters, to be done again on a real device.
+"""Deferred initialisation: a tape of the constructor's operators, replayed on a real device.
 
-Parameters of a model without weights hold no numbers, but their initial values follow from the
-operators that the constructor ran. The tape records those operators with the place of every tensor
-in its storage, so that writes through views and `.data` count. One parameter is then made by the
-few operators that its storage depends on, and nothing else is computed.
+Parameters of a model without weights are meta tensors, whose initial values follow from the
+operators that the constructor ran. The tape records those operators with every tensor's view of its
+storage, so that mutations through views and `.data` count. One parameter is then computed by the
+few operators that its storage depends on, and no others run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from merak.graph.ir.operators import OVERWRITES, UNINITIALIZED, family
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """Where a tensor lies in its storage.
+    """Layout of a tensor in its storage.
 
     Args:
         storage: the number of the storage on its tape.
@@ -44,7 +44,7 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True)
 class InitOperator:
-    """One operator that wrote something.
+    """Recorded operator that created or changed a tensor.
 
     Args:
         op: what to call.
@@ -54,7 +54,7 @@ class InitOperator:
         reads: storages whose contents it may read.
         writes: storages it creates or changes.
         overwrites: the storage of which it leaves nothing as it was, if any.
-        draws: whether it draws random numbers.
+        is_random: whether it draws random numbers.
     """
 
     op: Callable[..., Any]
@@ -64,64 +64,64 @@ class InitOperator:
     reads: frozenset[int]
     writes: frozenset[int]
     overwrites: int | None
-    draws: bool
+    is_random: bool
 
 
 class InitTape:
-    """The records of one construction, in order, and the storages they speak of."""
+    """Tape of one construction: the recorded operators in order, and their storages."""
 
     def __init__(self) -> None:
-        self.records: list[InitOperator] = []
+        self.operators: list[InitOperator] = []
         self.num_bytes: list[int] = []
         self.constants: dict[int, torch.Tensor] = {}
         self.unknown: set[int] = set()
         self._writers: dict[int, list[int]] = {}
 
-    def add(self, record: InitOperator) -> None:
-        """Append a record."""
-        for storage in record.writes:
-            self._writers.setdefault(storage, []).append(len(self.records))
-        self.records.append(record)
+    def add(self, operator: InitOperator) -> None:
+        """Append a recorded operator."""
+        for storage in operator.writes:
+            self._writers.setdefault(storage, []).append(len(self.operators))
+        self.operators.append(operator)
 
-    def needed(self, place: StorageView) -> list[int]:
-        """The records that what lies at `place` depends on, in order, as indices."""
-        return sorted(self._trace([place.storage])[0])
+    def needed(self, view: StorageView) -> list[int]:
+        """Indices of the operators that the tensor at `view` depends on, in order."""
+        return sorted(self._trace([view.storage])[0])
 
-    def knows(self, place: StorageView) -> bool:
-        """Whether everything that `place` depends on came about under the tape."""
-        return not self.unknown & self.touched([place])
+    def knows(self, view: StorageView) -> bool:
+        """Whether every storage that `view` depends on was made under the tape."""
+        return not self.unknown & self.touched([view])
 
-    def touched(self, places: Iterable[StorageView]) -> set[int]:
-        """The storages that what lies at `places` depends on."""
-        return self._trace([place.storage for place in places])[1]
+    def touched(self, views: Iterable[StorageView]) -> set[int]:
+        """Storages that the tensors at `views` depend on."""
+        return self._trace([view.storage for view in views])[1]
 
-    def forget_all_but(self, places: Iterable[StorageView]) -> None:
-        """Free the constants that none of `places` depends on."""
-        kept = self.touched(places)
+    def forget_all_but(self, views: Iterable[StorageView]) -> None:
+        """Free the constants that none of `views` depends on."""
+        kept = self.touched(views)
         self.constants = {k: value for k, value in self.constants.items() if k in kept}
 
     def _trace(self, storages: list[int]) -> tuple[set[int], set[int]]:
-        """The records behind the final contents of `storages`, and all storages those touch."""
+        """The operators behind the final contents of `storages`, and all storages they touch."""
         chosen: set[int] = set()
         touched: set[int] = set(storages)
-        wanted = [(storage, len(self.records)) for storage in storages]
+        wanted = [(storage, len(self.operators)) for storage in storages]
         while wanted:
             storage, end = wanted.pop()
             for index in reversed(self._writers.get(storage, [])):
                 if index >= end:
                     continue
-                record = self.records[index]
+                operator = self.operators[index]
                 if index not in chosen:
                     chosen.add(index)
-                    touched |= record.reads
-                    wanted.extend((read, index) for read in record.reads)
-                if record.overwrites == storage:
+                    touched |= operator.reads
+                    wanted.extend((read, index) for read in operator.reads)
+                if operator.overwrites == storage:
                     break
         return chosen, touched
 
 
 class InitRecorder(TorchDispatchMode):
-    """Writes every operator that creates or changes a tensor to a tape."""
+    """Dispatch mode that records every operator that creates or changes a tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ class InitRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for tensor in inputs:
-            self.place(tensor)
+            self.view_of(tensor)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -150,16 +150,16 @@ class InitRecorder(TorchDispatchMode):
                 raise self._explain(func, inputs, error) from error
             # More than this machine could ever hold: a parameter, which needs no memory.
             result = func(*args, **{**kwargs, "device": "meta"})
-        changed = [self.place(t).storage for t in _changed(func, args, kwargs)]
+        changed = [self.view_of(t).storage for t in _changed(func, args, kwargs)]
         created = self._number_outputs(result)
         if created or changed:
             kwargs = _portable(func, kwargs, inputs, result)
-            self._record(func, (args, kwargs), result, created, frozenset(changed))
+            self._record(func, args, kwargs, result, created, frozenset(changed))
         return result
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing in between."""
+        """Context in which nothing is recorded."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -167,7 +167,7 @@ class InitRecorder(TorchDispatchMode):
             self._paused = before
 
     def call(
-        self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, draws: bool
+        self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, is_random: bool
     ) -> torch.Tensor:
         """Record one call of a function that fills `tensor`, not the operators inside it.
 
@@ -175,27 +175,27 @@ class InitRecorder(TorchDispatchMode):
         fix how often; and for values that are read from a file. Nothing is left of what `tensor`
         held before.
         """
-        place = self.place(tensor)
+        view = self.view_of(tensor)
         if not tensor.is_meta:
             with self.paused():
                 function(tensor, *args)
-        whole = self._covers(place)
+        whole = self._covers(view)
         self.tape.add(
             InitOperator(
                 op=function,
-                args=(place, *args),
+                args=(view, *args),
                 kwargs={},
                 outputs=(),
-                reads=frozenset(() if whole else (place.storage,)),
-                writes=frozenset((place.storage,)),
-                overwrites=place.storage if whole else None,
-                draws=draws,
+                reads=frozenset(() if whole else (view.storage,)),
+                writes=frozenset((view.storage,)),
+                overwrites=view.storage if whole else None,
+                is_random=is_random,
             )
         )
         return tensor
 
-    def place(self, tensor: torch.Tensor) -> StorageView:
-        """Where a tensor lies; a tensor the tape has not met is kept by value."""
+    def view_of(self, tensor: torch.Tensor) -> StorageView:
+        """Storage view of a tensor; one that the tape has not met is recorded by value."""
         storage = tensor.untyped_storage()
         key = StorageWeakRef(storage)
         number = self._storages.get(key)
@@ -211,16 +211,16 @@ class InitRecorder(TorchDispatchMode):
         return StorageView(number, tuple(tensor.shape), strides, offset, tensor.dtype)
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
-        """Say what a tensor is, for messages."""
-        self._labels.setdefault(self.place(tensor).storage, label)
+        """Name a tensor, for messages."""
+        self._labels.setdefault(self.view_of(tensor).storage, label)
 
     def _explain(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], error: Exception
     ) -> Exception:
-        places = [self.place(t) for t in inputs if t.is_meta]
-        if not places:
+        views = [self.view_of(t) for t in inputs if t.is_meta]
+        if not views:
             return error
-        storages = sorted(self.tape.touched(places))
+        storages = sorted(self.tape.touched(views))
         labels = [self._labels[storage] for storage in storages if storage in self._labels]
         return WeightsError(
             f"The constructor looks at the numbers of {labels[0] if labels else 'a parameter'} "
@@ -246,15 +246,16 @@ class InitRecorder(TorchDispatchMode):
     def _record(
         self,
         func: torch._ops.OpOverload,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         result: Any,
         created: frozenset[int],
         changed: frozenset[int],
     ) -> None:
-        args, kwargs = tree_map(lambda x: self.place(x) if _is_tensor(x) else x, call)
+        args, kwargs = tree_map(lambda x: self.view_of(x) if _is_tensor(x) else x, (args, kwargs))
         reads = {x.storage for x in tree_leaves((args, kwargs)) if isinstance(x, StorageView)}
         overwrites = self._overwritten(func, args)
-        outputs = [self.place(t) for t in tree_leaves(result) if _is_tensor(t)]
+        outputs = [self.view_of(t) for t in tree_leaves(result) if _is_tensor(t)]
         self.tape.add(
             InitOperator(
                 op=func,
@@ -264,7 +265,7 @@ class InitRecorder(TorchDispatchMode):
                 reads=frozenset(reads - {overwrites}),
                 writes=created | changed,
                 overwrites=overwrites,
-                draws=torch.Tag.nondeterministic_seeded in func.tags,
+                is_random=torch.Tag.nondeterministic_seeded in func.tags,
             )
         )
 
@@ -277,23 +278,23 @@ class InitRecorder(TorchDispatchMode):
             return None
         return target.storage
 
-    def _covers(self, place: StorageView) -> bool:
+    def _covers(self, view: StorageView) -> bool:
         """Whether a tensor is all of its storage (strides of an expanded tensor are refused)."""
         num_elements = 1
-        for size in place.shape:
+        for size in view.shape:
             num_elements *= size
-        whole = num_elements * place.dtype.itemsize == self.tape.num_bytes[place.storage]
-        return whole and all(s > 0 for s, n in zip(place.strides, place.shape) if n > 1)
+        whole = num_elements * view.dtype.itemsize == self.tape.num_bytes[view.storage]
+        return whole and all(s > 0 for s, n in zip(view.strides, view.shape) if n > 1)
 
 
 def replay(
-    tape: InitTape, place: StorageView, device: torch.device, before_draw: Callable[[int], None]
+    tape: InitTape, view: StorageView, device: torch.device, before_draw: Callable[[int], None]
 ) -> torch.Tensor:
-    """Make what lies at `place`, on a real device.
+    """Tensor at `view`, computed on a real device by the operators it depends on.
 
     Args:
         tape: the tape.
-        place: a tensor of the tape.
+        view: a tensor of the tape.
         device: where the numbers are to be.
         before_draw: sets the random state of `device`; gets the index of the record that draws.
 
@@ -302,25 +303,25 @@ def replay(
     """
     memory = _Storages(tape, device)
     with torch.no_grad():
-        for index in tape.needed(place):
-            record = tape.records[index]
-            if record.draws:
+        for index in tape.needed(view):
+            operator = tape.operators[index]
+            if operator.is_random:
                 before_draw(index)
-            args, kwargs = tree_map(memory.real, (record.args, record.kwargs))
+            args, kwargs = tree_map(memory.real, (operator.args, operator.kwargs))
             if "device" in kwargs:
                 kwargs["device"] = device
-            result = record.op(*args, **kwargs)
-            if family(record.op) in UNINITIALIZED:  # memory is replayed as zeros
+            result = operator.op(*args, **kwargs)
+            if family(operator.op) in UNINITIALIZED:  # memory is replayed as zeros
                 result.zero_()
             tensors = [t for t in tree_leaves(result) if _is_tensor(t)]
-            for output, tensor in zip(record.outputs, tensors):
+            for output, tensor in zip(operator.outputs, tensors):
                 if output is not None:
                     memory.bind(output, tensor)
-        return memory.tensor(place)
+        return memory.tensor(view)
 
 
 class _Storages:
-    """The storages of a replay on a real device, by their numbers on the tape."""
+    """Storages of a replay on a real device, by their numbers on the tape."""
 
     def __init__(self, tape: InitTape, device: torch.device) -> None:
         self._tape = tape
@@ -328,25 +329,25 @@ class _Storages:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def real(self, x: Any) -> Any:
-        """The tensor at a place; anything else as it is."""
+        """Tensor at a storage view; anything else as it is."""
         return self.tensor(x) if isinstance(x, StorageView) else x
 
-    def tensor(self, place: StorageView) -> torch.Tensor:
-        """The tensor at a place."""
-        if place.storage not in self._storages:
-            self._storages[place.storage] = self._allocate(place.storage)
-        tensor = torch.empty(0, dtype=place.dtype, device=self._device)
-        storage = self._storages[place.storage]
-        return tensor.set_(storage, place.offset, place.shape, place.strides)
+    def tensor(self, view: StorageView) -> torch.Tensor:
+        """Tensor at a storage view."""
+        if view.storage not in self._storages:
+            self._storages[view.storage] = self._allocate(view.storage)
+        tensor = torch.empty(0, dtype=view.dtype, device=self._device)
+        storage = self._storages[view.storage]
+        return tensor.set_(storage, view.offset, view.shape, view.strides)
 
-    def bind(self, place: StorageView, tensor: torch.Tensor) -> None:
-        """Let a tensor just made stand at its place."""
+    def bind(self, view: StorageView, tensor: torch.Tensor) -> None:
+        """Use a tensor just made as the one at its storage view."""
         storage = tensor.untyped_storage()
         layout = (tensor.stride(), tensor.storage_offset(), storage.nbytes())
-        if layout == (place.strides, place.offset, self._tape.num_bytes[place.storage]):
-            self._storages[place.storage] = storage
+        if layout == (view.strides, view.offset, self._tape.num_bytes[view.storage]):
+            self._storages[view.storage] = storage
         else:
-            self.tensor(place).copy_(tensor)
+            self.tensor(view).copy_(tensor)
 
     def _allocate(self, storage: int) -> torch.UntypedStorage:
         constant = self._tape.constants.get(storage)

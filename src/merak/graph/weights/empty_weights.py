@@ -1,4 +1,4 @@
-"""Models without weights: parameters that have a shape and know how they come by their numbers."""
+"""Models without weights: meta parameters, each with the origin of its initial values."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from merak.graph.weights.deferred_init import InitRecorder, InitTape, StorageVie
 from merak.graph.weights.pretrained import skeletons
 
 ORIGIN_ATTRIBUTE = "_merak_origin"
-"""Where a tensor without numbers keeps its `InitOrigin`."""
+"""Attribute of a meta tensor that holds its `InitOrigin`."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitOrigin:
-    """Where the numbers of a tensor without numbers come from.
+    """Origin of a meta tensor's initial values.
 
     Args:
         tape: what the constructor did.
-        place: the tensor on the tape.
+        view: the tensor on the tape.
     """
 
     tape: InitTape
-    place: StorageView
+    view: StorageView
 
 
 def origin_of(tensor: torch.Tensor) -> InitOrigin | None:
-    """Where the numbers of a parameter or buffer come from; None where nobody knows."""
+    """Origin of a parameter's or buffer's initial values; None if unknown."""
     origin = getattr(tensor, ORIGIN_ATTRIBUTE, None)
     assert origin is None or isinstance(origin, InitOrigin)
     return origin
 
 
 def is_building() -> bool:
-    """Whether this is inside `empty_weights`."""
+    """Whether `empty_weights` is active."""
     return any(isinstance(mode, InitRecorder) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -89,7 +89,7 @@ def empty_weights() -> Iterator[None]:
 
 
 def _hooks(recorder: InitRecorder, registered: list[torch.Tensor]) -> Iterator[Any]:
-    """Empty every parameter as a module takes it; list it and the buffers."""
+    """Hooks that empty every parameter as a module registers it, and list it and the buffers."""
 
     def take_parameter(
         module: nn.Module, name: str, parameter: nn.Parameter | None
@@ -128,20 +128,20 @@ def _empty(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextmanager
 def _patches(recorder: InitRecorder) -> Iterator[None]:
-    """Record as one step what draws again until it likes what it drew."""
+    """Patches that record rejection sampling as one operator."""
     original: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
 
     def trunc_normal_(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
     ) -> torch.Tensor:
-        return recorder.call(original, tensor, mean, std, a, b, draws=True)
+        return recorder.call(original, tensor, mean, std, a, b, is_random=True)
 
     with mock.patch.object(nn.init, "_no_grad_trunc_normal_", trunc_normal_):
         yield
 
 
 class _NumbersOnCpu(TorchFunctionMode):
-    """Keeps numbers that would be lost because a parameter is on the meta device.
+    """Function mode that keeps values which a parameter's meta device would lose.
 
     `torch.nn.init` skips such tensors; here it must run, to be recorded. A list of numbers that
     becomes a tensor on a parameter's device goes by way of the CPU, where the tape can see them.
@@ -176,8 +176,8 @@ def _tensor_of_numbers(
 
 
 def _attach_origins(recorder: InitRecorder, registered: list[torch.Tensor]) -> None:
-    places = {id(t): recorder.place(t) for t in registered if t.is_meta}
-    recorder.tape.forget_all_but(places.values())
+    views = {id(t): recorder.view_of(t) for t in registered if t.is_meta}
+    recorder.tape.forget_all_but(views.values())
     for tensor in registered:
         if tensor.is_meta:
-            setattr(tensor, ORIGIN_ATTRIBUTE, InitOrigin(recorder.tape, places[id(tensor)]))
+            setattr(tensor, ORIGIN_ATTRIBUTE, InitOrigin(recorder.tape, views[id(tensor)]))

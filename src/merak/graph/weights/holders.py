@@ -1,4 +1,4 @@
-"""Who holds which part of which tensor of the model."""
+"""Holders of the model's tensors: which ranks hold which shard of which tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merak.graph.weights.rank_agreement import gather_objects
 
 @dataclass(frozen=True, slots=True)
 class TensorHolders:
-    """A tensor of the model, whole, and the ranks it is put together from.
+    """Full tensor of the model, and the ranks that hold its shards.
 
     Args:
         shape: sizes of its dims, whole.
@@ -41,13 +41,13 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def first_names(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """For every name of a tensor, the first of its names."""
+    """First name of every tensor, by each of its names."""
     firsts: dict[int, str] = {}
     return {name: firsts.setdefault(id(tensor), name) for name, tensor in named.items()}
 
 
 def full_shape(tensor: torch.Tensor, shard: ParameterShard | None) -> tuple[int, ...]:
-    """The shape of the whole that a rank's tensor is, or is a part of."""
+    """Full shape of a tensor of which a rank holds all or a shard."""
     if shard is None:
         return tuple(tensor.shape)
     before, after = tensor.shape[: shard.dim], tensor.shape[shard.dim + 1 :]
@@ -55,7 +55,7 @@ def full_shape(tensor: torch.Tensor, shard: ParameterShard | None) -> tuple[int,
 
 
 def shard_shape(shape: tuple[int, ...], shard: ParameterShard | None) -> tuple[int, ...]:
-    """The shape of a rank's part of a whole."""
+    """Shape of a rank's shard of a full shape."""
     if shard is None:
         return shape
     return (*shape[: shard.dim], sum(shard.sizes()), *shape[shard.dim + 1 :])
@@ -63,7 +63,7 @@ def shard_shape(shape: tuple[int, ...], shard: ParameterShard | None) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """What one rank holds, every tensor under its first name.
+    """Tensors that one rank holds, each under its first name.
 
     Args:
         tensors: parameters and persistent buffers of the model.
@@ -96,7 +96,7 @@ def rank_view(
     mesh: Mesh,
     optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
 ) -> RankView:
-    """What this rank holds; names that the model's state dict does not have are left out."""
+    """Tensors that this rank holds; names that the model's state dict lacks are left out."""
     named = named_tensors(model)
     firsts = first_names(named)
     tensors = {firsts[name]: tensor for name, tensor in named.items()}
@@ -116,7 +116,7 @@ def rank_view(
 def find_holders(
     model: nn.Module, owned: Collection[str], shards: Mapping[str, ParameterShard], mesh: Mesh
 ) -> dict[str, TensorHolders]:
-    """Where every tensor of the state dict is, by its first name; the same on every rank.
+    """Holders of every tensor of the state dict, by its first name; the same on every rank.
 
     Args:
         model: the user's model, holding this rank's parameters.

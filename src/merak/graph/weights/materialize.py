@@ -1,4 +1,4 @@
-"""The weights that training starts from: created, read or shared, only where they are held."""
+"""Initial weights: created, read or broadcast, only on the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RandomInits = Mapping[tuple[InitTape, int], tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Materializer:
-    """How tensors without numbers get them.
+    """Device, seed and random operators with which meta tensors are materialised.
 
     Args:
         device: where they are to be.
@@ -44,7 +44,7 @@ def materialize(
     shards: Mapping[str, ParameterShard],
     shard_index: int,
 ) -> None:
-    """Give a rank its parameters, in place: real ones for `names`, none for all others.
+    """Materialise a rank's parameters in place: real ones for `names`, meta ones otherwise.
 
     A parameter with numbers takes rank 0's, as in data parallel training. One that
     `merak.empty_weights` left without is read from the pretrained checkpoint, or initialised as
@@ -60,8 +60,8 @@ def materialize(
         shard_index: which part it holds.
 
     Raises:
-        WeightsError: a name that the model does not have, or a parameter without numbers of which
-            nobody knows how to make them.
+        WeightsError: a name that the model does not have, or a meta parameter of which
+            the initial values are unknown.
     """
     if is_building():
         raise WeightsError("Weights are created after merak.empty_weights; leave its block first.")
@@ -84,7 +84,7 @@ def materialize(
 
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter of a model with all of its names; several where it is tied."""
+    """Names of every parameter of a model; several where it is tied."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -97,7 +97,7 @@ def _real_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _random_inits(model: nn.Module) -> RandomInits:
-    """Name every draw behind the model, the same on every rank whatever it holds."""
+    """Keys of all random operators of the model, the same on every rank whatever it holds."""
     draws: dict[tuple[InitTape, int], tuple[str, int]] = {}
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
@@ -105,7 +105,7 @@ def _random_inits(model: nn.Module) -> RandomInits:
             if origin is None:
                 continue
             tape = origin.tape
-            indices = [i for i in tape.needed(origin.place) if tape.records[i].draws]
+            indices = [i for i in tape.needed(origin.view) if tape.operators[i].is_random]
             new = [i for i in indices if (tape, i) not in draws]
             draws.update(((tape, index), (name, count)) for count, index in enumerate(new))
     return draws
@@ -130,22 +130,22 @@ def _value(
 
 
 def _stored(origin: InitOrigin) -> CheckpointTensor | None:
-    """What a parameter is in a checkpoint, if nothing was done to it after it was loaded."""
-    needed = origin.tape.needed(origin.place)
-    last = origin.tape.records[needed[-1]] if needed else None
-    if last is None or last.args[0] != origin.place or len(needed) > 1:
+    """Checkpoint tensor of a parameter, if no operator changed it after it was loaded."""
+    needed = origin.tape.needed(origin.view)
+    last = origin.tape.operators[needed[-1]] if needed else None
+    if last is None or last.args[0] != origin.view or len(needed) > 1:
         return None
     return last.op if isinstance(last.op, CheckpointTensor) else None
 
 
 def _make(tensor: torch.Tensor, name: str, maker: _Materializer) -> torch.Tensor:
-    """The whole of a tensor without numbers."""
+    """Full value of a meta tensor."""
     origin = _known_origin(tensor, name)
 
     def before_draw(index: int) -> None:
         set_random_state(maker.device, maker.seed, "init", *maker.draws[origin.tape, index])
 
-    return replay(origin.tape, origin.place, maker.device, before_draw)
+    return replay(origin.tape, origin.view, maker.device, before_draw)
 
 
 def _known_origin(tensor: torch.Tensor, name: str) -> InitOrigin:
@@ -155,7 +155,7 @@ def _known_origin(tensor: torch.Tensor, name: str) -> InitOrigin:
             f"{name}, of shape {tuple(tensor.shape)}, is on the meta device and nothing says how "
             "it is initialised; build the model under merak.empty_weights, or with real weights."
         )
-    if not origin.tape.knows(origin.place):
+    if not origin.tape.knows(origin.view):
         raise WeightsError(
             f"{name}, of shape {tuple(tensor.shape)}, is computed from a tensor on the meta device "
             "that was not made under merak.empty_weights; build this model normally."
@@ -166,7 +166,7 @@ def _known_origin(tensor: torch.Tensor, name: str) -> InitOrigin:
 def _put(
     model: nn.Module, names: list[str], old: nn.Parameter, value: torch.Tensor
 ) -> nn.Parameter:
-    """Put a value in a parameter's place, under all of its names."""
+    """Replace a parameter by a value, under all of its names."""
     if value.data_ptr() == old.data_ptr() and value.device == old.device:
         return old
     new = nn.Parameter(value, requires_grad=old.requires_grad)

@@ -1,4 +1,4 @@
-"""Pretrained models without weights: which tensors of a checkpoint each parameter is.
+"""Pretrained models without weights: which tensors of a checkpoint make each parameter.
 
 Inside `merak.empty_weights`, transformers' own `from_pretrained` finds the files, the config and
 the class, and builds the model; only the step that reads the weights is another. It reads the names
@@ -65,7 +65,7 @@ class Conversion:
     model: PreTrainedModel
 
     def run(self, read: Callable[[Entry], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors it yields, by their names in the model."""
+        """Tensors that the conversion yields, by their names in the model."""
         converter = deepcopy(self.converter)
         for pattern, entry in self.entries:
             converter.collected_tensors[pattern].append(partial(read, entry))  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """A tensor whose numbers are in a checkpoint; called, it reads them into a real tensor.
+    """Tensor of a checkpoint; called, it reads its values into a real tensor.
 
     Args:
         name: its name in the pretrained model.
@@ -86,11 +86,11 @@ class CheckpointTensor:
     source: Entry | Conversion
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Read all of it into a real tensor of its shape."""
+        """Read the full tensor into a real tensor of its shape."""
         tensor.copy_(self.read())
 
     def read(self, dim: int = 0, ranges: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
-        """The numbers on the CPU, in the checkpoint's dtype; nothing else is read if it can be.
+        """Values on the CPU, in the checkpoint's dtype, of a slice alone where the file allows.
 
         Args:
             dim: the dim of `ranges`.
@@ -110,7 +110,7 @@ class CheckpointTensor:
 
 
 def read_entry(entry: Entry) -> torch.Tensor:
-    """A whole tensor of a checkpoint, in memory of its own."""
+    """Full tensor of a checkpoint, in memory of its own."""
     with safe_open(entry.file, framework="pt") as file:
         tensor: torch.Tensor = file.get_tensor(entry.key)
         return tensor.clone()
@@ -118,7 +118,7 @@ def read_entry(entry: Entry) -> torch.Tensor:
 
 @contextmanager
 def skeletons(recorder: InitRecorder) -> Iterator[None]:
-    """Let `from_pretrained` build models without reading their weights."""
+    """Patch of `from_pretrained` that builds models without reading their weights."""
     original = PreTrainedModel.__dict__["get_init_context"].__func__
 
     def get_init_context(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> list[Any]:
@@ -169,7 +169,7 @@ def _refuse_what_is_not_streamed(
 
 
 def read_headers(files: Sequence[str]) -> list[Entry]:
-    """What tensors safetensors files hold, without their numbers."""
+    """Entries of safetensors files, read from their headers."""
     entries = []
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -182,7 +182,7 @@ def read_headers(files: Sequence[str]) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a checkpoint has for a model.
+    """Tensors that a checkpoint has for a model.
 
     Args:
         stored: name in the model → its numbers.
@@ -238,7 +238,7 @@ def _rename(
 
 
 def _try(conversion: Conversion) -> dict[str, tuple[int, ...]]:
-    """The shapes a conversion yields, found without numbers."""
+    """Shapes that a conversion yields, found on fake tensors."""
 
     def without_numbers(entry: Entry) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -268,7 +268,7 @@ def _apply_dtypes(model: PreTrainedModel, plan: Mapping[str, torch.dtype] | None
 def _note(
     model: PreTrainedModel, found: _Found, recorder: InitRecorder, ignore_mismatched: bool
 ) -> LoadStateDictInfo:
-    """Put on the tape what is stored, and read buffers, which are real, at once."""
+    """Record the checkpoint's parameters on the tape, and read buffers, which are real, at once."""
     expected = dict(model.state_dict(keep_vars=True))
     mismatched: set[Any] = set()
     for name, stored in found.stored.items():
@@ -276,7 +276,7 @@ def _note(
         if found.shapes[name] != tuple(tensor.shape):
             mismatched.add((name, found.shapes[name], tuple(tensor.shape)))
             continue
-        recorder.call(stored, tensor.data, draws=False)
+        recorder.call(stored, tensor.data, is_random=False)
     if mismatched and not ignore_mismatched:
         name, there, here = min(mismatched)
         raise WeightsError(

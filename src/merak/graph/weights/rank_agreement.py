@@ -1,4 +1,4 @@
-"""What the ranks of a job agree on about weights: where to send them from, and their values."""
+"""Agreement of the ranks on weights: equal models, and rank 0's values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from merak.core.health.status import waiting_for_all
 
 
 def is_distributed() -> bool:
-    """Whether other ranks have to be spoken with."""
+    """Whether the job has several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def transfer_device(device: torch.device) -> torch.device:
-    """The device that tensors must be on to travel: the CPU wherever a backend serves it.
+    """Device for collectives: the CPU wherever a backend serves it.
 
     Args:
         device: the device this rank computes on.
@@ -29,7 +29,7 @@ def transfer_device(device: torch.device) -> torch.device:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, in rank order, on every rank."""
+    """All-gather of a value, in rank order."""
     if not is_distributed():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -39,7 +39,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def broadcast_from_rank0(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Give real tensors rank 0's values on every rank, in place; equal ones do not travel.
+    """Broadcast rank 0's values into real tensors; equal ones are not sent.
 
     Args:
         tensors: by name; the same names on every rank.

@@ -72,7 +72,7 @@ def run(model: torch.nn.Module, batch: Any, part: str | None) -> tuple[list[Any]
 
 
 @pytest.mark.parametrize("part", ["", "addmm", "dropout", "attention", "layer_norm"])
-def test_gradients_are_the_same_whatever_is_kept(part: str) -> None:
+def test_gradients_are_the_same_whatever_is_saved(part: str) -> None:
     """Also where operators are kept that draw random numbers, and others draw after them."""
     expected, _ = run(gpt2(dropout=0.5), text_batch(), None)
     found, _ = run(gpt2(dropout=0.5), text_batch(), part)
@@ -89,7 +89,7 @@ def test_a_plain_model_keeps_any_operator() -> None:
     assert not counts["addmm"]
 
 
-def test_kernels_of_kept_operators_run_once() -> None:
+def test_kernels_of_saved_operators_run_once() -> None:
     _, without = run(gpt2(), text_batch(), None)
     _, kept = run(gpt2(), text_batch(), "attention")
     name = "_scaled_dot_product_flash_attention_for_cpu"
@@ -97,6 +97,6 @@ def test_kernels_of_kept_operators_run_once() -> None:
     assert kept["addmm"] == without["addmm"] > 0
 
 
-def test_what_is_kept_is_counted_by_storage() -> None:
+def test_saved_results_are_counted_by_storage() -> None:
     recording = SavedResults()
     assert recording.num_bytes("nothing") == 0

@@ -105,7 +105,7 @@ def test_weights_that_are_not_there_are_not_needed() -> None:
     assert "transformer.wte.weight" in graph.segments[-1].parameters
 
 
-def test_a_ranks_share_of_the_parameters_changes_nothing() -> None:
+def test_a_ranks_shards_of_the_parameters_change_nothing() -> None:
     model = odd_models.Mlp()
     source = GraphSource(model)
     share = nn.Parameter(torch.zeros(4, 8))

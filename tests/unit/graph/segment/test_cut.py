@@ -111,7 +111,7 @@ def test_a_count_of_items_is_a_column_like_others() -> None:
 
 @pytest.mark.parametrize("kind", odd_models.TRAINABLE, ids=lambda kind: kind.__name__)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_what_is_derived_depends_on_no_parameter(kind: type[nn.Module]) -> None:
+def test_batch_only_values_depend_on_no_parameter(kind: type[nn.Module]) -> None:
     graph = built(kind(), odd_models.BATCHES.get(kind, odd_models.rows)())
     kinds = {n.meta["kind"] for n in graph.prologue.graph.find_nodes(op="placeholder")}
     assert kinds <= {Kind.COLUMN, Kind.BUFFER}
@@ -160,7 +160,7 @@ def test_masks_and_tables_are_recomputed_rather_than_sent() -> None:
     assert all(len(segment.inputs) == 1 for segment in layers)
 
 
-def test_shifted_labels_are_derived_though_written_in_place() -> None:
+def test_shifted_labels_are_batch_only_though_mutated() -> None:
     graph = built(odd_models.ShiftedLabels(), odd_models.tokens())
     writes = [n for n in graph.prologue.graph.nodes if str(n.target).startswith("aten.copy_")]
     assert writes
@@ -179,7 +179,7 @@ class WritesAtOnce(Layers):
         return self.c(torch.relu(h) + second).pow(2).mean()
 
 
-def test_a_rank_computes_only_its_own_derived_values() -> None:
+def test_a_rank_computes_only_its_own_batch_only_values() -> None:
     graph = built(WritesAtOnce(), odd_models.rows())
     wanted = [graph.segments[0].batch_only, graph.segments[1].batch_only]
     first, last = (slice_outputs(graph.prologue, names) for names in wanted)
@@ -216,7 +216,7 @@ class Noise(Layers):
         return self.c(h[:, picked]).pow(2).mean()
 
 
-def test_chance_is_never_derived() -> None:
+def test_random_numbers_are_never_batch_only() -> None:
     graph = built(Noise(), odd_models.rows())
     drawn = ("rand", "bernoulli", "multinomial")
     assert not any(any(d in str(n.target) for d in drawn) for n in graph.prologue.graph.nodes)
@@ -317,7 +317,7 @@ def visits(layers: int, early: bool, patch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_sharding_is_linear_in_the_graph(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_is_linear_in_the_graph(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (visits(layers, early, monkeypatch) for layers in (40, 80))
     assert large < 2.1 * small
 

@@ -83,7 +83,7 @@ def test_writes_stay_together_and_later_readers_need_not() -> None:
     assert flow.uncuttable == {0, 1}
 
 
-def test_what_the_batch_alone_decides_is_derived() -> None:
+def test_operators_on_the_batch_alone_are_batch_only() -> None:
     flow = analyze_liveness(trace(odd_models.DerivedFirst(), metas(odd_models.rows())).graph)
     batch_only = {str(node.target) for node in flow.batch_only}
     assert {"aten.gt.Scalar", "aten.arange.default", "aten.stack.default"} <= batch_only

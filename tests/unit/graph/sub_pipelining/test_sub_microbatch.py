@@ -93,7 +93,7 @@ def call(segment: Segment, given: Sequence[object]) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("batch", [2, 3, 4, 5])
-def test_two_halves_are_the_whole_dropout_included(batch: int) -> None:
+def test_two_sub_microbatches_are_the_microbatch_dropout_included(batch: int) -> None:
     model = Model()
     graph = graph_of(model, batch)
     values = {"x": torch.randn(batch, 8)}
@@ -134,8 +134,8 @@ def test_what_sees_several_samples_is_not_halved(across: str) -> None:
     assert refused == 1
 
 
-def test_a_single_sample_has_no_halves() -> None:
-    with pytest.raises(ShardError, match="1 sample has no halves; give a microbatch two samples"):
+def test_a_single_sample_cannot_be_split() -> None:
+    with pytest.raises(ShardError, match="1 sample cannot be split into sub-microbatches; give a"):
         split_segment(graph_of(Model(), 1).segments[0], SampleDims(1))
 
 
@@ -171,7 +171,7 @@ def test_pieces_are_cut_at_the_sums_and_hold_none() -> None:
         made = set(segment.inputs)
         for piece in pieces:  # everything is made before it is read
             assert set(piece.segment.inputs) <= made
-            made |= {*piece.segment.outputs, *(c.result for c in piece.crossings)}
+            made |= {*piece.segment.outputs, *(c.result for c in piece.all_reduces)}
         assert set(returned_names(segment)) <= made
-        crossings += [c.in_forward for p in pieces for c in p.crossings]
+        crossings += [c.in_forward for p in pieces for c in p.all_reduces]
     assert crossings == [False, True] * 3  # three blocks, one sum in each direction

@@ -72,7 +72,7 @@ def kept_whole(graph: ModelGraph, weights: Values, values: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_three_samples_in_halves_give_what_the_whole_gives(name: str) -> None:
+def test_three_samples_in_sub_microbatches_give_what_the_microbatch_gives(name: str) -> None:
     model = ARCHITECTURES[name].build()
     rows = torch.tensor([0, 1, 0])
     batch = {column: tensor[rows] for column, tensor in ARCHITECTURES[name].batch().items()}

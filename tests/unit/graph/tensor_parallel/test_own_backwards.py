@@ -134,7 +134,7 @@ def halved(graph: ModelGraph, model: nn.Module) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("function", SAME_EVERY_TIME)
-def test_halves_give_what_the_whole_gives(function: type[Function]) -> None:
+def test_sub_microbatches_give_what_the_microbatch_gives(function: type[Function]) -> None:
     model = built(lambda: own.Layers(function))
     graph = cases.traced(model, columns())
     runs = list(halved(graph, model))

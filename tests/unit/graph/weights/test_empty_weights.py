@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def remake(tensor: torch.Tensor, seed: int = 0) -> torch.Tensor:
     origin = origin_of(tensor)
     assert origin is not None
-    return replay(origin.tape, origin.place, CPU, lambda index: torch.manual_seed(seed + index))
+    return replay(origin.tape, origin.view, CPU, lambda index: torch.manual_seed(seed + index))
 
 
 def test_parameters_take_no_memory_and_buffers_are_real() -> None:
@@ -113,7 +113,7 @@ def test_a_replay_does_what_the_initialisation_does(
             torch.manual_seed(11)
         seeded.append(index)
 
-    made = replay(origin.tape, origin.place, CPU, seed_once)
+    made = replay(origin.tape, origin.view, CPU, seed_once)
     assert torch.equal(made, usual.weight)
 
 
@@ -169,7 +169,7 @@ def test_what_was_overwritten_is_not_computed_again() -> None:
         nn.init.zeros_(layer.weight)
     origin = origin_of(layer.weight)
     assert origin is not None
-    assert len(origin.tape.needed(origin.place)) == 1
+    assert len(origin.tape.needed(origin.view)) == 1
 
 
 def test_memory_that_nobody_wrote_is_zero() -> None:

@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def elementwise(op: Operator) -> Decision:
-    """Every element by itself, with broadcasting: all operands are split alike or broadcast."""
+    """Elementwise operators with broadcasting: all operands are sharded alike or broadcast."""
     num_dims = len(shape_of(op.node))
     split = op.sharded()
     aligned = {n: p.dim + num_dims - len(shape_of(n)) for n, p in split.items()}
@@ -55,7 +55,7 @@ def elementwise(op: Operator) -> Decision:
 
 
 def first_operand(op: Operator) -> Decision:
-    """Type conversions and copies: the result lies as the first operand, others only say how."""
+    """Conversions and copies: the result has the first operand's placement."""
     placed = op.placement(op.node.args[0])
     if isinstance(placed, Shard):
         return Decision(placed)
@@ -63,12 +63,12 @@ def first_operand(op: Operator) -> Decision:
 
 
 def shape_given(op: Operator) -> Decision:
-    """new_zeros and the like: the operand only gives type and device."""
+    """new_zeros and the like: of the operand they only take dtype and device."""
     return Decision(REPLICATE)
 
 
 def along_dim(op: Operator) -> Decision:
-    """softmax, cumsum, …: runs along one dim or some, which must be whole."""
+    """softmax, cumsum, …: the dims they run along must not be sharded."""
     (operand, placed), *_ = op.sharded().items()
     asked = op.arg("dim", -1)
     dims = asked if isinstance(asked, (list, tuple)) else [asked]
@@ -80,7 +80,7 @@ def along_dim(op: Operator) -> Decision:
 
 
 def last_two_dims(op: Operator) -> Decision:
-    """tril, triu: the last two dims must be whole."""
+    """tril, triu: the last two dims must not be sharded."""
     (operand, placed), *_ = op.sharded().items()
     if placed.dim >= len(shape_of(operand)) - 2:
         raise op.error(f"looks at positions along dim {placed.dim}, which is split")
@@ -88,7 +88,7 @@ def last_two_dims(op: Operator) -> Decision:
 
 
 def normalize(op: Operator) -> Decision:
-    """layer_norm, rms_norm: the dims that are normalised must be whole."""
+    """layer_norm, rms_norm: the normalised dims must not be sharded."""
     operand = op.node.args[0]
     placed, num_normal = op.placement(operand), len(op.arg("normalized_shape"))
     if not isinstance(placed, Shard):
@@ -99,7 +99,7 @@ def normalize(op: Operator) -> Decision:
 
 
 def reduce(op: Operator) -> Decision:
-    """sum, mean, amax, …: sums over the split dim become partial sums, other kinds must not be."""
+    """sum, mean, amax, …: sums over the sharded dim become partial sums, others are refused."""
     if op.arg("other") is not None:  # max and min of two tensors
         return elementwise(op)
     (operand, placed), *_ = op.sharded().items()
@@ -127,7 +127,7 @@ def _reduce_split(op: Operator) -> Decision:
 
 
 def dropout(op: Operator) -> Decision:
-    """dropout: the own slice of the whole pattern."""
+    """dropout: the rank's slice of the full mask."""
     (operand, placed), *_ = op.sharded().items()
     p, train, rows = op.arg("p"), op.arg("train"), op.arg("rows")
     if not train or p == 0:
@@ -137,7 +137,7 @@ def dropout(op: Operator) -> Decision:
 
 
 def custom(op: Operator) -> Decision:
-    """A function with its own backward: where both do to a shard what they do to the whole."""
+    """autograd_function: where forward and backward do to a shard what they do to the whole."""
     args: Any = op.node.args
     tensors, function, arguments = args
     operand, lead = next(iter(op.sharded().items()))

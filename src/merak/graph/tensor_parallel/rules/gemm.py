@@ -1,4 +1,4 @@
-"""Matrix products and attention of split operands, by the labels of their dims."""
+"""Sharding rules of matrix products and attention, by labels of their operands' dims."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Labels = tuple[str | None, ...]
 
 
 def contract(op: Operator, operands: Sequence[Operand], result: Sequence[str | None]) -> Decision:
-    """A sum of products, as einsum has it: dims with one label run together.
+    """Contraction, as einsum has it: dims of one label are sharded together.
 
     Args:
         op: the operator.
@@ -64,7 +64,7 @@ def _leading_split(
     split: dict[fx.Node, tuple[str | None, Shard]],
     result: Sequence[str | None],
 ) -> tuple[str | None, Shard]:
-    """The label that stays split; operands split along a summed label give way to one in result."""
+    """Label that stays sharded; one that is summed over gives way to one in the result."""
     labels = {label for label, _ in split.values()}
     kept = labels if len(labels) == 1 else labels & set(result)
     if len(kept) != 1:
@@ -105,7 +105,7 @@ def addmm(op: Operator) -> Decision:
 
 
 def _with_bias(op: Operator, decision: Decision, bias: fx.Node) -> Decision:
-    """Where the result is a partial sum, every rank adds its share of the whole bias."""
+    """Partial sum to which every rank adds its summand of the replicated bias."""
     if decision.output != PARTIAL:
         return decision
     if isinstance(op.placement(bias), Shard):
@@ -199,7 +199,7 @@ def _matmul_labels(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Labels, Labe
 
 
 def attention(op: Operator) -> Decision:
-    """scaled_dot_product_attention over split heads; grouped kv-heads and masks follow.
+    """scaled_dot_product_attention over sharded heads; grouped kv-heads and masks follow.
 
     Fewer kv-heads than ranks stay whole: every rank picks those that its queries read.
     """
@@ -236,7 +236,7 @@ def attention(op: Operator) -> Decision:
 
 
 def _split_heads(op: Operator, query: fx.Node, others: Sequence[fx.Node]) -> Shard:
-    """How the queries must lie: as they do, or as their whole heads are split like the keys'."""
+    """Placement of the queries: as it is, or their heads sharded like the keys'."""
     split = [p for n in (query, *others) if isinstance(p := op.placement(n), Shard)]
     if not split or split[0].dim >= len(shape_of(query)) - 2:
         raise op.error("attends over heads that are whole, or split inside")

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def gather(op: Operator) -> Decision:
-    """gather: along the split dim by a whole index; else the index is split like the values."""
+    """gather: along the sharded dim by a replicated index; else the index is sharded alike."""
     operand, index = op.arg("self"), op.arg("index")
     lead = next(iter(op.sharded().values()))
     if positive(op.arg("dim"), len(shape_of(operand))) == lead.dim:
@@ -37,7 +37,7 @@ def gather(op: Operator) -> Decision:
 
 
 def index_select(op: Operator) -> Decision:
-    """index_select: picks along one dim, which must be whole, by a whole index."""
+    """index_select: along a dim that is not sharded, by a replicated index."""
     operand = op.arg("self")
     placed = op.placement(operand)
     dim = positive(op.arg("dim"), len(shape_of(operand)))
@@ -47,7 +47,7 @@ def index_select(op: Operator) -> Decision:
 
 
 def index(op: Operator) -> Decision:
-    """index: neighbouring whole dims are replaced by those of whole index tensors."""
+    """index: by replicated index tensors, in neighbouring dims that are not sharded."""
     operand: Any = op.node.args[0]
     indices: Any = op.node.args[1]
     placed = op.placement(operand)
@@ -65,7 +65,7 @@ def index(op: Operator) -> Decision:
 
 
 def split(op: Operator) -> Decision:
-    """split, split_with_sizes, chunk, unbind, …: along the split dim only between fused parts."""
+    """split, split_with_sizes, chunk, unbind, …: along the sharded dim only between fused parts."""
     (operand, placed), *_ = op.sharded().items()
     results = op.node.meta["tensor"]
     dim = positive(op.arg("dim", 0), len(shape_of(operand)))
@@ -87,7 +87,7 @@ def split(op: Operator) -> Decision:
 
 
 def narrow(op: Operator) -> Decision:
-    """slice, narrow: along the split dim only between fused parts."""
+    """slice, narrow: along the sharded dim only between fused parts."""
     (operand, placed), *_ = op.sharded().items()
     dim = positive(op.arg("dim", 0), len(shape_of(operand)))
     if dim != placed.dim:
@@ -124,7 +124,7 @@ def _parts_between(op: Operator, placed: Shard, start: int, stop: int) -> tuple[
 
 
 def select(op: Operator) -> Decision:
-    """select.int: one index of a whole dim."""
+    """select.int: one index of a dim that is not sharded."""
     (operand, placed), *_ = op.sharded().items()
     dim = positive(op.arg("dim"), len(shape_of(operand)))
     if dim == placed.dim:
@@ -133,7 +133,7 @@ def select(op: Operator) -> Decision:
 
 
 def pad(op: Operator) -> Decision:
-    """pad, constant_pad_nd: only whole dims."""
+    """pad, constant_pad_nd: only dims that are not sharded."""
     (operand, placed), *_ = op.sharded().items()
     amounts: Sequence[int] = op.arg("pad")
     back = 2 * (len(shape_of(operand)) - 1 - placed.dim)
@@ -143,7 +143,7 @@ def pad(op: Operator) -> Decision:
 
 
 def concatenate(op: Operator) -> Decision:
-    """cat: along the split dim its operands become fused parts; along others all split alike."""
+    """cat: along the sharded dim operands become fused parts; along others they are alike."""
     tensors: Any = op.node.args[0]
     num_dims = len(shape_of(op.node))
     dim = positive(op.arg("dim", 0), num_dims)
@@ -158,7 +158,7 @@ def concatenate(op: Operator) -> Decision:
 
 
 def stack(op: Operator) -> Decision:
-    """stack: a new dim before or after the split one."""
+    """stack: a new dim before or after the sharded one."""
     dim = positive(op.arg("dim", 0), len(shape_of(op.node)))
     lead = next(iter(op.sharded().values()))
     after = Shard(lead.dim + (dim <= lead.dim), lead.parts, lead.origin)
@@ -166,7 +166,7 @@ def stack(op: Operator) -> Decision:
 
 
 def alike(op: Operator, tensors: Any, lead: Shard, after: Shard) -> Decision:
-    """A decision for operands that are all sharded alike; replicated ones are sliced.
+    """Decision for operands that are all sharded alike; replicated ones are sliced.
 
     Args:
         op: the operator.

@@ -1,6 +1,6 @@
-"""Fused weights of which some parts are split and others whole: queries with one kv-head.
+"""Sharding rules of partly sharded fused weights: queries with one replicated kv-head.
 
-A rank holds its share of the split parts and all of the others, parts in their order. Such a value
+A rank holds its shard of the split parts and all of the others, parts in their order. Such a value
 goes through few operators before the graph takes its parts apart; others are refused.
 """
 
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def decide_partly_sharded(op: Operator) -> Decision:
-    """What becomes of an operator that reads a value with split and whole parts.
+    """Decision about an operator that reads a partly sharded value.
 
     Raises:
         ShardError: it needs the value in one piece.
@@ -44,7 +44,7 @@ def decide_partly_sharded(op: Operator) -> Decision:
 
 
 def local_size(placed: PartlySharded, degree: Degree) -> int:
-    """What a rank holds along the split dim."""
+    """Local size of a partly sharded dim."""
     sizes = enumerate(placed.parts)
     return sum(size if i in placed.whole else size // degree for i, size in sizes)
 
@@ -58,14 +58,14 @@ def _operand(op: Operator) -> tuple[fx.Node, PartlySharded]:
 
 
 def _as_split(op: Operator, placed: PartlySharded) -> Operator:
-    """The operator as if one rank held its value's parts."""
+    """Operator as if one rank held all parts of its value."""
     node, _ = _operand(op)
     alone = {**op.placements, node: Shard(placed.dim, placed.parts, placed.origin)}
     return replace(op, placements=alone, degree=1)
 
 
 def _same_parts(rule: Callable[[Operator], Decision]) -> Callable[[Operator], Decision]:
-    """A rule that moves the dim and keeps its parts."""
+    """Rule that moves the dim and keeps its parts."""
 
     def moved(op: Operator) -> Decision:
         _, placed = _operand(op)
@@ -125,7 +125,7 @@ def _check_divisible(op: Operator, placed: PartlySharded) -> None:
 def _between(
     op: Operator, placed: PartlySharded, start: int, stop: int
 ) -> tuple[Placement, int, int]:
-    """How the parts from `start` to `stop` lie, and where a rank has them."""
+    """Placement of the parts from `start` to `stop`, and their range on a rank."""
     edges = [sum(placed.parts[:i]) for i in range(len(placed.parts) + 1)]
     if start not in edges or stop not in edges or stop <= start:
         raise op.error(f"takes {start} … {stop} of fused parts of which only some are split")

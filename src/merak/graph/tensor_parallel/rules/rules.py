@@ -1,4 +1,4 @@
-"""What becomes of the ATen operators whose operands are split: one rule per family of them."""
+"""Sharding rules of ATen operators, one for each family."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _WHOLE = Decision(REPLICATE)
 
 
 def decide(op: Operator) -> Decision:
-    """What becomes of one operator.
+    """Decision about one operator, by the rule of its family.
 
     Args:
-        op: the operator and how its operands lie.
+        op: the operator and the placements of its operands.
 
     Returns:
         The decision; operators without split operands stay as they are.
@@ -87,7 +87,7 @@ def decide(op: Operator) -> Decision:
 
 
 def _rule_of(target: Any) -> Rule | None:
-    """The rule for an operator on split operands: by name, or as torch's own that is pointwise."""
+    """Rule of an operator on sharded operands: by name, or as one that torch tags as pointwise."""
     tags = getattr(target, "tags", ())
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     fallback = elementwise.elementwise if pointwise and not is_opaque(target) else None
@@ -95,13 +95,13 @@ def _rule_of(target: Any) -> Rule | None:
 
 
 def _is_whole(op: Operator, operands: Sequence[fx.Node]) -> bool:
-    """Whether nothing is split here, as nearly everywhere while one weight's split is followed."""
+    """Whether nothing is sharded here, as nearly everywhere while one weight is followed."""
     are_whole = all(op.placements[n] is REPLICATE for n in operands)
     return are_whole and not op.in_split_work and not is_mutating(op.node)
 
 
 def _inside(op: Operator) -> Decision:
-    """An operator on whole values: what reads a copied one is done by every rank for its own."""
+    """Decision about replicated operands; in sharded work the result's gradient is partial too."""
     if is_mutating(op.node):
         return _write(op)
     if is_opaque(op.node.target):
@@ -113,19 +113,19 @@ def _inside(op: Operator) -> Decision:
 
 
 def _write(op: Operator) -> Decision:
-    """A write into whole values: all that lies in the memory has its gradient in one way."""
+    """Decision about a mutation of replicated values: one placement for all of a storage."""
     written = mutated_arguments(op.node)
     placed = {op.placements[n] for n in written}
     placed = placed.union(*(op.by_storage.get(n.meta.get("storage"), ()) for n in written))
     if placed == {REPLICATE_PARTIAL_GRAD} and not is_opaque(op.node.target):
         return Decision(REPLICATE_PARTIAL_GRAD)
     if REPLICATE_PARTIAL_GRAD in placed:
-        raise op.error("writes into a value that lies in two ways")
+        raise op.error("writes into a value that has two placements")
     return Decision(REPLICATE)
 
 
 def _carries_sums(op: Operator) -> bool:
-    """Whether the operator is linear in its partial sums, so that they can be reduced after it."""
+    """Whether the operator is linear in its partial sums, and they can be reduced after it."""
     name, raw = family(op.node.target), [op.raw(n) for n in op.node.all_input_nodes]
     if not all(isinstance(placed, Partial) for placed in raw):
         return False

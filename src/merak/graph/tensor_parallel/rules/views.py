@@ -1,4 +1,4 @@
-"""Views of split values: how a split dim lies after reshaping, and the local sizes."""
+"""Sharding rules of views: the sharded dim after reshaping, and local sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def reshaped(old: Sequence[int], new: Sequence[int], placed: Shard, degree: Degree) -> Shard | None:
-    """How a split value lies after it is reshaped.
+    """Placement of a sharded value after a reshape.
 
     Dims are merged and split in groups of equal size. Inside its group, a split dim with `left`
     elements before it and `right` after it is the group's flat dim with `left` times its parts,

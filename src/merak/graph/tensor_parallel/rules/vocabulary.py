@@ -1,9 +1,9 @@
-"""Look-ups in split tables, losses over split classes, and what vocabularies are padded with.
+"""Sharding rules of vocabularies: sharded tables, losses over sharded classes, and padding.
 
-A vocabulary is split whether or not the degree divides it: shares are rounded up, and the last
-ranks' are filled up with padding. Values there are never looked at and their gradients are
-zero, as long as nothing runs along the split dim; so only operators pass that work on each class by
-itself and have finite derivatives, and what ends the split must know of the padding.
+A vocabulary is sharded whether or not the degree divides it: shards are rounded up, and the last
+ranks' are padded. Values of the padding are never read and their gradients are zero, as long as
+nothing runs along the sharded dim; so only operators are allowed that work on each class by itself
+and have finite derivatives, and an operator that runs along it must know of the padding.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ aten = torch.ops.aten
 
 
 def reads_padding(op: Operator) -> bool:
-    """Whether an operand is filled up with padding on some rank."""
+    """Whether an operand has padding on some rank."""
     return any(is_padded(placed, op.degree) for placed in op.sharded().values())
 
 
 def decide_padded(op: Operator, rule: Rule | None) -> Decision:
-    """What becomes of an operator on values with padding.
+    """Decision about an operator on values with padding.
 
     Args:
         op: the operator.
@@ -93,7 +93,7 @@ _EACH_BY_ITSELF = (
 
 
 def _runs_along_split(op: Operator) -> bool:
-    """Whether an operator's dims, if it is given any, have the split one among them."""
+    """Whether the sharded dim is among the dims that an operator runs along."""
     (operand, placed), *_ = op.sharded().items()
     dims: Any = op.arg("dim")
     if dims is None or dims == []:
@@ -103,7 +103,7 @@ def _runs_along_split(op: Operator) -> bool:
 
 
 def _layout(op: Operator, operand: fx.Node, dim: int) -> tuple[int, int, str]:
-    """How the classes along a dim of an operand are split over ranks."""
+    """Layout of the sharded classes along a dim of an operand."""
     placed = op.placement(operand)
     if not isinstance(op.degree, int):
         raise op.error("must see all samples of a microbatch")
@@ -113,7 +113,7 @@ def _layout(op: Operator, operand: fx.Node, dim: int) -> tuple[int, int, str]:
 
 
 def embedding(op: Operator) -> Decision:
-    """embedding of split rows: every rank's own, zeros for those of others, to be summed."""
+    """embedding of sharded rows: zeros for other ranks' rows, to be all-reduced."""
     weight, indices = op.arg("weight"), op.arg("indices")
     _, size, axis = _layout(op, weight, 0)
     padding_idx, by_freq = op.arg("padding_idx", -1), op.arg("scale_grad_by_freq", False)
@@ -122,7 +122,7 @@ def embedding(op: Operator) -> Decision:
 
 
 def cross_entropy(op: Operator) -> Decision:
-    """cross_entropy_loss over split classes: the ranks exchange a few numbers a position."""
+    """cross_entropy_loss over sharded classes: two all-reduces of a few numbers a position."""
     logits, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
     layout = _layout(op, logits, min(1, len(shape_of(logits)) - 1))
     if target.meta["tensor"].dtype.is_floating_point:
@@ -138,7 +138,7 @@ def cross_entropy(op: Operator) -> Decision:
 
 
 def nll(op: Operator) -> Decision:
-    """nll_loss over split classes: a summand of every rank."""
+    """nll_loss over sharded classes: a partial sum."""
     operand, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
     layout = _layout(op, operand, min(1, len(shape_of(operand)) - 1))
     needs: dict[fx.Node, Placement] = {target: REPLICATE}
@@ -149,7 +149,7 @@ def nll(op: Operator) -> Decision:
 
 
 def log_softmax(op: Operator) -> Decision:
-    """log_softmax along the split dim: the ranks exchange a few numbers a position."""
+    """log_softmax along the sharded dim: two all-reduces of a number a position."""
     operand = op.arg("self")
     shape = shape_of(operand)
     layout = _layout(op, operand, positive(op.arg("dim"), len(shape)))
@@ -161,7 +161,7 @@ def log_softmax(op: Operator) -> Decision:
 
 
 def logsumexp(op: Operator) -> Decision:
-    """logsumexp along the split dim."""
+    """logsumexp along the sharded dim."""
     operand, dims = op.arg("self"), op.arg("dim")
     shape = shape_of(operand)
     if len(dims) > 1:
@@ -173,7 +173,7 @@ def logsumexp(op: Operator) -> Decision:
 
 
 def gather(op: Operator) -> Decision:
-    """gather along the split dim, by a whole index: what the rank has, to be summed."""
+    """gather along the sharded dim, by a replicated index: a partial sum."""
     operand, index = op.arg("self"), op.arg("index")
     layout = _layout(op, operand, positive(op.arg("dim"), len(shape_of(operand))))
     if op.placement(index) != REPLICATE:

@@ -1,1 +1,1 @@
-"""The search for the placements of all weights that cost least."""
+"""Search for the cheapest placements of all weights."""

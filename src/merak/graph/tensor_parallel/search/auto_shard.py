@@ -1,8 +1,8 @@
-"""Derive from a traced model alone how tensor parallelism splits its weights.
+"""Automatic sharding of a model's weights, from its traced graph alone.
 
 Every segment is searched by itself (`sharding_search`); segments of the same structure get the same
 answer, so a deep model takes no longer than a shallow one. Embeddings and heads, which several
-segments may share, are settled before (`vocabulary`).
+segments may share, are sharded before (`vocabularies`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WeightPlacements = Mapping[str, WeightPlacement]
 
 @dataclass(frozen=True, slots=True)
 class SegmentTask:
-    """What is asked about one segment.
+    """Search task of one segment: its given and replicated weights.
 
     Args:
         segment: the segment.
@@ -49,7 +49,7 @@ class SegmentTask:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSharding:
-    """How one segment is split.
+    """Sharding of one segment's weights, and the collectives it runs.
 
     Args:
         weights: the split parameters it reads, by name.
@@ -76,7 +76,7 @@ class AutoSharder:
         self._known: dict[Any, tuple[Segment, SegmentSharding]] = {}
 
     def __call__(self, task: SegmentTask) -> SegmentSharding:
-        """Choose how the weights of a segment are split that are neither given nor kept."""
+        """Sharding of a segment's weights that are neither given nor replicated."""
         key = tuple(structure_of(task))
         if key not in self._known:
             search = Search(task.segment, self.parameters, self.degree, task.kept, task.given)
@@ -90,7 +90,7 @@ class AutoSharder:
 def auto_shard(
     model: ModelGraph, auto_sharder: AutoSharder, given: WeightPlacements, kept: frozenset[str]
 ) -> dict[str, WeightPlacement]:
-    """Choose how the weights of a model are split.
+    """Placements of a model's weights, chosen segment by segment.
 
     Args:
         model: the traced model.
@@ -116,7 +116,7 @@ def auto_shard(
 
 
 def check_limits(model: ModelGraph, degree: int) -> None:
-    """Check, where a degree splits nothing, that it is not for its size.
+    """Check, where a degree shards nothing, that no smaller degree fits.
 
     Where the weights could be cut so often, but what runs between them would have to be gathered,
     every rank trains the whole model.
@@ -143,7 +143,7 @@ def _largest(model: ModelGraph, names: Iterable[str]) -> list[str]:
 
 
 def limits_of(model: ModelGraph) -> dict[str, int]:
-    """Into how many pieces each weight can be cut for itself along its outputs, by name."""
+    """Number of pieces that each weight's outputs can be cut into, by name."""
     found: dict[str, int] = {}
     known: dict[Any, tuple[int | None, ...]] = {}
     whole = frozenset(embeddings(model) | loss_weights(model))
@@ -158,7 +158,7 @@ def limits_of(model: ModelGraph) -> dict[str, int]:
 
 
 def structure_of(task: SegmentTask) -> Iterator[Any]:
-    """What the answer depends on: the operators, their shapes, and what is given."""
+    """Key of a segment's search: its operators, their shapes, and what is given."""
     place = {node: i for i, node in enumerate(task.segment.graph.nodes)}
     for node in task.segment.graph.nodes:
         what: tuple[Any, ...] = ()
@@ -175,7 +175,7 @@ def structure_of(task: SegmentTask) -> Iterator[Any]:
 
 
 def _carried_over(like: Segment, split: SegmentSharding, segment: Segment) -> SegmentSharding:
-    """The split of a segment of the same structure."""
+    """Sharding of a segment of the same structure."""
     if like is segment:
         return split
     names = dict(zip(like.parameters, segment.parameters, strict=True))

@@ -1,4 +1,4 @@
-"""What a split of a segment's weights costs: the collectives that its rewriting needs."""
+"""Communication cost of a segment's sharding: the collectives of its rewriting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from merak.graph.tensor_parallel.propagate import Propagation
 
 
 class Collective(Enum):
-    """What a conversion of a value costs."""
+    """Collective of a conversion between placements."""
 
     REDUCE = "all-reduce in the forward"
     GATHER = "all-gather in the forward"
@@ -43,7 +43,7 @@ ALL_REDUCES = frozenset((Collective.REDUCE, Collective.COPY, Collective.INSIDE))
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective of a rewritten segment.
+    """Collective of a rewritten segment, with its size.
 
     Args:
         kind: which one.
@@ -57,7 +57,7 @@ class Transfer:
 
 
 def conversions(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node, Placement]]:
-    """Every (value, placement) that some operator, or the segment's output, needs otherwise."""
+    """Conversions that operators and outputs ask for: values, and the placements they need."""
     seen: set[tuple[fx.Node, Placement]] = set()
     for node, need in _needs(graph, propagation):
         placed = propagation.placements[node]
@@ -79,7 +79,7 @@ def _needs(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node,
 
 
 def operands_of(node: fx.Node, decision: Decision) -> list[fx.Node]:
-    """The operands that the operator in a node's place reads, in the order of its arguments."""
+    """Operands of a node's operator, in the order of its arguments."""
     args = node.args if decision.args is None else decision.args
     kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
     found: dict[fx.Node, None] = {}
@@ -88,7 +88,7 @@ def operands_of(node: fx.Node, decision: Decision) -> list[fx.Node]:
 
 
 def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
-    """The collectives of a segment's rewriting, each as often as it runs.
+    """Collectives of a segment's rewriting, each as often as it runs.
 
     Args:
         graph: the segment's graph, before it is rewritten.
@@ -111,7 +111,7 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
         if isinstance(placed, PartlySharded) or isinstance(need, PartlySharded):
             raise ShardError(f"{node} would have to be joined from split and whole parts.")
         if isinstance(need, Partial):
-            continue  # every rank takes its share
+            continue  # every rank takes its slice
         if propagation.scatters and (isinstance(placed, Shard) or isinstance(need, Shard)):
             # What is gathered for split work and what is gathered whole are two values.
             for kind in _kinds_scattered(placed, need, has_gradient(node)):
@@ -148,7 +148,7 @@ def _kinds(placed: Placement, need: Placement, has_gradient: bool) -> Iterator[C
 def _kinds_scattered(
     placed: Placement, need: Placement, has_gradient: bool
 ) -> Iterator[Collective]:
-    """Conversions from and to shares, where sums become shares without being whole between."""
+    """Collectives of conversions from and to shards, without an all-reduce."""
     if isinstance(placed, Partial):
         yield Collective.SCATTER
     if isinstance(placed, Shard):
@@ -166,7 +166,7 @@ def has_gradient(node: fx.Node) -> bool:
 
 
 def weights_only(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on parameters and buffers alone."""
+    """Nodes that depend on parameters and buffers alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -179,6 +179,6 @@ def weights_only(graph: fx.Graph) -> set[fx.Node]:
 
 
 def parameter_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
-    """The placeholders of a segment's parameters, by name."""
+    """Placeholders of a segment's parameters, by name."""
     nodes = graph.find_nodes(op="placeholder")
     return {n.meta["name"]: n for n in nodes if n.meta["kind"] is Kind.PARAMETER}

@@ -1,4 +1,4 @@
-"""Fused layers: along which parts of a weight the graph takes its outputs apart again."""
+"""Fused layers: parts of a weight's outputs that the graph takes apart again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_REFINEMENTS = 8
 
 
 def fused_parts(graph: fx.Graph, name: str, dim: int, size: int) -> list[tuple[int, ...]]:
-    """Ways in which a dim of a weight may be made of parts, coarsest first.
+    """Candidate parts of a fused dim of a weight, coarsest first.
 
     The dim is followed through the graph as if one rank held it all. Where an operator takes it
     apart (split, slice, unbind, …), the weight must be split part by part.
@@ -70,7 +70,7 @@ def _finer(graph: fx.Graph, name: str, placed: Shard) -> tuple[int, ...] | None:
 
 
 def _refined(placed: Shard, size: int, edges: set[int]) -> tuple[int, ...] | None:
-    """The parts of the weight, cut where the operator cuts a dim of `size` that it became."""
+    """Parts of the weight, cut where the operator cuts a dim of `size` that it became."""
     total = sum(placed.parts)
     if not edges or total % size:
         return None
@@ -83,7 +83,7 @@ _CUTTING = SPLITS | NARROWS | {"select"}
 
 
 def _edges(op: Operator, operand: fx.Node, placed: Shard) -> set[int]:
-    """Where an operator cuts the split dim of its operand."""
+    """Edges at which an operator cuts the sharded dim of its operand."""
     name, size = family(op.node.target), shape_of(operand)[placed.dim]
     if (
         name not in _CUTTING
@@ -105,5 +105,5 @@ def _edges(op: Operator, operand: fx.Node, placed: Shard) -> set[int]:
 
 
 def divides(placed: Shard, degree: Degree) -> bool:
-    """Whether every fused part has a share for each rank."""
+    """Whether the degree divides every fused part."""
     return math.gcd(*placed.parts) % degree == 0

@@ -1,4 +1,4 @@
-"""Search how to split the weights of one segment: few collectives, many split parameters.
+"""Search for the sharding of one segment's weights: few collectives, many sharded parameters.
 
 A seed splits the outputs of one GEMM. What the operators then need, and what the weights before and
 after must be for it, is read off the propagation of `sharding_propagate`: the queries' heads ask
@@ -61,7 +61,7 @@ _ROUNDS = 12
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How the weights of a segment are split.
+    """Sharding found for the weights of a segment.
 
     Args:
         weights: placements by parameter name; parameters not named are replicated.
@@ -77,7 +77,7 @@ class Found:
 
 
 class Search:
-    """The search over one segment, with what it has worked out so far.
+    """Search over one segment, with its intermediate results.
 
     Args:
         segment: the segment.
@@ -112,7 +112,7 @@ class Search:
         self._splits: dict[str, tuple[Shard | PartlySharded, ...]] = {}
 
     def run(self, followers: Collection[str] = ()) -> Found:
-        """The best assignment found.
+        """Best assignment found.
 
         Args:
             followers: weights that are split only together with others.
@@ -134,7 +134,7 @@ class Search:
         return best
 
     def limits(self) -> dict[str, int]:
-        """Into how many pieces the outputs of each free weight can be cut."""
+        """Number of pieces that the outputs of each free weight can be cut into."""
         found: dict[str, int] = {}
         for name in sorted(self.free):
             for out, _ in self.dims[name]:
@@ -148,7 +148,7 @@ class Search:
         return found
 
     def _pieces(self, name: str, split: Shard | PartlySharded) -> int | None:
-        """Into how many pieces a split weight's outputs can be cut; None where none are split."""
+        """Number of pieces that a sharded weight's outputs can be cut into; None where none is."""
         layout = self.alone(name, split)
         return None if layout is None else capacities(layout).get(name)
 
@@ -161,7 +161,7 @@ class Search:
         return self._keep(best, self._enter_earlier(found))
 
     def _late_price(self, found: Found) -> float:
-        """The most that `_enter_earlier` can save."""
+        """Largest saving of `_enter_earlier`."""
         late = (t for t in found.transfers if t.kind not in FORWARD and not t.of_weights)
         return sum(map(self.price, late))
 
@@ -183,7 +183,7 @@ class Search:
                         yield found
 
     def close(self, weights: Assignment) -> Assignment:
-        """Split further weights as the operators on split values ask for."""
+        """Shard further weights as the operators on sharded values need them."""
         chosen = dict(weights)
         for _ in range(_ROUNDS):
             layout = self.lay(chosen)
@@ -200,7 +200,7 @@ class Search:
         return chosen
 
     def _fits(self, need: Shard, weights: Assignment) -> bool:
-        """Whether weights may be split so: evenly, or like a vocabulary that is padded."""
+        """Whether weights may be sharded so: evenly, or like a vocabulary with padding."""
         if divides(need, self.degree):
             return True
         return any(isinstance(p, Shard) and p.parts == need.parts for p in weights.values())
@@ -208,7 +208,7 @@ class Search:
     def _sources(
         self, node: fx.Node, need: Shard | PartlySharded, chosen: Assignment
     ) -> dict[str, Placement]:
-        """The weights that make a value lie as it must."""
+        """Weights that give a value the placement it needs."""
         found: dict[str, Placement] = {}
         for name in sorted(self._above[node] & self.free):
             if name in chosen:
@@ -223,7 +223,7 @@ class Search:
         return found
 
     def _enter_earlier(self, best: Found) -> Found:
-        """Let one value enter the split work in place of several that are made from it."""
+        """Enter sharded work with one value in place of several made from it."""
         for _ in range(_ROUNDS):
             before = best
             late = self._late(best)
@@ -236,7 +236,7 @@ class Search:
         return best
 
     def _late(self, best: Found) -> set[fx.Node]:
-        """The whole activations whose gradients the ranks sum or gather."""
+        """Replicated activations whose gradients the ranks all-reduce or gather."""
         layout = self.lay(best.weights, best.inside)
         assert layout is not None
         return {
@@ -253,7 +253,7 @@ class Search:
         }
 
     def _common(self, late: set[fx.Node]) -> Iterator[fx.Node]:
-        """The latest values from which the same two or more of some others are made."""
+        """Latest values from which the same two or more of some others are made."""
         seen: set[frozenset[fx.Node]] = set()
         for node in reversed(self.graph.nodes):
             if node in self._weights or not has_gradient(node):
@@ -275,7 +275,7 @@ class Search:
         return bool(self._values[node] >> self._place[source] & 1)
 
     def splits(self, name: str) -> tuple[Shard | PartlySharded, ...]:
-        """The ways to split a parameter that the degree divides."""
+        """Candidate placements of a parameter that the degree divides."""
         if name not in self._splits:
             found: list[Shard] = []
             for dim, size in enumerate(self.shapes[name]):
@@ -288,7 +288,7 @@ class Search:
         return self._splits[name]
 
     def alone(self, name: str, placed: Placement) -> Propagation | None:
-        """The propagation of one split weight."""
+        """Propagation of one sharded weight."""
         if (name, placed) not in self._alone:
             self._alone[name, placed] = self.lay({name: placed})
         return self._alone[name, placed]
@@ -296,14 +296,14 @@ class Search:
     def lay(
         self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()
     ) -> Propagation | None:
-        """The propagation of an assignment; None if it cannot be."""
+        """Propagation of an assignment; None if there is none."""
         try:
             return propagate(self.graph, weights, self.degree, decide_or_gather, inside)
         except ShardError:
             return None
 
     def judge(self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()) -> Found | None:
-        """What an assignment costs, in collectives of a whole activation."""
+        """Cost of an assignment, in collectives of a full activation."""
         layout = self.lay(weights, inside)
         try:
             needed = None if layout is None else transfers(self.graph, layout)
@@ -323,14 +323,14 @@ class Search:
         return gemms.get(name, 0) / (sum(gemms.values()) or 1)
 
     def price(self, transfer: Transfer) -> float:
-        """What a collective costs, in those of a whole activation."""
+        """Cost of a collective, in those of a full activation."""
         size = transfer.numel / self.scale
         if transfer.of_weights:
             return size * 0.1 + _OF_WEIGHTS
         return max(_OF_POSITIONS if transfer.kind is Collective.INSIDE else 1.0, size)
 
     def runs(self, weights: Assignment) -> bool:
-        """Whether the operators take their shares."""
+        """Whether the operators run on their shards."""
         layout = self.lay(weights)
         try:
             assert layout is not None
@@ -341,14 +341,14 @@ class Search:
 
 
 def _whole_share(placed: Placement | None) -> float:
-    """How much of a parameter every rank holds."""
+    """Fraction of a parameter that every rank holds."""
     if isinstance(placed, PartlySharded):
         return sum(placed.parts[i] for i in placed.whole) / sum(placed.parts)
     return 0.0 if isinstance(placed, Shard) else 1.0
 
 
 def _small_parts_whole(placed: Shard, degree: int) -> PartlySharded | None:
-    """The largest fused parts split and the others whole, as one kv-head for many queries."""
+    """Placement with the largest fused parts sharded and the others replicated."""
     largest = max(placed.parts)
     whole = frozenset(i for i, size in enumerate(placed.parts) if size < largest)
     if not whole or largest % degree:
@@ -357,7 +357,7 @@ def _small_parts_whole(placed: Shard, degree: int) -> PartlySharded | None:
 
 
 def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """The parameters that every value depends on."""
+    """Parameters that every value depends on."""
     found: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         own = {node.meta["name"]} if node.meta.get("kind") is Kind.PARAMETER else ()
@@ -366,7 +366,7 @@ def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
 
 
 def _sources(graph: fx.Graph, place: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """The values that every value is made from, each as a bit at its place."""
+    """Values that every value is made from, each as a bit at its index."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         found[node] = 0
@@ -376,7 +376,7 @@ def _sources(graph: fx.Graph, place: Mapping[fx.Node, int]) -> dict[fx.Node, int
 
 
 def _depth(graph: fx.Graph) -> int:
-    """The most weight GEMMs one after another."""
+    """Largest number of weight GEMMs one after another."""
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
         before = max((depth[n] for n in node.all_input_nodes), default=0)
@@ -385,7 +385,7 @@ def _depth(graph: fx.Graph) -> int:
 
 
 def _activation_size(segment: Segment) -> int:
-    """Numbers in the largest value that enters or leaves the segment."""
+    """Size of the largest value that enters or leaves the segment."""
     (output,) = segment.graph.find_nodes(op="output")
     values = [n for n in segment.graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.VALUE]
     metas = [n.meta["tensor"] for n in (*values, *output.all_input_nodes)]

@@ -1,4 +1,4 @@
-"""Which vocabularies tensor parallelism splits: tables that rows are looked up in, and heads.
+"""Vocabularies that tensor parallelism shards: tables that rows are looked up in, and heads.
 
 A vocabulary is split where that saves more than it costs. What splitting a block is worth is known
 (`sharding_search`); a vocabulary is worth as much for every number it holds. It costs the
@@ -27,7 +27,7 @@ from merak.graph.tensor_parallel.search.search import SAVED_PER_BLOCK, Found, Se
 def split_vocabularies(
     model: ModelGraph, degree: int, given: Mapping[str, Placement], kept: frozenset[str]
 ) -> dict[str, Shard]:
-    """Choose the vocabularies that are split, each with the biases of its head.
+    """Placements of the sharded vocabularies, each with the biases of its head.
 
     Args:
         model: the traced model.
@@ -51,7 +51,7 @@ def split_vocabularies(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A vocabulary and what may be split with it.
+    """Vocabulary, with the biases and readers that are sharded with it.
 
     Args:
         model: the traced model.
@@ -68,7 +68,7 @@ class _Group:
     kept: frozenset[str]
 
     def priced(self, worth: float) -> dict[str, Placement]:
-        """The group where splitting it is worth more than it costs; else nothing."""
+        """Group where sharding it is worth more than it costs; else None."""
         placed = self.placed()
         if placed is None:
             return {}
@@ -89,7 +89,7 @@ class _Group:
         return group if cost < worth else {}
 
     def placed(self) -> Shard | None:
-        """How it would be split; None where segments use it in different ways."""
+        """Placement of the vocabulary; None where segments use it in different ways."""
         nodes = [parameter_nodes(segment.graph)[self.name] for segment in self.readers()]
         dims = {vocabulary_dim(node) for node in nodes}
         dim = dims.pop() if len(dims) == 1 else None
@@ -98,7 +98,7 @@ class _Group:
         return Shard(dim, (self.model.parameters[self.name].shape[dim],), self.name)
 
     def followers(self, group: Mapping[str, Placement] | None = None) -> dict[str, Placement]:
-        """Biases that the head adds to outputs which are split."""
+        """Biases that the head adds to sharded outputs."""
         split = {**self.chosen, **(group or {})}
         lead = split[self.name]
         found: dict[str, Placement] = {}
@@ -112,11 +112,11 @@ class _Group:
         return found
 
     def readers(self) -> list[Segment]:
-        """The segments that read it."""
+        """Segments that read the vocabulary."""
         return [s for s in self.model.segments if self.name in s.parameters]
 
     def search(self, segment: Segment) -> Search:
-        """The search over one segment; only parameters of one dim are free."""
+        """Search over one segment in which only parameters of one dim are free."""
         parameters = self.model.parameters
         kept = self.kept | {n for n in segment.parameters if len(parameters[n].shape) > 1}
         own = {n: p for n, p in self.chosen.items() if n in segment.parameters}
@@ -128,7 +128,7 @@ def _gathers(found: Found) -> int:
 
 
 def _block_size(segments: Sequence[Segment], vocabularies: Iterable[str]) -> float:
-    """Numbers in the weights of a mean segment, vocabularies aside."""
+    """Mean size of a segment's weights, vocabularies aside."""
     aside = frozenset(vocabularies)
     sizes = []
     for segment in segments:
@@ -145,7 +145,7 @@ def vocabularies(model: ModelGraph) -> set[str]:
 
 
 def embeddings(model: ModelGraph) -> set[str]:
-    """The parameters in which rows are looked up."""
+    """Parameters in which rows are looked up."""
     return {
         node.args[0].meta["name"]
         for segment in model.segments
@@ -155,7 +155,7 @@ def embeddings(model: ModelGraph) -> set[str]:
 
 
 def loss_weights(model: ModelGraph) -> set[str]:
-    """The weights whose products the loss reads, with no other product in between."""
+    """Weights whose products the loss reads, with no other product in between."""
     found: set[str] = set()
     for segment in model.segments:
         (output,) = segment.graph.find_nodes(op="output")
@@ -175,7 +175,7 @@ def loss_weights(model: ModelGraph) -> set[str]:
 
 
 def _parameters_of(node: fx.Node) -> set[str]:
-    """The parameters that a product reads, directly or through views of them."""
+    """Parameters that a product reads, directly or through views of them."""
     found: set[str] = set()
     for source in node.all_input_nodes:
         while source.op == "call_function" and len(source.all_input_nodes) == 1:

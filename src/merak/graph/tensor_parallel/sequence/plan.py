@@ -1,8 +1,8 @@
-"""Plan sequence parallelism: which values of a model lie in shares, inside segments and between.
+"""Plan of sequence parallelism: which values of a model are sharded over the sequence.
 
 Every segment is planned after those before it, since it reads what they leave. Of the ways in which
-it can run, the one with the least traffic is taken: where its sums become shares, along which dim,
-and whether what enters in shares is gathered at once. Segments of the same structure that read
+it can run, the one with the least traffic is taken: where its sums become sharded, along which dim,
+and whether what enters sharded is gathered at once. Segments of the same structure that read
 alike get the same answer.
 """
 
@@ -55,7 +55,7 @@ _PER_COLLECTIVE = 1e-2
 """What a collective of activations costs besides its size, in gathers of an activation."""
 
 _ROUNDS = 8
-"""How many values of one segment may become shares, one after another."""
+"""How many values of one segment may become sharded, one after another."""
 
 _WORTH_OTHER_DIM = 0.95
 """Samples are shared out in place of tokens only where it saves more than rounding."""
@@ -63,17 +63,17 @@ _WORTH_OTHER_DIM = 0.95
 
 @dataclass(frozen=True, slots=True)
 class SegmentSequencePlan:
-    """How one segment runs on shares.
+    """Sequence parallelism of one segment.
 
     Args:
-        laid: how its values lie.
+        propagated: placements of its values.
         transfers: the collectives it runs.
         cost: what was minimised.
         choice: what was chosen.
-        leaving: the results that leave in shares, by name.
+        leaving: the results that leave sharded, by name.
     """
 
-    laid: SequencePropagation
+    propagated: SequencePropagation
     transfers: tuple[Transfer, ...]
     cost: float
     choice: SequenceChoice
@@ -82,11 +82,11 @@ class SegmentSequencePlan:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """How the segments of a model run on shares.
+    """Sequence parallelism of a model's segments.
 
     Args:
         segments: by index.
-        values: the values between segments that lie in shares.
+        values: the values between segments that are sharded.
     """
 
     segments: Mapping[int, SegmentSequencePlan]
@@ -94,11 +94,11 @@ class SequencePlan:
 
     @property
     def cost(self) -> float:
-        """What all segments cost."""
+        """Cost of all segments."""
         return sum(segment.cost for segment in self.segments.values())
 
     def local_values(self, model: ModelGraph, degree: int) -> dict[str, TensorMeta]:
-        """What a rank holds of every value between segments."""
+        """Local shape and dtype of every value between segments."""
         return {
             name: local_meta(meta, self.values[name], degree) if name in self.values else meta
             for name, meta in model.values.items()
@@ -106,7 +106,7 @@ class SequencePlan:
 
 
 def plan_sequence(model: ModelGraph, split: Split, degree: int) -> SequencePlan:
-    """Choose what of a model lies in shares of the sequence.
+    """Plan of sequence parallelism for a model, at the least communication.
 
     Shares are of the longest dim; where an architecture must see whole sequences too often, of the
     samples.
@@ -122,13 +122,13 @@ def plan_sequence(model: ModelGraph, split: Split, degree: int) -> SequencePlan:
 
 
 class _Planner:
-    """Plans one model.
+    """Planner of one model.
 
     Args:
         model: the traced model.
         split: how the weights of a segment are split.
         degree: the number of ranks.
-        longest_first: whether to prefer the longest dim to share out, or else the first.
+        longest_first: whether to prefer the longest dim to shard, or else the first.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class _Planner:
         return SequencePlan(found, self.values)
 
     def segment(self, segment: Segment) -> SegmentSequencePlan:
-        """How one segment shares the sequence out; as segments like it do."""
+        """Plan of one segment; segments of the same structure have the same one."""
         judge = _Judge(segment, self)
         key = (
             judge.likeness(),
@@ -163,11 +163,11 @@ class _Planner:
         else:
             found = judge.best()
             self._known[key] = (segment, found.choice)
-        return replace(found, leaving=judge.leaving(found.laid.propagation))
+        return replace(found, leaving=judge.leaving(found.propagated.propagation))
 
 
 class _Judge:
-    """Says what choices for one segment cost."""
+    """Cost of the choices for one segment."""
 
     def __init__(self, segment: Segment, planner: _Planner) -> None:
         self.segment = segment
@@ -189,17 +189,17 @@ class _Judge:
         self.scale = max((math.prod(shape_of(n)) for n in self.entering), default=0)
 
     def likeness(self) -> tuple[Any, ...]:
-        """What the answer depends on besides the segment's structure."""
+        """Key of the answer, besides the segment's structure."""
         entering = tuple(self.entering.get(n) for n in self.graph.find_nodes(op="placeholder"))
         return entering, tuple(node in self.crossing for node in output_nodes(self.graph))
 
-    def leaving(self, laid: Propagation) -> dict[str, Shard]:
-        """The results that lie in shares."""
-        placed = {name: laid.leaving(node) for node, name in self.crossing.items()}
+    def leaving(self, propagated: Propagation) -> dict[str, Shard]:
+        """Results that are sharded."""
+        placed = {name: propagated.leaving(node) for node, name in self.crossing.items()}
         return {name: p for name, p in placed.items() if isinstance(p, Shard)}
 
     def best(self) -> SegmentSequencePlan:
-        """The choice with the least traffic that can be written down."""
+        """Choice with the least communication that can be rewritten."""
         inside, entering = self.split.inside, frozenset(self.entering)
         starts = [SequenceChoice(inside), SequenceChoice(), SequenceChoice(inside, {}, entering)]
         found = [best for start in starts if (best := self.improved(start)) is not None]
@@ -207,25 +207,25 @@ class _Judge:
             if self.runs(candidate):
                 return candidate
         last = self(SequenceChoice(inside, {}, entering))
-        assert last is not None, "what runs without shares runs where they are gathered at once"
+        assert last is not None, "what runs unsharded runs where shards are gathered at once"
         return last
 
     def __call__(self, choice: SequenceChoice) -> SegmentSequencePlan | None:
-        """What a choice costs; None where it cannot be."""
+        """Cost of a choice; None where it is impossible."""
         try:
-            laid = propagate_sequence(
+            propagated = propagate_sequence(
                 self.graph, self.split, self.entering, choice, self.degree, self.crossing
             )
-            needed = tuple(transfers(self.graph, laid.propagation))
+            needed = tuple(transfers(self.graph, propagated.propagation))
         except ShardError:
             return None
-        cost = sum(map(self.price, needed)) + sum(self.weight_of_whole(laid))
-        return SegmentSequencePlan(laid, needed, cost, choice)
+        cost = sum(map(self.price, needed)) + sum(self.weight_of_whole(propagated))
+        return SegmentSequencePlan(propagated, needed, cost, choice)
 
     def runs(self, found: SegmentSequencePlan) -> bool:
-        """Whether the operators take their shares."""
+        """Whether the operators run on their shards."""
         try:
-            rewrite(self.graph, found.laid.propagation, self.degree)
+            rewrite(self.graph, found.propagated.propagation, self.degree)
         except ShardError:
             return False
         return True
@@ -234,17 +234,17 @@ class _Judge:
         size = transfer.numel * (2.0 if transfer.kind in ALL_REDUCES else 1.0)
         return size if transfer.of_weights else size + _PER_COLLECTIVE * self.scale
 
-    def weight_of_whole(self, laid: SequencePropagation) -> Iterator[float]:
-        """What it costs to hold values whole, and to hand them on."""
-        for node, placed in laid.propagation.placements.items():
+    def weight_of_whole(self, propagated: SequencePropagation) -> Iterator[float]:
+        """Costs of holding values replicated, and of handing them on."""
+        for node, placed in propagated.propagation.placements.items():
             if self.is_activation(node) and not isinstance(placed, Shard):
                 yield _KEPT_WHOLE * math.prod(shape_of(node))
         for node in self.crossing:
-            if self.may_leave_shared(node) and node not in laid.propagation.outputs:
+            if self.may_leave_shared(node) and node not in propagated.propagation.outputs:
                 yield _LEAVES_WHOLE * math.prod(shape_of(node))
 
     def may_leave_shared(self, node: fx.Node) -> bool:
-        """Whether a result is like what enters in shares, as a residual stream is."""
+        """Whether a result is like what enters sharded, as a residual stream is."""
         num_dims = {len(shape_of(source)) for source in self.entering}
         is_like = not num_dims or len(shape_of(node)) in num_dims
         return node in self.crossing and is_like and self.is_activation(node)
@@ -256,7 +256,7 @@ class _Judge:
         return node.op == "call_function" and meta.dtype.is_floating_point
 
     def improved(self, start: SequenceChoice) -> SegmentSequencePlan | None:
-        """The best that is reached by letting one value after another become shares."""
+        """Best choice that is reached by sharding one value after another."""
         best = self(start)
         for _ in range(_ROUNDS):
             if best is None:
@@ -269,21 +269,21 @@ class _Judge:
         return best
 
     def neighbours(self, found: SegmentSequencePlan) -> Iterator[SequenceChoice]:
-        """The choices in which one more value becomes shares."""
+        """Choices in which one more value is sharded."""
         landing = found.choice.landing
-        for node in self.sites(found.laid.propagation):
+        for node in self.sites(found.propagated.propagation):
             if node not in landing:
                 for placed in self.ways(node):
                     yield replace(found.choice, landing={**landing, node: placed})
 
-    def sites(self, laid: Propagation) -> Iterator[fx.Node]:
-        """Sums that are otherwise made whole, and whole values that may be shared out."""
-        for node, need in conversions(self.graph, laid):
-            if isinstance(laid.placements[node], Partial) and not isinstance(need, Shard):
+    def sites(self, propagated: Propagation) -> Iterator[fx.Node]:
+        """Partial sums that are otherwise all-reduced, and replicated values to be sharded."""
+        for node, need in conversions(self.graph, propagated):
+            if isinstance(propagated.placements[node], Partial) and not isinstance(need, Shard):
                 yield node
         sizes = {math.prod(shape_of(node)) for node in self.crossing}
         for node in self.graph.nodes:
-            if not self.is_activation(node) or laid.placements[node] != REPLICATE:
+            if not self.is_activation(node) or propagated.placements[node] != REPLICATE:
                 continue
             if self.may_leave_shared(node) or (
                 not self.entering and math.prod(shape_of(node)) in sizes
@@ -291,7 +291,7 @@ class _Judge:
                 yield node
 
     def ways(self, node: fx.Node) -> Iterator[Shard]:
-        """How a value may be shared out: like what enters, then along dims by preference."""
+        """Placements of a value: like what enters, then along dims by preference."""
         shape = shape_of(node)
         for source, placed in self.entering.items():
             if math.prod(shape_of(source)) == math.prod(shape):
@@ -307,7 +307,7 @@ class _Judge:
 
 
 def _carried_over(choice: SequenceChoice, like: Segment, segment: Segment) -> SequenceChoice:
-    """The choice for a segment of the same structure."""
+    """Choice for a segment of the same structure."""
     nodes = dict(zip(like.graph.nodes, segment.graph.nodes, strict=True))
     return SequenceChoice(
         frozenset(nodes[n] for n in choice.inside),

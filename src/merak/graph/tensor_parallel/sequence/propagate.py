@@ -1,10 +1,9 @@
-"""Sequence parallelism: between the products that are split, values lie in shares of the sequence.
+"""Sequence parallelism: values outside sharded products are sharded over the sequence.
 
-A rule that stands before those of tensor parallelism. A value in shares (`Shard` along a dim of
-tokens) stays so through every operator that treats the tokens one by one, which the same rules
-tell; it is gathered where an operator works on split weights or must see all tokens. Sums over the
-ranks and whole values become shares where `landing` says, for those of their readers that can work
-on shares.
+A rule in front of those of tensor parallelism. A value that is sharded over tokens stays so through
+every operator that treats the tokens one by one, which the same rules decide; it is gathered where
+an operator works on sharded weights or must see all tokens. Partial sums and replicated values are
+sharded where `landing` has them, for those of their readers that can work on shards.
 
 Source: Korthikanti et al. (arXiv 2205.05198, section 4.2.2).
 """
@@ -44,12 +43,12 @@ Landing = Mapping[fx.Node, Shard]
 
 @dataclass(frozen=True, slots=True)
 class SequenceChoice:
-    """How one segment runs on shares.
+    """Choice of how one segment runs on shards of the sequence.
 
     Args:
         inside: operators on whole values to count to the work that is split.
-        landing: sums and whole values that become shares, and which.
-        whole: inputs that come in shares, and are gathered for everything that reads them.
+        landing: sums and whole values that become sharded, and which.
+        whole: inputs that are sharded, and are gathered for everything that reads them.
     """
 
     inside: frozenset[fx.Node] = frozenset()
@@ -59,11 +58,11 @@ class SequenceChoice:
 
 @dataclass(frozen=True, slots=True)
 class SequencePropagation:
-    """A segment's values under a choice.
+    """Propagation of a segment's placements under a choice.
 
     Args:
-        propagation: how they lie.
-        sharded: those that lie in shares of the sequence, landed ones aside.
+        propagation: their placements.
+        sharded: those that are sharded over the sequence, landed ones aside.
     """
 
     propagation: Propagation
@@ -78,31 +77,31 @@ def propagate_sequence(
     degree: int,
     leaving: Collection[fx.Node],
 ) -> SequencePropagation:
-    """Carry the split of the weights and the shares of the sequence through a segment.
+    """Propagate the placements of weights and of the sequence through a segment.
 
     Args:
         graph: the segment's operators.
         split: how its weights are split.
-        entering: the values of other segments that come in shares.
-        choice: where values become shares, and what is gathered where it enters.
+        entering: the values of other segments that are sharded.
+        choice: where values become sharded, and what is gathered where it enters.
         degree: the number of ranks.
-        leaving: results that may leave in shares.
+        leaving: results that may leave sharded.
 
     Raises:
         ShardError: an operator that cannot work so.
     """
     rule = _SequenceRule(weights_only(graph), entering.keys() - choice.whole, choice)
     weights: Mapping[str, Placement] = split.weights
-    laid = propagate(graph, weights, degree, rule, choice.inside, entering)
+    propagated = propagate(graph, weights, degree, rule, choice.inside, entering)
     outputs: dict[fx.Node, Placement] = {}
     for node in leaving:
         placed = choice.landing.get(node)
         if node in rule.sharded or node in choice.whole:
-            placed = _one(laid.placements[node])
+            placed = _one(propagated.placements[node])
         if placed is not None:
             outputs[node] = placed
     return SequencePropagation(
-        replace(laid, outputs=outputs, scatters=True), frozenset(rule.sharded)
+        replace(propagated, outputs=outputs, scatters=True), frozenset(rule.sharded)
     )
 
 
@@ -112,12 +111,12 @@ def _one(placed: ResultPlacement) -> Shard:
 
 
 class _SequenceRule:
-    """Decides about operators, some of whose operands lie in shares.
+    """Sharding rule for operators of which some operands are sharded over the sequence.
 
     Args:
         weights: values that depend on parameters alone.
-        entering: inputs that lie in shares.
-        choice: what becomes shares, and what is gathered.
+        entering: inputs that are sharded.
+        choice: what becomes sharded, and what is gathered.
     """
 
     def __init__(
@@ -141,18 +140,18 @@ class _SequenceRule:
         if not own and (not landed or decide_or_gather(op).output == PARTIAL):
             return decide_or_gather(op)
         if not op.in_split_work and not self.gathered.intersection(own):
-            decision = self._on_shares(op, {**own, **landed}, landed)
+            decision = self._on_shards(op, {**own, **landed}, landed)
             if decision is not None:
                 return decision
         return self._on_whole(op, own)
 
-    def _on_shares(
+    def _on_shards(
         self,
         op: Operator,
         split: Mapping[fx.Node, ResultPlacement],
         landed: Mapping[fx.Node, ResultPlacement],
     ) -> Decision | None:
-        """Every rank for its own tokens; None where the operator must see them all."""
+        """Decision on each rank's own tokens; None where the operator must see them all."""
         operands = [n for n in op.node.all_input_nodes if n not in split]
         if any(isinstance(op.raw(n), (Shard, PartlySharded)) for n in operands):
             return None  # work on split weights
@@ -171,7 +170,7 @@ class _SequenceRule:
     def _is_dear(
         self, op: Operator, split: Collection[fx.Node], needs: Mapping[fx.Node, Placement]
     ) -> bool:
-        """Whether gradients of weights, summed over the ranks, outweigh gathering the shares."""
+        """Whether all-reduces of weight gradients outweigh gathering the shards."""
         whole = [n for n in op.node.all_input_nodes if n not in split and n in self.weights]
         summed = [n for n in whole if op.raw(n) == REPLICATE and has_gradient(n)]
         summed = [
@@ -181,9 +180,9 @@ class _SequenceRule:
         return 2 * sum(math.prod(shape_of(n)) for n in summed) > gathered
 
     def _on_whole(self, op: Operator, own: Mapping[fx.Node, ResultPlacement]) -> Decision:
-        """The operator as if its shares were whole, which they then must be."""
+        """Decision on gathered operands."""
         if any(written in own for written in mutated_arguments(op.node)):
-            raise op.error("writes into a value that lies in shares of the sequence")
+            raise op.error("writes into a value that is sharded over the sequence")
         whole: dict[fx.Node, ResultPlacement] = dict.fromkeys(own, REPLICATE)
         decision = decide_or_gather(replace(op, placements=ChainMap(whole, dict(op.placements))))
         need = REPLICATE if decision.output == REPLICATE else REPLICATE_PARTIAL_GRAD
@@ -192,7 +191,7 @@ class _SequenceRule:
 
 
 def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """What a segment returns, in the order of its outputs."""
+    """Nodes that a segment returns, in the order of its outputs."""
     (output,) = graph.find_nodes(op="output")
     nodes: Any = output.args[0]
     return tuple(nodes)

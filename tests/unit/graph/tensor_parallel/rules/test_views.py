@@ -40,7 +40,7 @@ def _partitions(size: int, degree: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @given(views())
-def test_shares_of_the_view_are_views_of_the_shares(
+def test_shards_of_the_view_are_views_of_the_shards(
     case: tuple[list[int], list[int], Shard, int],
 ) -> None:
     old, new, placed, degree = case

@@ -128,7 +128,7 @@ def test_fewer_kv_heads_than_ranks_cost_no_further_collective(
     assert_parity(model, architecture.batch(), None, 4, monkeypatch)
 
 
-def test_a_feature_dict_is_kept_to_and_the_rest_derived() -> None:
+def test_a_feature_dict_is_followed_and_the_rest_sharded_automatically() -> None:
     architecture = ARCHITECTURES["llama"]
     graph = cases.traced(architecture.build(), architecture.batch())
     features = {"layers.0.mlp.*": Replicate(), "layers.1.mlp.up_proj": Column()}

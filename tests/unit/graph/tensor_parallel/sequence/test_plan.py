@@ -82,7 +82,7 @@ def test_lengths_that_do_not_divide(
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_what_is_kept_between_the_products_falls_with_the_degree(
+def test_activations_between_the_products_fall_with_the_degree(
     degree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = Mesh(1, degree, 1, 0, torch.device("cpu"), None)
