@@ -1,4 +1,4 @@
-"""Assembles the engine of a rank: its stages with their weights, and what connects the ranks."""
+"""Assembly of a rank's engine: stages with their weights, and the communication between ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets
 from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.comm.stage_io import StageIO
-from merak.engine.comm.stage_replicas import reduced_of, replica_groups
-from merak.engine.comm.tied_gradients import Leaf, Shared, TiedGradients
+from merak.engine.comm.stage_replicas import gradients_to_reduce, replica_groups
+from merak.engine.comm.tied_gradients import Leaf, TiedGradients, TiedParameters
 from merak.engine.engine import Engine
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
@@ -42,7 +42,7 @@ from merak.plan.tied_parameters import find_holders
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the parts of this rank's engine are made from.
+    """The decisions that the parts of this rank's engine are made from.
 
     Args:
         layout: the model, laid out.
@@ -196,7 +196,7 @@ def _reducer(
     groups: Mapping[int, dist.ProcessGroup | None],
     optimizer_params: OptimizerParams,
 ) -> GradientReducer:
-    reduced = reduced_of(
+    reduced = gradients_to_reduce(
         job.programs.own_segments(),
         job.programs.owners,
         groups,
@@ -208,7 +208,7 @@ def _reducer(
 
 
 def _tied_names(layout: Layout) -> frozenset[str]:
-    """Parameters whose gradient is collected apart, since several segments read them."""
+    """Names of tied parameters, whose gradients are collected from several segments."""
     if not layout.schedule.is_synchronous:
         return frozenset()  # their readers are on one stage, whose leaves sum what they give
     return frozenset(name for name, count in num_readers(layout.graph).items() if count > 1)
@@ -240,7 +240,7 @@ def _kept_buffers(job: _Job) -> frozenset[str]:
 
 
 def _param_all_gather(job: _Job) -> ParamAllGather | None:
-    """The all-gather of what replicas have stepped (ZeRO-1 and 2), in the order of the forward."""
+    """The all-gather of updated rows (ZeRO-1 and 2), in buckets in the order of the forward."""
     group = job.mesh.group("dp")
     if not job.options.zero or group is None:
         return None
@@ -303,7 +303,9 @@ def _tied_gradients(
         leaves |= {name: [fsdp.leaves[name]] for name in job.tied if name in fsdp.leaves}
         parameters = {**parameters, **fsdp.optimizer_tensors}
     every_microbatch = job.options.exact_tied_gradients
-    shared = Shared(parameters, leaves, final, every_microbatch, job.progress, job.oom_guard)
+    shared = TiedParameters(
+        parameters, leaves, final, every_microbatch, job.progress, job.oom_guard
+    )
     schedule = job.layout.schedule
     num_pipes = len(schedule.pipes) if schedule.is_synchronous else 0
     pipes = [find_holders(job.layout.readers(pipe)) for pipe in range(num_pipes)]
