@@ -159,7 +159,7 @@ def parallelize(
     Args:
         model: any traceable module; called as `model(**batch)`. It returns a loss, unless
             `loss_fn` computes it.
-        example_batch: one replica's batch, as `step` will get it. Truth values, numbers, texts and
+        example_batch: one replica's batch, as `step` will get it. Booleans, numbers, texts and
             None in it are arguments of the model that every batch has.
         loss_fn: `loss_fn(outputs, batch) -> loss`; columns that the model's forward does not name
             are for it alone.
