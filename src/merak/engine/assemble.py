@@ -93,33 +93,19 @@ def assemble(  # one argument for each thing that the build has decided
         options: how the job is laid out.
         save_fewer: changes the plan after a step that ran out of memory; None for errors instead.
     """
-    model = programs.source.model
-    held = dict(model.named_parameters(remove_duplicate=False))
-    programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
-    job = _Job(
-        layout,
-        programs,
-        mesh,
-        options,
-        {name: held[name] for name in names},
-        _tied_names(layout),
-        Progress(clock_of(mesh.device), options.recorded_steps),
-        OomGuard(is_armed=save_fewer is not None),
-    )
+    job = _job(layout, programs, names, mesh, options, save_fewer is not None)
     fsdp = _fsdp_parameters(job)
     if fsdp is not None:
         job = replace(job, parameters={**job.parameters, **fsdp.meta_parameters})
     all_gather = _param_all_gather(job)
-    precision = Precision(options.master_weights, options.float32_gradients)
-    group = mesh.group("dp") if options.zero else None
-    optimizer_params = OptimizerParams(job.parameters, group, precision, all_gather, fsdp)
+    optimizer_params = _optimizer_params(job, fsdp, all_gather)
     stages = _stages(job, fsdp, all_gather)
     transfers = _transfers(job)
     groups = replica_groups(mesh, layout.schedule)
     engine = Engine(
         EngineState(
             mesh=mesh,
-            model=model,
+            model=job.model,
             stages=stages,
             stage_rank=layout.stage_rank,
             parameters=job.parameters,
@@ -148,6 +134,37 @@ def assemble(  # one argument for each thing that the build has decided
     )
     weakref.finalize(engine, watch(job.progress, mesh))
     return engine
+
+
+def _job(
+    layout: Layout,
+    programs: ProgramCache,
+    names: Sequence[str],
+    mesh: Mesh,
+    options: EngineOptions,
+    can_abort: bool,
+) -> _Job:
+    held = dict(programs.source.model.named_parameters(remove_duplicate=False))
+    programs.buffers |= dict(programs.source.model.named_buffers(remove_duplicate=False))
+    return _Job(
+        layout,
+        programs,
+        mesh,
+        options,
+        {name: held[name] for name in names},
+        _tied_names(layout),
+        Progress(clock_of(mesh.device), options.recorded_steps),
+        OomGuard(is_armed=can_abort),
+    )
+
+
+def _optimizer_params(
+    job: _Job, fsdp: FsdpParameters | None, all_gather: ParamAllGather | None
+) -> OptimizerParams:
+    options = job.options
+    precision = Precision(options.master_weights, options.float32_gradients)
+    group = job.mesh.group("dp") if options.zero else None
+    return OptimizerParams(job.parameters, group, precision, all_gather, fsdp)
 
 
 def _stages(
