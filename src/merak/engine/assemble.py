@@ -284,7 +284,7 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
     low = [name for name, p in parameters.items() if p.requires_grad and is_low_precision(p)]
     if low and not (options.master_weights and options.float32_gradients):
         raise ScheduleError(
-            f"zero=3 sums gradients in the type that is stepped, and {low[0]!r} is of "
+            f"zero=3 reduces gradients in the optimizer's type, and {low[0]!r} is of "
             f"{parameters[low[0]].dtype}; set master_weights=True and leave gradient_sums="
             "'float32', or use zero=2."
         )

@@ -109,18 +109,18 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
 
 def _requested_sub_pipelining(layout: Layout, options: EngineOptions) -> str:
     """`requested_sub_pipelining`, or "off" where parameters or activations rule it out."""
-    wish = requested_sub_pipelining(options)
-    if options.zero == 3 and wish == "on":
+    requested = requested_sub_pipelining(options)
+    if options.zero == 3 and requested == "on":
         raise ScheduleError(
             "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
-            "the halves of several in turns; use zero=2, or sub_pipelining='off'."
+            "sub-microbatches of several; use zero=2, or sub_pipelining='off'."
         )
-    if layout.activations.offloaded and wish == "on":
+    if layout.activations.offloaded and requested == "on":
         raise ScheduleError(
             f"offload_activations={options.offload_activations!r} moves the activations of whole "
-            "segments, but sub_pipelining='on' runs them in halves; leave one of the two."
+            "segments, but sub_pipelining='on' runs them as sub-microbatches; leave one out."
         )
-    return "off" if options.zero == 3 or layout.activations.offloaded else wish
+    return "off" if options.zero == 3 or layout.activations.offloaded else requested
 
 
 def forecast_of(

@@ -234,5 +234,5 @@ def _gradient(
 
 
 def _detached(values: TensorDict, program: StageProgram) -> TensorDict:
-    kept = (*program.sent, *program.results.values())
-    return {name: values[name].detach() for name in kept}
+    names = (*program.sent, *program.results.values())
+    return {name: values[name].detach() for name in names}

@@ -2,7 +2,7 @@
 
 Synchronous schedules compute with the parameters themselves. Asynchronous ones update them while
 microbatches are under way: a microbatch's backward uses the weights of its forward, so a version
-is kept for as long as a microbatch needs it.
+stays for as long as a microbatch needs it.
 
 Source: arXiv:1806.03377 (PipeDream), section 3.3; arXiv:2006.09503 (PipeDream-2BW), section 3.1.
 """

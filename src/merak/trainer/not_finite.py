@@ -1,6 +1,6 @@
 """Training steps whose loss or gradient is not finite: skipped, counted, logged, or refused.
 
-Every rank knows the same losses and the same gradient norm, so all of them decide alike.
+Every rank knows the same losses and the same gradient norm, so all of them decide the same.
 """
 
 from __future__ import annotations

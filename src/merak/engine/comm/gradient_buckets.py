@@ -102,7 +102,7 @@ class GradientReducer:
         stages: this rank's stages.
         progress: reports every wait.
         optimizer_tensors: by id of a parameter, what this replica's optimizer steps of it, and so
-            the only rows whose sums it gets; None for whole sums on every replica.
+            the only rows that it receives; None for all-reduced gradients on every replica.
         oom_guard: aborts the step where there is no memory for a bucket.
     """
 
@@ -114,8 +114,9 @@ class GradientReducer:
         oom_guard: OomGuard | None = None,
     ) -> None:
         self._oom_guard = oom_guard or OomGuard()
-        # Whether sums are taken after every microbatch, so that there is never more than its share
-        # between them. All replicas then have equally many, and start buckets in the same order.
+        # Whether gradients are reduced after every microbatch, so that there is never more than its
+        # shard between them. All replicas then have equally many, and start buckets in the same
+        # order.
         self.every_microbatch = False
         self._optimizer_tensors = optimizer_tensors
         self._stages = stages

@@ -31,7 +31,7 @@ def pipeline_norm(
         nothing is synchronised with the host.
     """
     is_exact = any(gradient.dtype == torch.float64 for gradient in gradients.values())
-    # Ranks without gradients do not know how exact those of others are; float32 is kept in float64.
+    # Ranks without gradients do not know how exact those of others are; float32 fits into float64.
     norms = torch.zeros(len(order), device=device, dtype=torch.float64)
     places = [i for i, name in enumerate(order) if name in gradients]
     if places:

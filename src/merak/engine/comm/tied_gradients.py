@@ -173,7 +173,7 @@ class Chain:
             for holder in found
             if holder.rank == mesh.pp_rank
             and tied.parameters[name].requires_grad
-            and tied.parameters[name].numel()  # a share may have no rows
+            and tied.parameters[name].numel()  # a shard may have no rows
         }
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
         # Where the sum of the holder before has been taken, before this rank's own is complete.
@@ -222,7 +222,7 @@ class Chain:
         for name in segment.repeated:
             if name not in self._own or not self._every_microbatch:
                 continue
-            # Shares have leaves of their own, and sums of a lower precision's are not its type.
+            # Shards have leaves of their own, and sums of a lower precision's are not its type.
             leaf = next((own for own in self._leaves[name] if own is leaves[name]), None)
             if leaf is None or gradient_dtype(leaf) != leaf.dtype:
                 continue

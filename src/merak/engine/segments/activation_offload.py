@@ -3,7 +3,7 @@
 What autograd saves in a segment's forward is copied to the host while the next segment computes,
 and is then freed on the device; it is copied back during the backward of the segment after it. One
 storage is copied once, however many tensors view it, and comes back as one. On a GPU copies run
-on streams of their own, from and to pinned memory that torch's allocator keeps for the next time;
+on streams of their own, from and to pinned memory that torch's allocator reuses;
 the CPU makes the same copies at once.
 
 A storage that is being copied stays on the device until the segment that computes meanwhile has
@@ -218,7 +218,7 @@ class ActivationOffload:
     def forget(self) -> None:
         """Free the storages of a step that failed."""
         for queue in (self._out, self._back):
-            queue.drain()  # memory that is given up now must not be written or read any more
+            queue.drain()  # memory that is freed now must not be written or read any more
         self._next.clear()
         self._copying.clear()
 

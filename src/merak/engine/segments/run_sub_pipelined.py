@@ -260,7 +260,7 @@ class _SubMicrobatchRun:
 
     def _reduce_outputs(self, crossings: Sequence[PieceAllReduce], values: TensorDict) -> Coroutine:
         """All-reduce the outputs of a piece, while the other sub-microbatch runs."""
-        sums = []
+        works = []
         for crossing in crossings:
             source = values[crossing.source]
             if not crossing.in_forward:
@@ -268,15 +268,15 @@ class _SubMicrobatchRun:
                 continue
             total = source.detach().clone(memory_format=torch.contiguous_format)
             values[crossing.result] = total.requires_grad_(source.requires_grad)
-            sums.append(start_all_reduce(total.detach(), TENSOR_AXIS))
-        if sums:
-            yield from self._yield_turn(sums)
+            works.append(start_all_reduce(total.detach(), TENSOR_AXIS))
+        if works:
+            yield from self._yield_turn(works)
 
     def _reduce_gradients(
         self, crossings: Sequence[PieceAllReduce], gradients: TensorDict
     ) -> Coroutine:
         """All-reduce the gradients of a piece, while the other sub-microbatch runs."""
-        sums = []
+        works = []
         arriving = []
         for crossing in crossings:
             gradient = gradients.pop(crossing.result, None)
@@ -284,19 +284,19 @@ class _SubMicrobatchRun:
                 continue
             if not crossing.in_forward:
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
-                sums.append(start_all_reduce(gradient, TENSOR_AXIS))
+                works.append(start_all_reduce(gradient, TENSOR_AXIS))
             arriving.append((crossing.source, gradient))
-        if sums:
-            yield from self._yield_turn(sums)
+        if works:
+            yield from self._yield_turn(works)
         for source, gradient in arriving:
             add_to(gradients, source, gradient)
 
-    def _yield_turn(self, sums: Sequence[dist.Work | None]) -> Coroutine:
+    def _yield_turn(self, works: Sequence[dist.Work | None]) -> Coroutine:
         draws, device = self._whole.draws, self._context.device
         state = random_state(device) if draws else None
         yield
         if state is not None:
             restore_random_state(device, state)
-        for work in sums:
+        for work in works:
             if work is not None:
                 work.wait()
