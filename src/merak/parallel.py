@@ -1,4 +1,4 @@
-"""The lower level: a model on a mesh of ranks, for a training loop of one's own."""
+"""The lower level: a parallel model on a mesh of ranks, for a training loop of one's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class ParallelModel:
-    """A model laid out over the ranks; `parallelize` makes it.
+    """A model laid out over the ranks, as `parallelize` makes it.
 
     Args:
         model: the user's model, which now holds this rank's parameters alone.

@@ -12,7 +12,7 @@ from torch import nn
 from merak.core.random import set_random_state
 from tests.multirank.compare import assert_gradients_close, whole
 from tests.multirank.ranks import RankError, RankPool
-from tests.multirank.test_backoff import CALL, ENOUGH, PROPAGATE, SUM, Fault, injected
+from tests.multirank.test_oom_replan import CALL, ENOUGH, PROPAGATE, SUM, Fault, injected
 from tests.multirank.training import Layout, Outcome
 from tests.unit.graph.dropped_layers import Skipping, Stack, same_draws
 from tests.unit.graph.masked import Masked, same_masks

@@ -17,8 +17,8 @@ from merak.plan.engine_options import EngineOptions
 from tests.multirank.memory_jobs import MODELS, MemoryJob, batch_of, measure
 from tests.multirank.test_asynchronous import batch_of as texts
 from tests.multirank.test_asynchronous import loss_fn, make_optimizer, uneven
-from tests.multirank.test_backoff import Fault, check
 from tests.multirank.test_memory import assert_close
+from tests.multirank.test_oom_replan import Fault, check
 from tests.multirank.test_schedules import batches, tiny_gpt2
 
 Case = tuple[str, dict[str, Any]]

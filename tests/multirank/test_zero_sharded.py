@@ -74,7 +74,7 @@ def refused(name: str, options: dict[str, Any]) -> str:
             {"schedule": "zero_bubble_h1"},
             "computes gradients of weights later; use zero",
         ),
-        ("float32", {"sub_pipelining": "on"}, "runs the halves of several in turns; use zero=2"),
+        ("float32", {"sub_pipelining": "on"}, "runs sub-microbatches of several; use zero=2"),
         ("bfloat16", {}, "set master_weights=True and leave gradient_sums='float32'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Assembles the engine of a rank: its stages with their weights, and what connects the ranks."""
+"""Assembly of a rank's engine: stages with their weights, and the communication between ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets
 from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.comm.stage_io import StageIO
-from merak.engine.comm.stage_replicas import reduced_of, replica_groups
-from merak.engine.comm.tied_gradients import Leaf, Shared, TiedGradients
+from merak.engine.comm.stage_replicas import gradients_to_reduce, replica_groups
+from merak.engine.comm.tied_gradients import Leaf, TiedGradients, TiedParameters
 from merak.engine.engine import Engine
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
@@ -42,7 +42,7 @@ from merak.plan.tied_parameters import find_holders
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the parts of this rank's engine are made from.
+    """The decisions that the parts of this rank's engine are made from.
 
     Args:
         layout: the model, laid out.
@@ -93,33 +93,19 @@ def assemble(  # one argument for each thing that the build has decided
         options: how the job is laid out.
         save_fewer: changes the plan after a step that ran out of memory; None for errors instead.
     """
-    model = programs.source.model
-    held = dict(model.named_parameters(remove_duplicate=False))
-    programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
-    job = _Job(
-        layout,
-        programs,
-        mesh,
-        options,
-        {name: held[name] for name in names},
-        _tied_names(layout),
-        Progress(clock_of(mesh.device), options.recorded_steps),
-        OomGuard(is_armed=save_fewer is not None),
-    )
+    job = _job(layout, programs, names, mesh, options, save_fewer is not None)
     fsdp = _fsdp_parameters(job)
     if fsdp is not None:
         job = replace(job, parameters={**job.parameters, **fsdp.meta_parameters})
     all_gather = _param_all_gather(job)
-    precision = Precision(options.master_weights, options.float32_gradients)
-    group = mesh.group("dp") if options.zero else None
-    optimizer_params = OptimizerParams(job.parameters, group, precision, all_gather, fsdp)
+    optimizer_params = _optimizer_params(job, fsdp, all_gather)
     stages = _stages(job, fsdp, all_gather)
     transfers = _transfers(job)
     groups = replica_groups(mesh, layout.schedule)
     engine = Engine(
         EngineState(
             mesh=mesh,
-            model=model,
+            model=job.model,
             stages=stages,
             stage_rank=layout.stage_rank,
             parameters=job.parameters,
@@ -148,6 +134,37 @@ def assemble(  # one argument for each thing that the build has decided
     )
     weakref.finalize(engine, watch(job.progress, mesh))
     return engine
+
+
+def _job(
+    layout: Layout,
+    programs: ProgramCache,
+    names: Sequence[str],
+    mesh: Mesh,
+    options: EngineOptions,
+    can_abort: bool,
+) -> _Job:
+    held = dict(programs.source.model.named_parameters(remove_duplicate=False))
+    programs.buffers |= dict(programs.source.model.named_buffers(remove_duplicate=False))
+    return _Job(
+        layout,
+        programs,
+        mesh,
+        options,
+        {name: held[name] for name in names},
+        _tied_names(layout),
+        Progress(clock_of(mesh.device), options.recorded_steps),
+        OomGuard(is_armed=can_abort),
+    )
+
+
+def _optimizer_params(
+    job: _Job, fsdp: FsdpParameters | None, all_gather: ParamAllGather | None
+) -> OptimizerParams:
+    options = job.options
+    precision = Precision(options.master_weights, options.float32_gradients)
+    group = job.mesh.group("dp") if options.zero else None
+    return OptimizerParams(job.parameters, group, precision, all_gather, fsdp)
 
 
 def _stages(
@@ -196,7 +213,7 @@ def _reducer(
     groups: Mapping[int, dist.ProcessGroup | None],
     optimizer_params: OptimizerParams,
 ) -> GradientReducer:
-    reduced = reduced_of(
+    reduced = gradients_to_reduce(
         job.programs.own_segments(),
         job.programs.owners,
         groups,
@@ -208,7 +225,7 @@ def _reducer(
 
 
 def _tied_names(layout: Layout) -> frozenset[str]:
-    """Parameters whose gradient is collected apart, since several segments read them."""
+    """Names of tied parameters, whose gradients are collected from several segments."""
     if not layout.schedule.is_synchronous:
         return frozenset()  # their readers are on one stage, whose leaves sum what they give
     return frozenset(name for name, count in num_readers(layout.graph).items() if count > 1)
@@ -240,7 +257,7 @@ def _kept_buffers(job: _Job) -> frozenset[str]:
 
 
 def _param_all_gather(job: _Job) -> ParamAllGather | None:
-    """The all-gather of what replicas have stepped (ZeRO-1 and 2), in the order of the forward."""
+    """The all-gather of updated rows (ZeRO-1 and 2), in buckets in the order of the forward."""
     group = job.mesh.group("dp")
     if not job.options.zero or group is None:
         return None
@@ -267,7 +284,7 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
     low = [name for name, p in parameters.items() if p.requires_grad and is_low_precision(p)]
     if low and not (options.master_weights and options.float32_gradients):
         raise ScheduleError(
-            f"zero=3 sums gradients in the type that is stepped, and {low[0]!r} is of "
+            f"zero=3 reduces gradients in the optimizer's type, and {low[0]!r} is of "
             f"{parameters[low[0]].dtype}; set master_weights=True and leave gradient_sums="
             "'float32', or use zero=2."
         )
@@ -303,7 +320,9 @@ def _tied_gradients(
         leaves |= {name: [fsdp.leaves[name]] for name in job.tied if name in fsdp.leaves}
         parameters = {**parameters, **fsdp.optimizer_tensors}
     every_microbatch = job.options.exact_tied_gradients
-    shared = Shared(parameters, leaves, final, every_microbatch, job.progress, job.oom_guard)
+    shared = TiedParameters(
+        parameters, leaves, final, every_microbatch, job.progress, job.oom_guard
+    )
     schedule = job.layout.schedule
     num_pipes = len(schedule.pipes) if schedule.is_synchronous else 0
     pipes = [find_holders(job.layout.readers(pipe)) for pipe in range(num_pipes)]

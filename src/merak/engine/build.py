@@ -1,4 +1,4 @@
-"""Puts a rank's engine together: graph → plan → schedule → stages with their weights."""
+"""Builds a rank's engine: graph → plan → schedule → stages with their weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from merak.plan.summary import summary
 def build_engine(
     source: GraphSource, sample: Signature, mesh: Mesh, options: EngineOptions
 ) -> Engine:
-    """Build the engine of this rank; called alike on every rank.
+    """Build the engine of this rank; all ranks call it together.
 
     Afterwards the user's model holds this rank's parameters, under their own names, and all its
     other parameters are on meta.
@@ -62,7 +62,7 @@ def build_engine(
     Raises:
         TraceError, PlanError, ShardError, ScheduleError, WeightsError: what was asked for does not
             fit the model.
-        ArgumentsError: a limit that is none.
+        ArgumentsError: a limit that is not positive.
     """
     check_limit(options.hang_limit_s)
     check_max_shapes(options.max_shapes)
@@ -76,10 +76,12 @@ def build_engine(
 
 
 def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineOptions) -> Engine:
-    """This rank's stages with their weights, and the engine around them."""
+    """The engine of this rank, whose stages have loaded their weights."""
     layout = forecast.layout
     times = partial(segment_times, layout.graph, options, mesh, source.cache_dir)
-    is_sub_pipelined = choose_sub_pipelining(_wish_for_halves(layout, options), layout, mesh, times)
+    is_sub_pipelined = choose_sub_pipelining(
+        _requested_sub_pipelining(layout, options), layout, mesh, times
+    )
     programs = ProgramCache(source, mesh, layout, forecast.rewrite, is_sub_pipelined, options)
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
@@ -105,26 +107,26 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     return assemble(layout, programs, names, mesh, options, save_fewer)
 
 
-def _wish_for_halves(layout: Layout, options: EngineOptions) -> str:
+def _requested_sub_pipelining(layout: Layout, options: EngineOptions) -> str:
     """`requested_sub_pipelining`, or "off" where parameters or activations rule it out."""
-    wish = requested_sub_pipelining(options)
-    if options.zero == 3 and wish == "on":
+    requested = requested_sub_pipelining(options)
+    if options.zero == 3 and requested == "on":
         raise ScheduleError(
             "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
-            "the halves of several in turns; use zero=2, or sub_pipelining='off'."
+            "sub-microbatches of several; use zero=2, or sub_pipelining='off'."
         )
-    if layout.activations.offloaded and wish == "on":
+    if layout.activations.offloaded and requested == "on":
         raise ScheduleError(
             f"offload_activations={options.offload_activations!r} moves the activations of whole "
-            "segments, but sub_pipelining='on' runs them in halves; leave one of the two."
+            "segments, but sub_pipelining='on' runs them as sub-microbatches; leave one out."
         )
-    return "off" if options.zero == 3 or layout.activations.offloaded else wish
+    return "off" if options.zero == 3 or layout.activations.offloaded else requested
 
 
 def forecast_of(
     source: GraphSource, sample: Signature, mesh: Mesh, options: EngineOptions
 ) -> Forecast:
-    """Lay a model out and foresee its memory, without building anything; alike on every rank.
+    """Lay a model out and forecast its memory, without building anything; all ranks call it.
 
     Args:
         source: the model.

@@ -1,4 +1,4 @@
-"""The programs of a rank: the model's segments as it runs them, for every shape it meets."""
+"""The programs of a rank: the model's segments, compiled for every shape that it meets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
-import torch.distributed as dist
 
 from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
+from merak.core.rank0 import warn_on_rank0
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature
 from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgramCache:
-    """What this rank runs for a signature; traced when a shape is first met, then kept.
+    """The programs of this rank by signature; compiled when a shape is first met, then cached.
 
     All ranks of a pipeline meet the same shapes in the same order, so they keep the same ones.
 
@@ -55,9 +55,8 @@ class ProgramCache:
         mesh: the grid of ranks.
         layout: which segments form which stage.
         parallel: what tensor parallelism does to segments; None for nothing.
-        is_sub_pipelined: whether microbatches run in halves, where they can.
-        options: how many shapes are kept beside the planned one (of more, those met last), and
-            what looks into segments.
+        is_sub_pipelined: whether microbatches run as sub-microbatches, where they can.
+        options: of the job: how many shapes are cached beside the planned one, and the observer.
     """
 
     def __init__(
@@ -116,11 +115,11 @@ class ProgramCache:
         return rewrites
 
     def own_segments(self) -> dict[int, list[Segment]]:
-        """The segments of each of this rank's stages, as this rank runs them."""
+        """The segments of each of this rank's stages."""
         return {s: [p.segment for p in self.base.stages[s].segments] for s in self.own_stages}
 
     def __call__(self, signature: Signature, training: bool) -> Program:
-        """What to run for a signature, in training or evaluation."""
+        """The program of a signature, in training or evaluation."""
         if (signature, training) == self._base_key:
             return self.base
         return self._compiled(signature, training)
@@ -136,19 +135,18 @@ class ProgramCache:
         return program
 
     def _warn(self) -> None:
-        if dist.is_initialized() and dist.get_rank():
-            return
-        logger.warning(
+        warn_on_rank0(
+            logger,
             "Batches of %d shapes have been prepared for, which took %.0f s, and max_shapes=%d are "
-            "kept; pad to few lengths (pad_to_multiple_of of the data collator), batch samples of "
-            "like length (train_sampling_strategy='group_by_length'), or raise max_shapes.",
+            "cached; pad to few lengths (pad_to_multiple_of of the data collator), batch samples "
+            "of like length (train_sampling_strategy='group_by_length'), or raise max_shapes.",
             self._num_made,
             self._seconds,
             self._max_shapes,
         )
 
     def set_activation_choices(self, layout: Layout) -> None:
-        """From now on other segments, and operators of others, keep what they compute."""
+        """Recompile for a layout whose segments save other activations."""
         self._choices = _choices(layout)
         self.base = self._compile(self._graph, self._base_key[1])
         self._compiled.cache_clear()
@@ -156,7 +154,7 @@ class ProgramCache:
     def _compile(self, graph: ModelGraph, training: bool) -> Program:
         bounds = stage_bounds(graph, self.owners, self._partition)
         remote_parameters = self._remote_parameters(graph, bounds, training)
-        # A graph that was cut otherwise has other segments: there nothing is kept by number.
+        # A graph that was cut otherwise has other segments: their numbers mean nothing there.
         is_same = len(graph.segments) == self._partition.num_segments
         choices = self._choices if is_same and training else RECOMPUTE_ALL
         arrange: Arrange = arrange_whole
@@ -186,10 +184,10 @@ class ProgramCache:
     def _remote_parameters(
         self, graph: ModelGraph, bounds: Sequence[int], training: bool
     ) -> tuple[RemoteParameter, ...]:
-        """What ranks lend each other, in evaluations.
+        """The parameters that pp ranks fetch from each other, in evaluations.
 
         Raises:
-            TraceError: a training step would need it too, or replicas hold shares.
+            TraceError: a training step would need them too, or FSDP shards them.
         """
         remote_parameters = find_remote_parameters(self.owners, self._stage_rank, graph, bounds)
         if remote_parameters and (training or self._zero == 3):
@@ -208,7 +206,7 @@ def _choices(layout: Layout) -> ActivationChoices:
 
 
 def check_max_shapes(max_shapes: int) -> None:
-    """Refuse a number of shapes to keep that is none.
+    """Refuse a number of cached shapes below 1.
 
     Raises:
         ArgumentsError: it is below 1.
@@ -222,22 +220,22 @@ def check_max_shapes(max_shapes: int) -> None:
 def tensor_parallel_rewrite(
     graph: ModelGraph, features: Features | None, tp: int, *, sequence: bool = False
 ) -> TensorParallel | None:
-    """How this job makes segments tensor parallel; every rank checks the whole model."""
+    """The rewrite of segments for tensor parallelism; every rank checks the whole model."""
     if tp == 1:
         return None
     parallel = tensor_parallel(graph, features, tp, sequence=sequence)
     warning = replication_warning(graph, parallel)
-    if warning is not None and not (dist.is_initialized() and dist.get_rank()):
-        logger.warning("%s", warning)
+    if warning is not None:
+        warn_on_rank0(logger, "%s", warning)
     return parallel
 
 
 def _split_weight_gradients(
-    kept: frozenset[str], weight_gradients: WeightGradients, segment: Segment
+    tied: frozenset[str], weight_gradients: WeightGradients, segment: Segment
 ) -> tuple[Segment, dict[str, ParameterShard]]:
-    return split_weight_gradients(segment, kept, weight_gradients), {}
+    return split_weight_gradients(segment, tied, weight_gradients), {}
 
 
 def num_readers(graph: ModelGraph) -> Counter[str]:
-    """How many segments read each parameter."""
+    """The number of segments that read each parameter."""
     return Counter(name for segment in graph.segments for name in segment.parameters)

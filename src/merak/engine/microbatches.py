@@ -1,4 +1,4 @@
-"""Prepares microbatches: their columns on the device, and the values derived from them."""
+"""Microbatches of this rank: columns on the device, and the batch-only values derived from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MicrobatchFactory:
     Args:
         mesh: the grid of ranks.
         buffers: the model's buffers by name.
-        seed: the job's seed, for random draws.
+        seed: the job's seed, for random state.
     """
 
     def __init__(self, mesh: Mesh, buffers: Mapping[str, torch.Tensor], seed: int) -> None:
@@ -30,7 +30,7 @@ class MicrobatchFactory:
     def make(
         self, program: Program, batch: Mapping[str, torch.Tensor], step: int, number: int
     ) -> Microbatch:
-        """A microbatch with the columns that this rank reads, not yet derived from.
+        """A microbatch with the columns that this rank reads, without batch-only values.
 
         Args:
             program: what to run for its shape.
@@ -45,7 +45,7 @@ class MicrobatchFactory:
         return Microbatch(program, columns, {}, (self._seed, "microbatch", step, place))
 
     def compute_batch_only(self, microbatch: Microbatch) -> None:
-        """Give it its masks, position ids and the like, as far as this rank's stages read them."""
+        """Compute masks, position ids and the like, as far as this rank's stages read them."""
         program = microbatch.program
         versions = [
             self._buffers[name]._version

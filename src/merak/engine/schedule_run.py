@@ -1,4 +1,4 @@
-"""The interpreter of schedules: performs this rank's steps, of training and evaluation alike."""
+"""The interpreter of schedules: performs this rank's steps, of training and of evaluation."""
 
 from __future__ import annotations
 

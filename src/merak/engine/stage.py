@@ -1,7 +1,7 @@
-"""One stage: runs its segments forward and backward, one microbatch at a time.
+"""A stage: runs its segments forward and backward, one microbatch at a time.
 
-The backward of every part is called explicitly, on autograd graphs as small as a segment or less.
-So the order of forwards, recomputations and backwards is the schedule's alone.
+The backward of every segment is called explicitly, on autograd graphs as small as a segment or
+less. So the order of forwards, recomputations and backwards is the schedule's alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from merak.graph.program.split_backward import WeightGradients
 
 @dataclass(slots=True)
 class Microbatch:
-    """What a rank knows of one microbatch in one step.
+    """A microbatch of a step on this rank: its program, columns and batch-only values.
 
     Args:
         program: what to run for its shape.
         columns: the columns this rank reads.
         batch_only: this rank's batch-only values.
-        random_key: names the microbatch among all of the job, for its random draws.
+        random_key: names the microbatch among all of the job, for its random state.
         scale: the factor of its loss in the step's loss.
         loss_scale: a further factor of its gradients, which the step's end takes out.
         remote: in evaluation, parameters that other ranks hold; see
@@ -52,13 +52,13 @@ class Microbatch:
 
 
 class Runner(Protocol):
-    """A way to run a part of a stage; the modules `run` and `run_sub_pipelined` are such."""
+    """A module that runs the segments of a stage: `run` or `run_sub_pipelined`."""
 
     def forward(self, run: Any, values: TensorDict, ctx: SegmentContext, save: bool) -> Any:
-        """Run it; returns what its backward needs."""
+        """Run a segment forward; returns the tensors that its backward needs."""
 
     def recompute(self, run: Any, saved: Any, ctx: SegmentContext) -> None:
-        """Bring back the activations that the forward did not keep."""
+        """Recompute the activations that the forward did not save."""
 
     def backward(
         self,
@@ -68,7 +68,7 @@ class Runner(Protocol):
         ctx: SegmentContext,
         segment_done: Callable[[SegmentProgram], None],
     ) -> None:
-        """Run its backward."""
+        """Run a segment's backward."""
 
 
 RUNNERS: Mapping[type, Runner] = {SegmentProgram: run_whole, SubPipelinedRun: run_sub_pipelined}
@@ -79,13 +79,13 @@ class Stage:
 
     Args:
         index: the stage's number in the pipeline.
-        weights: what its segments compute with.
+        weights: the parameters that its segments compute with.
         buffers: the model's buffers by name.
         weight_gradients: where the segments leave weight gradients, if the schedule splits
             backwards.
         device: where it computes.
-        fsdp: parameters that are gathered for a segment alone; None for none.
-        offload: what moves activations to host memory; None for nothing.
+        fsdp: parameters that are gathered segment by segment; None for none.
+        offload: offloads activations to host memory; None for none.
     """
 
     def __init__(  # one argument for each thing that the build puts in
@@ -117,8 +117,8 @@ class Stage:
             number: the microbatch's number in the step.
             microbatch: its columns and batch-only values.
             received: the values of the stage's `received`.
-            save: keep every segment's activations for the backward; else those of the segments
-                that its program keeps, and of the others only the inputs.
+            save: save every segment's activations for the backward; else those of the segments
+                that its program saves, and of the others only the inputs.
 
         Returns:
             The values of `sent`, and the model's outputs made here.
@@ -143,7 +143,7 @@ class Stage:
         return _detached(values, program)
 
     def recompute(self, number: int, microbatch: Microbatch) -> None:
-        """Bring back the activations that the forward of a microbatch did not keep."""
+        """Recompute the activations that the forward of a microbatch did not save."""
         program = microbatch.program.stages[self.index]
         ctx = self._context(self.weights.for_microbatch(number), microbatch)
         for run, saved in zip(program.runs, self._saved[number], strict=True):
@@ -186,7 +186,7 @@ class Stage:
         return {name: _gradient(name, gradients, microbatch, self.device) for name in wanted}
 
     def prefetch(self, number: int) -> None:
-        """The backward of a microbatch is next: have its first activations back on the device."""
+        """Prefetch the activations that the next microbatch's backward reads first."""
         self._prefetch(self._saved.get(number, []))
 
     def _prefetch(self, saved: Sequence[Any]) -> None:
@@ -199,11 +199,11 @@ class Stage:
 
     @property
     def num_in_flight(self) -> int:
-        """Microbatches forwarded and not yet backwarded."""
+        """Microbatches in flight: forwarded and not yet backwarded."""
         return len(self._saved)
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Free the state of a step that failed."""
         self._saved.clear()
         if self.offload is not None:
             self.offload.forget()
@@ -234,5 +234,5 @@ def _gradient(
 
 
 def _detached(values: TensorDict, program: StageProgram) -> TensorDict:
-    kept = (*program.sent, *program.results.values())
-    return {name: values[name].detach() for name in kept}
+    names = (*program.sent, *program.results.values())
+    return {name: values[name].detach() for name in names}

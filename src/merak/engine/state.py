@@ -1,4 +1,4 @@
-"""What an engine is made of."""
+"""The state of an engine: its stages, parameters, plans and connections."""
 
 from __future__ import annotations
 
@@ -24,41 +24,40 @@ from merak.graph.program.program import Program
 from merak.plan.step_plans import StepPlans
 
 SaveFewer = Callable[[int, Mapping[int, str]], tuple[StepPlans, Program]]
-"""Given a step, and why it was given up on some pipeline positions, the plans and the program to go
-on with."""
+"""Gives new plans and a program after a step; by pp rank, the errors that aborted it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What an engine is made of; `engine.build` puts it together.
+    """The parts of a rank's engine; `engine.assemble` puts them together.
 
     Args:
         mesh: the grid of ranks.
         model: the user's model.
         stages: this rank's stages by number.
-        stage_rank: the pipeline position of each stage in the first pipe, which evaluates.
+        stage_rank: the pp rank of each stage in the first pipe, which evaluates.
         parameters: this rank's parameters by name.
-        owned: names of those whose copy on this rank counts, of all ranks of its pipeline.
-        norm_order: names of all of the pipeline's that have gradients, in the model's order.
-        densified: names of those whose sparse gradients are dense in this layout.
-        shared: names of those that several segments of the model read.
+        owned: names of the parameters that this rank owns, of all ranks of its pipeline.
+        norm_order: names of the pipeline's trained parameters, in the model's order.
+        densified: names of parameters whose sparse gradients are dense in this layout.
+        shared: names of parameters that several segments of the model read.
         buffers: the model's buffers by name.
-        replica_buffers: brings together what replicas write into buffers.
-        kept_buffers: names of the model's buffers that this rank keeps up to date.
+        replica_buffers: synchronises the buffers that replicas write.
+        kept_buffers: names of the model's buffers that this rank answers for.
         base: the program of the shape that the job was planned with.
-        program_for: what to run for a signature, in training or evaluation.
-        plan_for: the schedule for a number of microbatches.
+        program_for: gives the program of a signature, in training or evaluation.
+        plan_for: gives the plan for a number of microbatches.
         microbatches: makes microbatches of batches.
         transfers: the point-to-point traffic between pp ranks.
         stage_io: activations and gradients between stages.
-        reducer: the sums over data parallel replicas.
-        tied: the exchange of shared parameters' gradients.
-        optimizer_params: what the optimizer steps.
-        fsdp: the parameters of which replicas hold shares; None for none.
-        zero: what is sharded over dp; see `EngineOptions`.
-        progress: told of what the engine does.
-        oom_guard: what this rank does where memory runs out inside a step.
-        save_fewer: how the ranks then change what they run; None where that is not theirs to do.
+        reducer: reduces gradients over data parallel replicas.
+        tied: exchanges the gradients of tied parameters.
+        optimizer_params: the optimizer's tensors.
+        fsdp: the parameters that are sharded over replicas; None for none.
+        zero: the level of ZeRO; see `EngineOptions`.
+        progress: of the actions and waits of the engine.
+        oom_guard: aborts the step where memory runs out.
+        save_fewer: gives a plan that saves fewer activations; None where errors end the job.
     """
 
     mesh: Mesh

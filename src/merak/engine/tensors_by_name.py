@@ -17,7 +17,7 @@ TensorDict = dict[str, torch.Tensor]
 
 
 LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Leaves, and the gradients that later readers have given to each."""
+"""Leaves of an autograd graph, and for each the gradient that later readers have given."""
 
 
 GiveLeafGradients = Callable[[SegmentProgram, ParamLeaves], LeafGradients]
@@ -26,5 +26,5 @@ and later segments read as well, with what those have given; see `tied.TiedGradi
 
 
 def no_leaf_gradients(segment: SegmentProgram, leaves: ParamLeaves) -> LeafGradients:
-    """Where no gradient is collected over several segments."""
+    """The `GiveLeafGradients` of parameters that are not tied."""
     return ()

@@ -32,7 +32,7 @@ Update = Callable[[], None]
 
 
 class TrainingStep(ScheduleRun):
-    """Forward and backward of all microbatches, as a plan orders them.
+    """Forward and backward of all microbatches, in the order of a plan.
 
     Args:
         state: of this rank's engine.
@@ -48,7 +48,7 @@ class TrainingStep(ScheduleRun):
         self._microbatches = microbatches
         self._update: Update | None = None
         self._drain_step: DrainStep | None = None
-        # Segments whose backward in the action that runs has been told to whoever waits for it.
+        # Segments whose gradients have been collected in the action that runs.
         self._collected: set[int] = set()
         own = plan.schedule.actions[self._rank]
         finals = [action for action in own if action.kind in FINAL_KINDS]
@@ -59,7 +59,7 @@ class TrainingStep(ScheduleRun):
         self._following = dict(pairwise(own))
 
     def run(self, update: Update | None) -> None:
-        """Perform the plan; the gradients of a synchronous one are final when it has ended.
+        """Perform the plan; the gradients of a synchronous one are final afterwards.
 
         Args:
             update: steps the optimizer inside an asynchronous schedule; the caller steps it after
@@ -110,7 +110,7 @@ class TrainingStep(ScheduleRun):
         self._state.reducer.complete(task.stage)
 
     def _step_optimizer(self, task: OptimizerStep) -> None:
-        """Inside an asynchronous schedule; else the caller does it, after clipping and so on."""
+        """Step the optimizer inside an asynchronous schedule; else the caller does it."""
         if self._schedule.is_synchronous:
             return
         assert self._update is not None
@@ -133,7 +133,7 @@ class TrainingStep(ScheduleRun):
     # ---- actions ----
 
     def _attempt(self, action: Action) -> None:
-        """Perform an action; if memory runs out, its rest and all that follow in name only."""
+        """Perform an action; if memory runs out, drain its rest and all that follow."""
         oom_guard = self._state.oom_guard
         self._collected.clear()
         if self._state.fsdp is not None:
@@ -154,7 +154,7 @@ class TrainingStep(ScheduleRun):
         self._drain(action, num_tp_collectives(self._state.mesh) - num_before)
 
     def _prefetch(self, action: Action) -> None:
-        """While an action computes, what the next one reads first comes back from host memory."""
+        """Prefetch offloaded activations that the next action reads, while this one runs."""
         following = self._following.get(action)
         if following is not None and following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
             self._state.stages[following.stage].prefetch(following.microbatch)
@@ -165,7 +165,7 @@ class TrainingStep(ScheduleRun):
             drained.perform(action, partial(self._segment_done, action), num_done)
 
     def _start_drain(self, action: Action) -> DrainStep:
-        """What performs an action and all that follow, now that the step is given up."""
+        """Drain the step from an action on, which ran out of memory."""
         state = self._state
         for microbatch in self._microbatches:
             if microbatch.program.has_random_branches:
@@ -183,7 +183,7 @@ class TrainingStep(ScheduleRun):
         return self._drain_step
 
     def _segment_done(self, action: Action, segment: SegmentProgram) -> None:
-        """Others may have the gradients of a segment; once for each segment of an action."""
+        """Collect and reduce the gradients of a segment, once for each action."""
         if segment.segment.index in self._collected:
             return
         self._collect(segment, action)
@@ -244,7 +244,7 @@ class TrainingStep(ScheduleRun):
             self._state.stage_io.give(Payload.GRADIENT, stage, number, made)
 
     def _complete(self, action: Action) -> None:
-        """A stage has a microbatch's gradients; after the last one its batch-only values go."""
+        """Count a stage's complete gradients of a microbatch; free it after its last stage."""
         weights = self._state.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
             weights.release(action.microbatch)
@@ -261,12 +261,12 @@ class TrainingStep(ScheduleRun):
         self._state.tied.collect(segment, pipe, action.microbatch)
 
     def _is_last(self, action: Action) -> bool:
-        """Whether an action completes its stage's gradients of the step, here."""
+        """Whether an action completes its stage's gradients of the step on this rank."""
         is_synchronous = self._schedule.is_synchronous
         return is_synchronous and self._last[action.stage, 0] == action
 
     def _update_factor(self, number: int) -> float:
-        """The step's microbatches for each of an update's: an update takes its own mean."""
+        """The step's microbatches divided by those of an update, which takes its own mean."""
         schedule = self._schedule
         per_update, count = schedule.microbatches_per_update, schedule.num_microbatches
         first = schedule.update_of(number) * per_update
@@ -279,7 +279,7 @@ class TrainingStep(ScheduleRun):
 
 
 def _loss_made_by(stage: int, microbatch: Microbatch) -> str | None:
-    """The loss value's name, if a stage makes it."""
+    """The name of the loss, if a stage computes it."""
     loss = microbatch.program.loss
     made = microbatch.program.stages[stage].results.values()
     return loss if loss in made else None

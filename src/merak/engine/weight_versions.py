@@ -1,8 +1,8 @@
-"""The weights that a stage computes with: its parameters, or an earlier version of them.
+"""Weight versions: the parameters that a stage computes with, now or before an update.
 
 Synchronous schedules compute with the parameters themselves. Asynchronous ones update them while
 microbatches are under way: a microbatch's backward uses the weights of its forward, so a version
-is kept for as long as a microbatch needs it.
+stays for as long as a microbatch needs it.
 
 Source: arXiv:1806.03377 (PipeDream), section 3.3; arXiv:2006.09503 (PipeDream-2BW), section 3.1.
 """
@@ -20,12 +20,12 @@ from merak.engine.zero.param_all_gather import AwaitedParams, ParamAllGather
 
 
 class LiveWeights:
-    """The parameters themselves.
+    """The parameters themselves, for synchronous schedules.
 
     Args:
         parameters: by name, at least those that the stage's segments read.
-        shared: names whose gradient is collected apart, since several segments read them.
-        param_all_gather: what the parameters wait for before they are read; None for nothing.
+        shared: names of tied parameters, which several segments read.
+        param_all_gather: is waited for before a parameter is read; None for none.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class LiveWeights:
         )
 
     def for_microbatch(self, number: int) -> ParamLeaves:
-        """What a microbatch computes with."""
+        """The parameters that a microbatch computes with."""
         return self.live
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Free the gradients of a step that failed."""
         for leaf in self.shared.values():
             leaf.grad = None
 
 
 class StashedWeights:
-    """Versions of a stage's parameters, each kept while a microbatch needs it.
+    """Versions of a stage's parameters, for as long as a microbatch needs them.
 
     Only when the parameters are updated while a microbatch still needs the present version do they
     move to new memory: there are never more copies than versions in use.
@@ -77,11 +77,11 @@ class StashedWeights:
 
     @property
     def num_versions(self) -> int:
-        """Versions held now."""
+        """The number of versions in memory."""
         return len(self._leaves)
 
     def start_step(self, version_of: Sequence[int]) -> None:
-        """A run begins with the present parameters as version 0.
+        """Start a run with the present parameters as version 0.
 
         Args:
             version_of: the version that each microbatch of the run uses.
@@ -92,11 +92,11 @@ class StashedWeights:
         self._leaves = {0: self._alias()}
 
     def for_microbatch(self, number: int) -> ParamLeaves:
-        """What a microbatch computes with."""
+        """The parameters that a microbatch computes with."""
         return self._leaves[self._version_of[number]]
 
     def release(self, number: int) -> None:
-        """A microbatch's last action here is done: add its gradients to the parameters'."""
+        """Add a microbatch's gradients to the parameters', and free unused versions."""
         version = self._version_of[number]
         for name, leaf in self._leaves[version].items():
             if leaf.grad is not None:
@@ -107,7 +107,7 @@ class StashedWeights:
             del self._leaves[version]
 
     def before_update(self) -> None:
-        """The optimizer is about to write the parameters: save the version that they are."""
+        """Save the present version, which the optimizer is about to overwrite."""
         if self._needed[self._current]:
             for parameter in self._parameters.values():
                 if parameter.requires_grad:  # what is frozen is the same in all versions
@@ -118,7 +118,7 @@ class StashedWeights:
         self._leaves[self._current] = self._alias()
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Free the versions of a step that failed."""
         self._leaves.clear()
 
     def _alias(self) -> ParamLeaves:

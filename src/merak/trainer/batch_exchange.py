@@ -1,4 +1,4 @@
-"""What the ranks of a job must agree on before they run some microbatches."""
+"""The exchange of batches' shapes and metadata between ranks, before they run some microbatches."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ExchangedBatches:
-    """Microbatches as all ranks see them.
+    """Signatures and metadata of microbatches, the same on all ranks.
 
     Args:
         signatures: per round and data parallel rank, the whole microbatch's columns; empty where
             that replica has none in the round.
-        metadata: per round and data parallel rank, what ranks say of the microbatch, merged.
+        metadata: per round and data parallel rank, the ranks' metadata of the microbatch, merged.
     """
 
     signatures: tuple[tuple[BatchSignature, ...], ...]
     metadata: tuple[tuple[dict[str, Any], ...], ...]
 
     def own(self, mesh: Mesh) -> list[tuple[int, BatchSignature]]:
-        """The rounds in which this replica has a microbatch, and what it is."""
+        """The rounds in which this replica has a microbatch, and its signature."""
         rounds = enumerate(row[mesh.dp_rank] for row in self.signatures)
         return [(number, found) for number, found in rounds if found.columns]
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches over all replicas."""
+        """The number of microbatches of all replicas."""
         return sum(bool(found.columns) for row in self.signatures for found in row)
 
 
 class BatchExchange:
-    """Lets the ranks of all replicas and stages compare their batches.
+    """Exchanges the shapes of batches between the ranks of all replicas and stages.
 
     Every rank reads only some columns; middle stages read none. Yet all must know each microbatch's
     shapes, since they post receives of its activations.
 
     Args:
         mesh: the grid of ranks.
-        progress: told of every wait.
+        progress: reports every wait.
     """
 
     def __init__(self, mesh: Mesh, progress: Progress) -> None:
@@ -70,18 +70,18 @@ class BatchExchange:
     def exchange(
         self, batches: Sequence[Batch], metadata: Sequence[Mapping[str, Any]] | None = None
     ) -> ExchangedBatches:
-        """Compare some rounds of microbatches; called alike on every rank.
+        """Exchange some rounds of microbatches; all ranks call it together.
 
         Args:
             batches: per round, this rank's columns of its replica's microbatch; may be empty.
-            metadata: per round, something to tell the others about it.
+            metadata: per round, this rank's metadata of it.
 
         Raises:
             DataError: ranks see one column differently.
         """
-        told = metadata or [{} for _ in batches]
-        own = [(signature(batch), dict(note)) for batch, note in zip(batches, told, strict=True)]
-        everyone = self._gather(own)
+        every = metadata or [{} for _ in batches]
+        own = [(signature(batch), dict(one)) for batch, one in zip(batches, every, strict=True)]
+        everyone = self.gather(own)
         if len({len(rounds) for rounds in everyone}) > 1:
             raise DataError(
                 "ranks have different numbers of microbatches "
@@ -90,16 +90,13 @@ class BatchExchange:
         merged_signatures = []
         merged_metadata = []
         for number in range(len(own)):
-            columns, said = self._merge([rounds[number] for rounds in everyone])
+            columns, merged = self._merge([rounds[number] for rounds in everyone])
             merged_signatures.append(columns)
-            merged_metadata.append(said)
+            merged_metadata.append(merged)
         return ExchangedBatches(tuple(merged_signatures), tuple(merged_metadata))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order pipeline position, replica."""
-        return self._gather(value)
-
-    def _gather(self, value: Any) -> list[Any]:
+        """Gather a value of every rank, in the order pp rank, dp rank."""
         if self._group is None:
             return [value]
         everyone: list[Any] = [None] * (self.mesh.pp * self.mesh.dp)
@@ -108,12 +105,12 @@ class BatchExchange:
         return everyone
 
     def _merge(
-        self, told: Sequence[tuple[BatchSignature, dict[str, Any]]]
+        self, ranks: Sequence[tuple[BatchSignature, dict[str, Any]]]
     ) -> tuple[tuple[BatchSignature, ...], tuple[dict[str, Any], ...]]:
         columns: list[BatchSignature] = []
         metadata: list[dict[str, Any]] = []
         for replica in range(self.mesh.dp):
-            own = told[replica :: self.mesh.dp]
+            own = ranks[replica :: self.mesh.dp]
             columns.append(union(*(found for found, _ in own)))
-            metadata.append({key: value for _, note in own for key, value in note.items()})
+            metadata.append({key: value for _, one in own for key, value in one.items()})
         return tuple(columns), tuple(metadata)

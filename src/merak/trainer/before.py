@@ -1,4 +1,4 @@
-"""What a job will do hours later, looked at before its first step: evaluations and checkpoints."""
+"""Checks of evaluations and checkpoints before the first step, hours before they happen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_what_follows(trainer: Trainer) -> None:
-    """Refuse evaluations and checkpoints that training would come to and that cannot succeed.
+    """Refuse evaluations and checkpoints of this training that cannot succeed.
 
     Args:
         trainer: with its datasets and arguments; nothing has been traced yet.

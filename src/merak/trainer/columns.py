@@ -1,4 +1,4 @@
-"""Whether a trainer's batches are what its model takes."""
+"""Checks of a trainer's batches against its model's signature."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def check_batch(trainer: Trainer, batch: Mapping[str, Any], dataset: object) -> 
 
 
 def _main_inputs(model: nn.Module | None, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The column that a model of transformers needs, though its `forward` has a default for it."""
+    """The main input column of a transformers model, though its `forward` has a default for it."""
     name = getattr(model, "main_input_name", None)
     return (name,) if name is not None and "inputs_embeds" not in batch else ()

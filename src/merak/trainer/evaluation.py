@@ -1,4 +1,4 @@
-"""Evaluation for transformers' own loop: batches computed by all ranks, results on every rank."""
+"""Evaluation in transformers' own loop: batches run by all ranks, results on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from merak.trainer.tokens import TOKENS, TokenCounter
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """What an evaluation must give.
+    """Options of an evaluation: the outputs, labels and inputs that transformers' loop reads.
 
     Args:
         only_loss: no logits or labels.
@@ -47,7 +47,7 @@ class EvaluationOptions:
     seed: int
 
     def kept(self, columns: Iterable[str]) -> list[str]:
-        """Those of a batch's columns that are given back."""
+        """The columns of a batch that are returned beside the results."""
         names = self.kept_inputs
         return [name for name in columns if names is None or name in names]
 
@@ -102,17 +102,16 @@ def evaluation_options(
 
 
 class Evaluation:
-    """A loader whose batches have been through the model when they come out.
+    """A loader that runs its batches through the model, several at a time in the pipeline.
 
-    The batches are those of a single process, in its order; each replica computes every dp-th, and
-    several travel down the pipeline at a time.
+    The batches are those of a single process, in its order; each replica runs every dp-th.
 
     Args:
         engine: this rank's engine.
-        batch_exchange: lets ranks agree on batches and share results.
+        batch_exchange: exchanges shapes and results between ranks.
         loader: the loader of a single process.
         counter: counts label tokens, where the loss takes them.
-        options: what to give.
+        options: of the evaluation.
         prepare_inputs: the trainer's hook, which may change a batch before the model reads it.
     """
 
@@ -145,7 +144,7 @@ class Evaluation:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The inputs to give back of each batch; its results are then in `result`.
+        """The inputs of each batch for the loop; its results are then in `result`.
 
         Meanwhile accelerate sees the loader of a single process, at the end of which it cuts what
         it gathers to the samples that are left, and a metric of batches is settled.
@@ -216,7 +215,7 @@ class Evaluation:
     # ---- computing ----
 
     def _computed(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """The batches' results in their order, each with whether it is the last one."""
+        """The batches' results in order, each with whether it is the last one."""
         size = 2 * self.mesh.pp
         rounds = iter(self._rank_loader())
         chunk = list(islice(rounds, size))
@@ -252,21 +251,21 @@ class Evaluation:
         signatures = [self._counter.with_tokens(found).columns for _, found in own]
         batches = [self._with_count(prepared[n], exchanged.metadata[n]) for n, _ in own]
         made = self._engine.evaluate(signatures, batches)
-        told = {
+        results = {
             n: self._results(chunk[n], prepared[n], outputs)
             for (n, _), outputs in zip(own, made, strict=True)
         }
-        return self._share(told, exchanged)
+        return self._gathered(results, exchanged)
 
     def _with_count(self, batch: Batch, metadata: Sequence[Mapping[str, Any]]) -> Batch:
-        """Every batch is normalised by its own label tokens, as in one process."""
+        """A batch with its own count of label tokens, which its loss is divided by."""
         count = metadata[self.mesh.dp_rank].get("labels")
         return batch if count is None else {**batch, TOKENS: torch.tensor(float(count))}
 
     def _results(
         self, batch: Batch, prepared: Batch, outputs: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
-        """What this rank knows of a batch: outputs of its stages; labels and inputs it read."""
+        """This rank's results of a batch: outputs, and the labels and inputs that it read."""
         options = self._options
         names = [n for n in outputs if n == LOSS or not options.only_loss]
         labels = () if options.only_loss else options.label_names
@@ -278,10 +277,10 @@ class Evaluation:
             "inputs": {n: batch[n].cpu() for n in kept if is_last},
         }
 
-    def _share(
-        self, told: Mapping[int, dict[str, Any]], exchanged: ExchangedBatches
+    def _gathered(
+        self, results: Mapping[int, dict[str, Any]], exchanged: ExchangedBatches
     ) -> Iterator[dict[str, Any]]:
-        everyone = self._batch_exchange.gather(told)
+        everyone = self._batch_exchange.gather(results)
         for number in range(len(exchanged.signatures)):
             for replica, found in enumerate(exchanged.signatures[number]):
                 if not found.columns:
@@ -295,11 +294,11 @@ class Evaluation:
                 merged["labels"] = self._labels(merged["labels"], found)
                 yield {**merged, "samples": num_samples(found)}
 
-    def _labels(self, told: Mapping[str, Any], found: BatchSignature) -> tuple[Any, ...] | None:
+    def _labels(self, results: Mapping[str, Any], found: BatchSignature) -> tuple[Any, ...] | None:
         """The labels of a batch, none where only the loss is wanted; None if it has none."""
         if not _are_labels_in(found.names, self._options.label_names):
             return None
-        return tuple(told[name] for name in self._options.label_names if name in told)
+        return tuple(results[name] for name in self._options.label_names if name in results)
 
     def _in_order(self, outputs: dict[str, Any], found: BatchSignature) -> dict[str, Any]:
         signature = self._counter.with_tokens(found).columns
@@ -308,7 +307,7 @@ class Evaluation:
 
 
 def num_samples(found: BatchSignature) -> int:
-    """Samples of a microbatch: the first size that its columns have in common."""
+    """The number of samples of a microbatch: the first size that its columns have in common."""
     return max((meta.shape[0] for _, meta in found.columns if meta.shape), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Whether the last step of an epoch has equally many microbatches on all replicas, known before."""
+"""The last step of an epoch: replicas with unequal numbers of microbatches are refused."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def refuse_unequal_replicas(
 
 
 def _num_steps(args: MerakArguments, per_epoch: int) -> int:
-    """The training steps of the job, as transformers counts them."""
+    """The number of training steps of the job, as transformers counts them."""
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)

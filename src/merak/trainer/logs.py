@@ -1,4 +1,4 @@
-"""What training logs beside losses: tokens per second of the whole job, and memory of a device."""
+"""Logs of training beside losses: tokens per second of the whole job, and memory of a device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def announced_level(args: MerakArguments) -> int:
 
 
 class Throughput:
-    """Counts the tokens of the whole job between two logs, and the seconds that training took.
+    """Throughput of the whole job: tokens between two logs, and the seconds that training took.
 
     Args:
         counts_tokens: whether the elements of the model's main input are tokens at all.
@@ -51,7 +51,7 @@ class Throughput:
         return tokens / seconds if self._counts_tokens and tokens and seconds > 0 else None
 
     def leave_out(self, begin_s: float) -> None:
-        """Leave out what was done from a moment until now, such as an evaluation."""
+        """Leave out the time from a moment until now, such as an evaluation's."""
         now = time.perf_counter()
         has_logged = self._since_s > begin_s
         self._since_s = now if has_logged else self._since_s + now - begin_s
@@ -81,7 +81,7 @@ class Logging(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _measure(self, batch_exchange: BatchExchange) -> dict[str, float]:
-        """What is logged of the job; called alike on every rank."""
+        """Throughput and memory of the job; all ranks call it together."""
         found: dict[str, float] = {}
         rate = self.throughput.take()
         if rate is not None:
@@ -94,7 +94,7 @@ class Logging(Trainer):
 
 
 def memory_bytes(device: torch.device) -> tuple[str, int | None]:
-    """What a rank holds: on a GPU at most so far, on the CPU now.
+    """The memory of a rank: on a GPU its peak so far, on the CPU its present size.
 
     Returns:
         What to call it in GB, and bytes; None where the system does not tell.

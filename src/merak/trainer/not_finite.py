@@ -1,6 +1,6 @@
-"""Training steps whose loss or gradient is NaN or infinite: skipped, counted, logged, or the end.
+"""Training steps whose loss or gradient is not finite: skipped, counted, logged, or refused.
 
-Every rank knows the same losses and the same gradient norm, so all of them decide alike.
+Every rank knows the same losses and the same gradient norm, so all of them decide the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SkippedSteps:
     def skips(
         self, args: MerakArguments, step: int, losses: torch.Tensor, norm: torch.Tensor
     ) -> bool:
-        """Whether a training step is to be left out.
+        """Whether a training step must be skipped.
 
         Args:
             args: what the job asks for: `nan_policy` and `max_skipped_steps`.

@@ -1,4 +1,4 @@
-"""Optimizers like a trainer's own, for other parameters: to see what its state will take."""
+"""Optimizers like a trainer's own, for other parameters: they tell the size of its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import Trainer
 def similar_optimizer(
     trainer: Trainer, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer as the trainer has it, or will make it.
+    """An optimizer of the trainer's class and arguments, for other parameters.
 
     Args:
         trainer: any; it is left as it is.

@@ -1,4 +1,4 @@
-"""The part of a model that a rank holds, as optimizers want to see it."""
+"""A view of the model for transformers' optimizers: this rank's parameters alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a training goes on from, looked at before anything is built for it."""
+"""The checkpoint that a training resumes from, checked before anything is built for it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ RANKS_FOLDER = "merak"
 """The part of a checkpoint that holds the ranks' parameters and optimizer states."""
 
 
-def checkpoint_to_resume(wish: object, output_dir: str) -> str | None:
-    """The checkpoint that a training is to go on from.
+def checkpoint_to_resume(request: object, output_dir: str) -> str | None:
+    """Find and check the checkpoint that a training resumes from.
 
     Args:
-        wish: a folder; True for the last one in `output_dir`; None or False for none.
+        request: a folder; True for the last one in `output_dir`; None or False for none.
         output_dir: where the run saves.
 
     Raises:
         WeightsError: there is none, or it is not whole.
     """
-    if wish is None or wish is False:
+    if request is None or request is False:
         return None
-    if wish is True:
+    if request is True:
         return _last_whole(Path(output_dir))
-    if not isinstance(wish, str | os.PathLike) or not os.path.isdir(wish):
+    if not isinstance(request, str | os.PathLike) or not os.path.isdir(request):
         raise WeightsError(
-            f"resume_from_checkpoint={wish!r} is not a folder; name a checkpoint-… folder that "
+            f"resume_from_checkpoint={request!r} is not a folder; name a checkpoint-… folder that "
             "Merak wrote, or leave it out to start anew."
         )
-    check_whole(Path(wish))
-    return os.fspath(wish)
+    check_whole(Path(request))
+    return os.fspath(request)
 
 
 def _number(checkpoint: Path) -> int | None:
@@ -98,7 +98,7 @@ def check_whole(checkpoint: Path) -> None:
 
 
 def unreadable(checkpoint: str, name: str, cause: Exception) -> WeightsError:
-    """What to raise when one of a checkpoint's files turns out to be damaged."""
+    """The error of a checkpoint whose file turns out to be damaged."""
     said = " ".join(str(cause).split()) or type(cause).__name__
     return _not_whole(Path(checkpoint), f"{name} cannot be read: {said[:120]}")
 

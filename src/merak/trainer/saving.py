@@ -1,4 +1,4 @@
-"""Saving and resuming: transformers' checkpoints, whose weights lie on many ranks.
+"""Saving and resuming: transformers' checkpoints, with weights that many ranks hold.
 
 A checkpoint folder holds what transformers writes (the model in its own format, the learning rate
 scheduler, the trainer's state) and a folder of the ranks' parameters and optimizer states, which
@@ -49,7 +49,7 @@ class Saving(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any
     ) -> TrainOutput:
-        """Train as `transformers.Trainer` does; what it is to go on from is looked at first.
+        """Train as `transformers.Trainer` does, after checking the checkpoint that it resumes from.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the last in `output_dir`.
@@ -66,7 +66,7 @@ class Saving(Trainer):
         return trained
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a folder that `from_pretrained` reads. Every rank takes part; rank 0 writes.
+        """Save a folder that `from_pretrained` reads; all ranks call it, rank 0 writes.
 
         Args:
             output_dir: the folder; `args.output_dir` by default.
@@ -87,7 +87,7 @@ class Saving(Trainer):
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_companions(self, folder: str) -> None:
-        """What transformers saves beside a model: its tokenizer, and the arguments."""
+        """Save the tokenizer and the arguments beside the model, as transformers does."""
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(folder)
@@ -156,10 +156,10 @@ class Saving(Trainer):
             self.scaler.load_state_dict(_load(checkpoint, SCALER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing: draws are keyed by what they are for."""
+        """Save nothing: random state is keyed by step and sample."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Nothing: draws are keyed by what they are for."""
+        """Load nothing: random state is keyed by step and sample."""
 
 
 def _load(checkpoint: str, name: str) -> Any:

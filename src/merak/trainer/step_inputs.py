@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merak.core.errors import DataError
+from merak.core.tensor_meta import TensorMeta
 from merak.data import BatchSignature, signature
 from merak.trainer.batch_exchange import Batch, ExchangedBatches
 
@@ -53,8 +54,13 @@ def _refuse_other_columns(trainer: type, expected: BatchSignature, found: BatchS
     before, after = dict(expected.columns), dict(found.columns)
     name = min(n for n in {**before, **after} if before.get(n) != after.get(n))
     raise DataError(
-        f"{trainer.__name__} changes column {name!r} of a batch from {before.get(name, 'none')} to "
-        f"{after.get(name, 'none')} in training_step or _prepare_inputs, when all ranks have "
+        f"{trainer.__name__} changes column {name!r} of a batch from {_described(before, name)} to "
+        f"{_described(after, name)} in training_step or _prepare_inputs, when all ranks have "
         "prepared for its shape; change names, shapes and types in the data_collator, and only "
         "values there."
     )
+
+
+def _described(columns: Mapping[str, TensorMeta], name: str) -> str:
+    found = columns.get(name)
+    return "none" if found is None else f"{found.shape} {found.dtype}"

@@ -1,4 +1,4 @@
-"""Counting tokens: those a loss is divided by, and those that throughput is measured in."""
+"""Counts of tokens: label tokens that a loss is divided by, and input tokens of throughput."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = "num_items_in_batch"
 
 @dataclass(frozen=True, slots=True)
 class TokenCounter:
-    """What a rank can say of a microbatch's tokens.
+    """Counts the tokens of a microbatch, as far as a rank reads it.
 
     Args:
         count_labels: label tokens of a batch, as transformers counts them; None for a loss that is
@@ -54,7 +54,7 @@ class TokenCounter:
         return tuple(dict.fromkeys("labels" if c == TOKENS else c for c in columns))
 
     def metadata(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Tokens of a microbatch, by kind, as far as this rank reads it."""
+        """Counts of a microbatch's tokens, by kind, as far as this rank reads it."""
         found: dict[str, int] = {}
         if self.count_labels is not None and "labels" in batch:
             labels = self.count_labels(batch)

@@ -105,7 +105,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self.accelerator.device_placement = False
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """The user's `model_init`, which makes a new model without weights for a new engine."""
+        """Call the user's `model_init`, for a new model without weights and a new engine."""
         self.engine = None
         with empty_weights():
             model: nn.Module = super().call_model_init(trial)
@@ -196,7 +196,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
     # ---- data ----
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This rank's microbatches, of which it reads the columns that its segments use."""
+        """The loader of this rank's microbatches, with the columns that its segments read."""
         if self.train_dataset is None:
             raise DataError("there is nothing to train on; pass train_dataset=… to MerakTrainer.")
         check_not_empty(self.train_dataset)
@@ -222,7 +222,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of this rank's own parameters."""
+        """Create the optimizer of this rank's own parameters."""
         assert self.engine is not None
         is_new = self.optimizer is None  # a second `train` goes on with the one of the first
         kind = str(getattr(self.args.optim, "value", self.args.optim))
@@ -237,7 +237,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """The learning rate's schedule, the same on every rank."""
+        """Create the schedule of the learning rate, the same on every rank."""
         kind = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
         with in_one_sentence(f"lr_scheduler_type={kind!r} cannot be made"):
             made: Any = super().create_scheduler(num_training_steps, optimizer)
@@ -250,7 +250,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         return names
 
     def is_local_process_zero(self) -> bool:
-        """Whether this rank logs: one of the job, not one of each host."""
+        """Whether this rank logs: one rank of the job, not one of each host."""
         return self.args.should_log
 
     # ---- evaluation ----
@@ -263,7 +263,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """transformers' own loop, over batches that the replicas and stages computed together."""
+        """Run transformers' own loop over batches that replicas and stages compute together."""
         check_not_empty(dataloader.dataset, "evaluation")
         if self.engine is None and self.train_dataset is not None:
             # Training is what the job is laid out for: at its shapes, with the labels of its loss.

@@ -1,4 +1,4 @@
-"""What a trainer cannot do on many ranks, said in a sentence before it begins."""
+"""Refusals: requests that a trainer on many ranks cannot honour, refused before it begins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _THEIRS = tuple(
 
 @contextmanager
 def in_one_sentence(what: str) -> Iterator[None]:
-    """Let what transformers refuses inside be an `ArgumentsError`; what users' code raises passes.
+    """Let errors of transformers inside become an `ArgumentsError`; those of users' code pass.
 
     Args:
         what: is refused, for people to read.
@@ -46,7 +46,7 @@ def in_one_sentence(what: str) -> Iterator[None]:
 
 
 def refuse_what_needs_all_gradients(args: MerakArguments) -> None:
-    """An asynchronous schedule updates stages at different times.
+    """Refuse arguments that need all gradients of a step under an asynchronous schedule.
 
     Raises:
         ArgumentsError: an argument that looks at all gradients of a step.
@@ -69,7 +69,7 @@ def refuse_what_needs_all_gradients(args: MerakArguments) -> None:
 
 
 def refuse_no_steps(args: MerakArguments) -> None:
-    """A training that has no step is a mistake, which nobody would find in its checkpoint.
+    """Refuse a training without steps, which nobody would notice in its checkpoint.
 
     Raises:
         ArgumentsError: it has none.
@@ -89,7 +89,7 @@ def refuse_no_steps(args: MerakArguments) -> None:
 def refuse_what_ranks_cannot_share(
     cls: type, args: object, kwargs: Mapping[str, Any], world_size: int
 ) -> None:
-    """A trainer's class and arguments may ask for what only one process has.
+    """Refuse a trainer's class and arguments that need a single process.
 
     Args:
         cls: of the trainer.
@@ -128,7 +128,7 @@ def refuse_what_ranks_cannot_share(
 
 
 def _refuse_generation(cls: type, args: object) -> None:
-    """What transformers' trainer of sequence to sequence models adds is words that it generates."""
+    """Refuse trainers and arguments that generate text in evaluation."""
     if isinstance(args, MerakArguments) and not issubclass(cls, Seq2SeqTrainer):
         return  # the arguments have refused what they cannot honour
     name = cls.__name__ if issubclass(cls, Seq2SeqTrainer) else type(args).__name__

@@ -123,7 +123,7 @@ def test_shapes_met_last_are_kept(caplog: pytest.LogCaptureFixture) -> None:
         (loss,) = train(engine, [batch], step)
         assert loss.item() == pytest.approx(expected(**batch)["loss"].item(), rel=1e-6)
     (said,) = _warnings(caplog)
-    assert "Batches of 4 shapes" in said and "max_shapes=2 are kept; pad to few lengths" in said
+    assert "Batches of 4 shapes" in said and "max_shapes=2 are cached; pad to few lengths" in said
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

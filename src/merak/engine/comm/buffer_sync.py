@@ -1,4 +1,4 @@
-"""Buffers that training writes on one rank, and that another one reads in evaluation.
+"""Buffers that one pp rank writes in training and another reads in evaluation, broadcast before it.
 
 An evaluation runs all of the model's outputs, and is cut otherwise than a training step: what a
 stage reads of running statistics, codes or averaged weights may have been written by another.
@@ -20,7 +20,7 @@ from merak.plan.layout import Layout
 
 
 def find_writers(layout: Layout) -> dict[str, int]:
-    """The pipeline position of the stage that writes a buffer in training, by the buffer's name."""
+    """The pp rank of the stage that writes each buffer in training, by the buffer's name."""
     writers: dict[str, int] = {}
     for stage, own in enumerate(layout.partition.stages):
         for segment in layout.graph.segments[own.start : own.stop]:
@@ -33,16 +33,16 @@ def find_writers(layout: Layout) -> dict[str, int]:
 def find_synced_buffers(
     writers: Mapping[str, int], stage_rank: Sequence[int], graph: ModelGraph, bounds: Sequence[int]
 ) -> dict[str, int]:
-    """Of some buffers those that other ranks read in a graph.
+    """The buffers that other ranks read in a graph than the one that writes them.
 
     Args:
-        writers: the pipeline position that writes each.
-        stage_rank: the pipeline position of each stage.
+        writers: the pp rank that writes each buffer.
+        stage_rank: the pp rank of each stage.
         graph: what is to run.
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
 
     Returns:
-        Their writers' positions by their names, in the same order on every rank.
+        Their writers' pp ranks by their names, in the same order on every rank.
     """
     readers: dict[str, set[int]] = {}
     for stage, rank in enumerate(stage_rank):
@@ -61,13 +61,13 @@ def sync_buffers(
     programs: Sequence[Program],
     progress: Progress,
 ) -> None:
-    """Give every rank of the pipeline what the writers have; all of them call it together.
+    """Broadcast written buffers over the pipeline; all of its ranks call it together.
 
     Args:
         mesh: the grid of ranks.
         buffers: the model's, by name.
         programs: of what is to be evaluated.
-        progress: told of the wait.
+        progress: reports the wait.
     """
     synced_buffers = {
         name: rank for program in programs for name, rank in program.synced_buffers.items()

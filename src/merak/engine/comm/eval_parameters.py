@@ -1,4 +1,4 @@
-"""Parameters that a rank reads in evaluation while another one holds them: lent while it runs.
+"""Remote parameters of an evaluation: read on one pp rank, and held by another.
 
 A model may be cut otherwise in evaluation than in training, where writes into buffers keep parts of
 it together; then a segment may read parameters that training has on several stages.
@@ -24,11 +24,11 @@ def find_remote_parameters(
     graph: ModelGraph,
     bounds: Sequence[int],
 ) -> tuple[RemoteParameter, ...]:
-    """What ranks have to lend each other, in the same order on all of them.
+    """The parameters that pp ranks fetch from each other, in the same order on all of them.
 
     Args:
         owners: the stages that hold each parameter.
-        stage_rank: the pipeline position of each stage.
+        stage_rank: the pp rank of each stage.
         graph: what is to run.
         bounds: stage s holds the segments bounds[s] … bounds[s + 1] − 1.
     """
@@ -50,16 +50,16 @@ def fetch_remote(
     programs: Sequence[Program],
     progress: Progress,
 ) -> dict[str, torch.Tensor]:
-    """Send and receive what is lent; all ranks of a pipeline call it together.
+    """Send and receive remote parameters; all ranks of a pipeline call it together.
 
     Args:
         mesh: the grid of ranks.
         parameters: this rank's by name, all of them here.
         programs: of what is to be evaluated.
-        progress: told of the wait.
+        progress: reports the wait.
 
     Returns:
-        By name, this rank's shares of the parameters that are lent to it.
+        By name, this rank's shards of the parameters that it fetches.
     """
     every = dict.fromkeys(one for program in programs for one in program.remote_parameters)
     if not every:
@@ -67,7 +67,7 @@ def fetch_remote(
     group = mesh.group("pp")
     shards = {name: shard for program in programs for name, shard in program.shards.items()}
     remote: dict[str, torch.Tensor] = {}
-    with progress.waiting("parameters that are lent for an evaluation by", mesh.peers("pp")):
+    with progress.waiting("remote parameters of an evaluation from", mesh.peers("pp")):
         for one in every:
             if one.owner == mesh.pp_rank:
                 held = parameters[one.name].detach().contiguous()
@@ -80,7 +80,7 @@ def fetch_remote(
 
 
 def _shape(one: RemoteParameter, shard: ParameterShard | None, tp_rank: int) -> tuple[int, ...]:
-    """Of a rank's share of a parameter."""
+    """The shape of a rank's shard of a parameter."""
     if shard is None:
         return one.meta.shape
     return tuple(take(torch.empty(one.meta.shape, device="meta"), shard, tp_rank).shape)

@@ -1,4 +1,4 @@
-"""Gradients across ranks: summed over data parallel replicas and over the replicas of a stage.
+"""Gradient reduction in buckets, over the data parallel replicas and the copies of a stage.
 
 A stage's gradients are reduced in buckets, each as soon as the last microbatch's backward has
 passed the segments in it, while the earlier segments still compute. Which buckets there are, and in
@@ -23,16 +23,16 @@ from merak.engine.health.status import Progress
 from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
 
 Bucket = tuple[torch.nn.Parameter, ...]
-"""Parameters whose gradients are summed together."""
+"""Parameters whose gradients are reduced together."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageGradients:
-    """What is reduced of one stage, and over whom.
+    """The buckets of one stage's gradients, and the group that reduces them.
 
     Args:
         group: all ranks that hold the same part of the stage; None for a single one.
-        buckets: parameters that are summed together, in the order in which they become final.
+        buckets: parameters that are reduced together, in the order in which they become final.
         optional: ids of parameters that chance may leave out of a step; they then get no gradient,
             as in one process, rather than zeros, which an optimizer would step.
     """
@@ -43,7 +43,7 @@ class StageGradients:
 
 
 def fill_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Part parameters into buckets of one dtype each, in their order.
+    """Group parameters into buckets of one dtype each, in their order.
 
     Args:
         parameters: those without a gradient to come are left out.
@@ -64,13 +64,13 @@ def fill_buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A bucket that is being summed.
+    """The reduction of a bucket that has begun.
 
     Args:
         stage: of its parameters.
         work: tells when it is done.
         sent: this rank's gradients, which must stay until then.
-        flat: the sums that come, or this replica's share of them.
+        flat: the reduced gradients, or this replica's shard of them.
         bucket: the parameters.
         holders: on how many ranks each of them has a gradient, and what tells when that is known;
             None where they always have one.
@@ -94,16 +94,16 @@ class _Reduction:
 
 
 class GradientReducer:
-    """Sums gradients in buckets, without waiting until told to.
+    """Reduces gradients in buckets, asynchronously until `wait`.
 
     A bucket takes the place of the gradients in it, so that they are never held twice.
 
     Args:
         stages: this rank's stages.
-        progress: told of every wait.
+        progress: reports every wait.
         optimizer_tensors: by id of a parameter, what this replica's optimizer steps of it, and so
-            the only rows whose sums it gets; None for whole sums on every replica.
-        oom_guard: what happens where there is no memory for a bucket.
+            the only rows that it receives; None for all-reduced gradients on every replica.
+        oom_guard: aborts the step where there is no memory for a bucket.
     """
 
     def __init__(
@@ -114,8 +114,9 @@ class GradientReducer:
         oom_guard: OomGuard | None = None,
     ) -> None:
         self._oom_guard = oom_guard or OomGuard()
-        # Whether sums are taken after every microbatch, so that there is never more than its share
-        # between them. All replicas then have equally many, and start buckets in the same order.
+        # Whether gradients are reduced after every microbatch, so that there is never more than its
+        # shard between them. All replicas then have equally many, and start buckets in the same
+        # order.
         self.every_microbatch = False
         self._optimizer_tensors = optimizer_tensors
         self._stages = stages
@@ -127,7 +128,7 @@ class GradientReducer:
         self._open: deque[_Reduction] = deque()
 
     def start_step(self, order: Iterable[int]) -> None:
-        """A step begins.
+        """Set the order of a step's reductions.
 
         Args:
             order: the stages in the order of their reductions, the same on all ranks that share
@@ -138,7 +139,7 @@ class GradientReducer:
             self._refill(stage)
 
     def ready(self, stage: int, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Some of a stage's gradients are final on this rank, of a microbatch or of all."""
+        """Reduce the buckets that are complete, as some of a stage's gradients are final here."""
         final, left = self._final[stage], self._left[stage]
         final.update(id(parameter) for parameter in parameters)
         if not self.every_microbatch and (not self._queue or self._queue[0] != stage):
@@ -147,20 +148,20 @@ class GradientReducer:
             self._start(stage, left.popleft())
 
     def complete(self, stage: int) -> None:
-        """All of a stage's gradients are final; a parameter without one gives zeros."""
-        turn = self._queue.popleft()
-        assert turn == stage, f"stage {stage} is reduced when it is the turn of {turn}"
+        """Reduce all of a stage's gradients; a parameter without a gradient gives zeros."""
+        first = self._queue.popleft()
+        assert first == stage, f"stage {stage} is reduced in the place of stage {first}"
         self._start_rest(stage)
         self._refill(stage)  # an asynchronous schedule reduces it several times in a step
 
     def microbatch_done(self, stage: int) -> None:
-        """Sum what a stage has of a microbatch that is not its last, if that is asked for."""
+        """Reduce the gradients of a microbatch that is not the last, with `every_microbatch`."""
         if self.every_microbatch:
             self._start_rest(stage)
             self._refill(stage)
 
     def wait(self) -> None:
-        """Put the sums in the place of the gradients."""
+        """Wait for the reductions, and replace the gradients by them."""
         while self._open:
             self._oom_guard.allocate(partial(self._take, self._open.popleft()))
 
@@ -179,7 +180,7 @@ class GradientReducer:
                 parameter.grad = piece.view_as(parameter)
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Free the reductions of a step that failed."""
         self._open.clear()
         self._queue.clear()
         self._left.clear()
@@ -221,7 +222,7 @@ class GradientReducer:
         self._open.append(_Reduction(stage, work, everything, flat, bucket, holders))
 
     def _count(self, stage: int, bucket: Bucket) -> tuple[torch.Tensor, dist.Work] | None:
-        """Start to count on how many ranks each parameter has a gradient."""
+        """Start to count the ranks on which each parameter has a gradient."""
         reduced = self._stages[stage]
         if not any(id(p) in reduced.optional for p in bucket):
             return None

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, wherever they lie."""
+"""The norm of all gradients of a model, over the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pipeline_norm(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """The 2-norm of all gradients of a pipeline of whole parameters, to the last bit torch's own.
+    """The 2-norm of all gradients of a pipeline without shards, to the last bit torch's own.
 
     torch takes the norm of the parameters' norms, in the model's order; so must the ranks.
 
@@ -31,7 +31,7 @@ def pipeline_norm(
         nothing is synchronised with the host.
     """
     is_exact = any(gradient.dtype == torch.float64 for gradient in gradients.values())
-    # Ranks without gradients do not know how exact those of others are; float32 is kept in float64.
+    # Ranks without gradients do not know how exact those of others are; float32 fits into float64.
     norms = torch.zeros(len(order), device=device, dtype=torch.float64)
     places = [i for i, name in enumerate(order) if name in gradients]
     if places:
@@ -44,7 +44,7 @@ def pipeline_norm(
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient whose others, if it is sparse, are zero."""
+    """The values of a gradient without the zeros of a sparse one."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -60,8 +60,8 @@ def global_norm(
 
     Args:
         parameters: this rank's parameters, without those another stage counts.
-        sharded: by id, how those lie that are split over tp; every tp rank holds the others whole.
-        tp_degree: how many ranks hold the whole ones.
+        sharded: by id, the shards of those that are split over tp; every tp rank holds the others.
+        tp_degree: the number of ranks that hold the others.
         groups: the groups of this rank over which parameters or their rows differ.
         device: where the result is.
         rows: by id, which rows those are of which this rank has only some.

@@ -1,4 +1,4 @@
-"""Activations and gradients between pipeline positions: posted ahead, never waited for early."""
+"""Point-to-point transfers of activations and gradients between pp ranks, posted ahead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from merak.engine.health.status import Progress
 from merak.schedule.steps import Payload, Receive, Send, Step
 
 Channel = tuple[Payload, bool]
-"""What is carried, and whether from a lower to a higher rank; each has a group of its own."""
+"""A payload, and whether from a lower to a higher rank; each has a process group of its own."""
 
 
 class Transfers:
@@ -28,8 +28,8 @@ class Transfers:
 
     Args:
         mesh: the grid of ranks.
-        progress: told of every wait.
-        oom_guard: what happens where there is no memory for a buffer.
+        progress: reports every wait.
+        oom_guard: aborts the step where there is no memory for a buffer.
         max_open_sends: sends whose buffers may be held at a time.
     """
 
@@ -45,7 +45,7 @@ class Transfers:
         self._arriving: dict[Receive, tuple[list[dist.Work], list[torch.Tensor]]] = {}
 
     def connect(self, channels: Iterable[Channel]) -> None:
-        """Make the groups of some channels; called alike on every rank of the job."""
+        """Make the process groups of some channels; all ranks of the job call it together."""
         mesh = self.mesh
         for channel in sorted(set(channels), key=lambda c: (c[0].value, c[1])):
             if channel in self._groups or mesh.pp == 1:
@@ -56,10 +56,10 @@ class Transfers:
                 self._groups[channel], _ = dist.new_subgroups_by_enumeration(lines)
 
     def send(self, step: Send, tensors: Sequence[torch.Tensor]) -> None:
-        """Start to send some values, in order."""
+        """Start to send some tensors, in order."""
         group = self._groups[step.payload, self.mesh.pp_rank < step.peer]
         peer = self.mesh.rank_at(step.peer)
-        # What is only marked as conjugated or negated would arrive as it lies in memory.
+        # A tensor that is only marked as conjugated or negated would arrive as it is in memory.
         buffers = self._oom_guard.allocate(
             lambda: [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
         )
@@ -69,7 +69,7 @@ class Transfers:
             self._wait_for_oldest_send()
 
     def post(self, step: Receive, metas: Sequence[TensorMeta], device: torch.device) -> None:
-        """Start to receive some values, in order, into new tensors."""
+        """Start to receive some tensors, in order, into new ones."""
         group = self._groups[step.payload, step.peer < self.mesh.pp_rank]
         peer = self.mesh.rank_at(step.peer)
         buffers = self._oom_guard.allocate(
@@ -83,25 +83,25 @@ class Transfers:
         return step in self._arriving
 
     def take(self, step: Receive) -> list[torch.Tensor]:
-        """The values of a receive posted before, as soon as they are there."""
+        """The tensors of a receive posted before; waits for them."""
         works, buffers = self._arriving.pop(step)
-        with self._progress.waiting(f"{_named(step)} from", (self.mesh.rank_at(step.peer),)):
+        with self._progress.waiting(f"{_description(step)} from", (self.mesh.rank_at(step.peer),)):
             _wait(works)
         return buffers
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends are complete."""
         while self._sends:
             self._wait_for_oldest_send()
 
     def _wait_for_oldest_send(self) -> None:
         step, works, _ = self._sends.popleft()
         peer = self.mesh.rank_at(step.peer)
-        with self._progress.waiting(f"{_named(step)} to be taken by", (peer,)):
+        with self._progress.waiting(f"{_description(step)} to be taken by", (peer,)):
             _wait(works)
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Free the transfers of a step that failed."""
         self._sends.clear()
         self._arriving.clear()
 
@@ -121,8 +121,8 @@ def channels_of_pipe(ranks: Sequence[int]) -> set[Channel]:
     return {(Payload.ACTIVATION, a < b) for a, b in pairwise(ranks) if a != b}
 
 
-def _named(step: Send | Receive) -> str:
-    """What a transfer carries, in words."""
+def _description(step: Send | Receive) -> str:
+    """The description of a transfer, for the watchdog."""
     return f"the {step.payload.value} of microbatch {step.microbatch} of stage {step.stage}"
 
 

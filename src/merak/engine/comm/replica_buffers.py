@@ -1,4 +1,4 @@
-"""Buffers that training writes, kept the same on all replicas of a stage.
+"""Replica buffers: buffers that the forward writes, synchronised over the replicas of a stage.
 
 Replicas run at the same time, each on its own samples. What they write is brought together at the
 end of every step, so that the next one, an evaluation and a checkpoint find the same everywhere:
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import Mesh
+from merak.core.rank0 import warn_on_rank0
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
 from merak.graph.program.program import Program
@@ -60,7 +61,7 @@ class StageBuffers:
 def stage_buffers(
     layout: Layout, mesh: Mesh, groups: Mapping[int, dist.ProcessGroup | None]
 ) -> list[StageBuffers]:
-    """What this rank's stages write and replicas write as well; warns of what replicas lose.
+    """The buffers that this rank's stages and their replicas write; warns of writes that are lost.
 
     Args:
         layout: the model, laid out.
@@ -94,10 +95,11 @@ def stage_buffers(
 
 
 def _warn(names: Sequence[str]) -> None:
-    if not names or (dist.is_initialized() and dist.get_rank()):
+    if not names:
         return
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    logger.warning(
+    warn_on_rank0(
+        logger,
         "Replicas differ in the buffers %s%s: the forward writes them, with what depends on the "
         "replica's own microbatches. Each reads its own until the step ends, and then all take the "
         "first replica's, as in torch's DistributedDataParallel (of running statistics, the mean). "
@@ -108,13 +110,13 @@ def _warn(names: Sequence[str]) -> None:
 
 
 class ReplicaBuffers:
-    """Brings the buffers of a rank's stages together with those of their replicas.
+    """Synchronises the buffers of a rank's stages with those of their replicas.
 
     Args:
-        stages: what they write.
+        stages: the buffers that each writes.
         buffers: the model's buffers by name.
         mesh: the grid of ranks.
-        progress: told of every wait.
+        progress: reports every wait.
     """
 
     def __init__(
@@ -131,14 +133,14 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Before the first step: all replicas have what the first one has."""
+        """Broadcast the first replica's buffers, before the first step."""
         for stage in self._stages:
             with self._waiting(stage):
                 self._take_first(stage, list(stage.kinds))
 
     @torch.no_grad()
     def synchronize(self, shapes: object) -> None:
-        """A step has ended; called alike by all replicas.
+        """Synchronise the buffers after a step; all replicas call it together.
 
         Args:
             shapes: of this replica's microbatches; equal ones have equal representations.
@@ -153,7 +155,7 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def evaluated(self, programs: Sequence[Program]) -> None:
-        """An evaluation has ended, whose forward may write as well; called alike by all replicas.
+        """Synchronise the buffers after an evaluation, if its forward writes; all replicas call it.
 
         Args:
             programs: of this replica's microbatches.

@@ -1,4 +1,4 @@
-"""Shares of tensors among replicas: some rows of each, laid in a row to be sent together."""
+"""Row shards of tensors over replicas: some rows of each, packed contiguously for a collective."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from merak.core.shards import RowShard, row_shard
 
 
 def rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Some rows of a tensor along its first dim, a view; a scalar has one."""
+    """A view of some rows of a tensor along its first dim; a scalar has one."""
     return (tensor if tensor.dim() else tensor.view(1))[start:stop]
 
 
 def shard_rows(parameter: torch.Tensor, degree: int, index: int) -> RowShard:
-    """The rows of a parameter that one of some replicas steps; their numbers differ by one."""
+    """The rows of a parameter in a replica's optimizer; their numbers differ by one at most."""
     return row_shard(tuple(parameter.shape), degree, index)
 
 
 def pack(tensors: Sequence[torch.Tensor], degree: int, index: int) -> torch.Tensor:
-    """One replica's rows of some tensors in a row, filled up to the longest of all replicas'."""
-    shares = [shard_rows(tensor, degree, index) for tensor in tensors]
+    """Pack one replica's rows of some tensors contiguously, padded to the longest shard."""
+    shards = [shard_rows(tensor, degree, index) for tensor in tensors]
     pieces = [
-        rows_of(tensor.detach(), share.start, share.stop).reshape(-1)
-        for tensor, share in zip(tensors, shares, strict=True)
+        rows_of(tensor.detach(), shard.start, shard.stop).reshape(-1)
+        for tensor, shard in zip(tensors, shards, strict=True)
     ]
     length = sum(piece.numel() for piece in pieces)
     rest = longest_shard(tensors, degree) - length
@@ -32,36 +32,36 @@ def pack(tensors: Sequence[torch.Tensor], degree: int, index: int) -> torch.Tens
 
 
 def pack_all(tensors: Sequence[torch.Tensor], degree: int) -> torch.Tensor:
-    """Every replica's rows of some tensors, as `pack` lays them, one replica after the other."""
+    """Pack the rows of every replica as `pack` does, one replica after the other."""
     length = longest_shard(tensors, degree)
     flat = tensors[0].new_zeros(degree * length)
     for index, part in enumerate(flat.chunk(degree)):
         start = 0
         for tensor in tensors:
-            share = shard_rows(tensor, degree, index)
-            rows = rows_of(tensor.detach(), share.start, share.stop)
+            shard = shard_rows(tensor, degree, index)
+            rows = rows_of(tensor.detach(), shard.start, shard.stop)
             part[start : start + rows.numel()].view_as(rows).copy_(rows)
             start += rows.numel()
     return flat
 
 
 def unpack(flat: torch.Tensor, into: Sequence[torch.Tensor], degree: int, index: int) -> None:
-    """Write one replica's rows, as `pack` has laid them, into the whole tensors."""
+    """Write one replica's packed rows into the unsharded tensors."""
     start = 0
     for tensor in into:
-        share = shard_rows(tensor, degree, index)
-        target = rows_of(tensor.detach(), share.start, share.stop)
+        shard = shard_rows(tensor, degree, index)
+        target = rows_of(tensor.detach(), shard.start, shard.stop)
         target.copy_(flat[start : start + target.numel()].view_as(target))
         start += target.numel()
 
 
 def longest_shard(tensors: Sequence[torch.Tensor], degree: int) -> int:
-    """Elements of the largest share of some tensors."""
+    """The number of elements of the largest shard of some tensors."""
     lengths = []
     for index in range(degree):
-        shares = [(t, shard_rows(t, degree, index)) for t in tensors]
+        shards = [(t, shard_rows(t, degree, index)) for t in tensors]
         lengths.append(
-            sum((s.stop - s.start) * (t.numel() // max(_count(t), 1)) for t, s in shares)
+            sum((s.stop - s.start) * (t.numel() // max(_count(t), 1)) for t, s in shards)
         )
     return max(lengths)
 

@@ -1,8 +1,9 @@
-"""Sparse gradients of embedding tables: left to one rank, dense where ranks or segments sum them.
+"""Sparse gradients of embedding tables: sparse on one rank, dense where they are reduced.
 
-A table's gradient is sparse where its look-ups ask for it (`nn.Embedding(sparse=True)`). Sums over
-replicas go in buckets, those over segments travel between stages, and a table that is split over tp
-looks up rows that other ranks hold: there the look-ups give the dense gradient of the same numbers.
+A table's gradient is sparse where its look-ups ask for it (`nn.Embedding(sparse=True)`). Reductions
+over replicas go in buckets, sums over segments travel between stages, and a table that is split
+over tp looks up rows that other ranks hold: there the look-ups give a dense gradient of the same
+values.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
+from merak.core.rank0 import warn_on_rank0
 from merak.core.shards import ParameterShard
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.segment.cut import copy_graph
@@ -40,7 +41,7 @@ def find_densified(layout: Layout, mesh: Mesh) -> frozenset[str]:
 
 
 def find_sparse(graph: ModelGraph) -> dict[str, int]:
-    """The parameters that get sparse gradients → how many segments read each."""
+    """The parameters that get sparse gradients → the number of segments that read each."""
     names = {name for segment in graph.segments for name in _sparse_of(segment.graph).values()}
     return {
         name: sum(name in segment.parameters for segment in graph.segments)
@@ -49,9 +50,10 @@ def find_sparse(graph: ModelGraph) -> dict[str, int]:
 
 
 def warn_densified(names: Collection[str]) -> None:
-    """Tell once, on rank 0, which gradients take the memory of their tables."""
-    if names and not (dist.is_initialized() and dist.get_rank()):
-        logger.warning(
+    """Warn on rank 0 of gradients that are dense in this layout, as large as their tables."""
+    if names:
+        warn_on_rank0(
+            logger,
             "The sparse gradients of %s are dense in this layout, as large as the tables, since "
             "they are summed over ranks or segments. The numbers are the same.",
             ", ".join(sorted(names)),
@@ -75,7 +77,7 @@ def densify(names: Collection[str], segment: Segment) -> tuple[Segment, dict[str
 def refuse_sparse_optimizer(
     optimizer: torch.optim.Optimizer | None, densified: Collection[str]
 ) -> None:
-    """An optimizer of sparse gradients alone cannot step what ranks have summed.
+    """Refuse an optimizer of sparse gradients alone where gradients are dense.
 
     Args:
         optimizer: of this rank; None for none.

@@ -1,4 +1,4 @@
-"""The replicas of a stage: who sums its gradients, and which gradients those are."""
+"""The replicas of a stage: the groups that reduce its gradients, and in which buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merak.graph.trace.branches.flags import optional_parameters
 from merak.schedule.ir import Schedule
 
 
-def reduced_of(
+def gradients_to_reduce(
     segments: Mapping[int, Sequence[Segment]],
     owners: Mapping[str, frozenset[int]],
     groups: Mapping[int, dist.ProcessGroup | None],
@@ -23,14 +23,14 @@ def reduced_of(
     shared: frozenset[str],
     bucket_bytes: int,
 ) -> dict[int, StageGradients]:
-    """Gradients to reduce, of each of this rank's stages.
+    """The gradients to reduce, of each of this rank's stages.
 
     Args:
         segments: of each of this rank's stages.
         owners: the stages that hold each parameter, by its name.
         groups: the replicas of each stage, as `replica_groups` makes them.
         parameters: this rank's parameters by name.
-        shared: those that several segments read; the stage of the first one reduces them.
+        shared: parameters that several segments read; the stage of the first one reduces them.
         bucket_bytes: a reduction starts as soon as it has so many bytes.
     """
     reduced = {}
@@ -50,7 +50,7 @@ def reduced_of(
 
 
 def replica_groups(mesh: Mesh, schedule: Schedule) -> dict[int, dist.ProcessGroup | None]:
-    """Process groups of this rank with the replicas of each stage; called alike on every rank.
+    """Process groups of this rank with the replicas of each stage; all ranks call it together.
 
     A group spans the pp ranks that hold the stage and all data parallel replicas; None stands for
     one rank alone.

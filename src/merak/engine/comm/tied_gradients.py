@@ -1,4 +1,4 @@
-"""Parameters that several segments read: one gradient, wherever the readers are.
+"""Gradients of tied parameters: those that several segments read, on one stage or on several.
 
 Each rank sums what its own segments give. The sums of a microbatch then travel from the rank of the
 last reader to the rank of the first, each adding its own: the order in which one process's autograd
@@ -36,24 +36,24 @@ Holders = Mapping[str, tuple[Holder, ...]]
 
 
 class Leaf(Protocol):
-    """What a stage reads a shared parameter from; its backward leaves the gradient there."""
+    """A leaf of a stage's autograd graphs for a tied parameter, which gains its gradient."""
 
     grad: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """This rank's part of the shared parameters.
+class TiedParameters:
+    """The tied parameters of this rank.
 
     Args:
-        parameters: this rank's parameters by name, or its shares of them.
+        parameters: this rank's parameters by name, or its shards of them.
         leaves: its leaves of each shared one, one per stage that reads it.
         final: by name where the final gradients are: the parameters, or what a sharded optimizer
             steps of them.
         every_microbatch: exchange after every microbatch, as exact as one process; else once a
             step, with less traffic and another order of summing.
-        progress: told of every wait.
-        oom_guard: what happens where there is no memory for a sum.
+        progress: reports every wait.
+        oom_guard: aborts the step where there is no memory for a sum.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -65,18 +65,18 @@ class Shared:
 
 
 class TiedGradients:
-    """Collects the gradients of shared parameters on one rank, and exchanges them.
+    """Collects the gradients of tied parameters on one rank, and exchanges them.
 
     Args:
         mesh: the grid of ranks.
         pipes: per pipe the holders as `find_holders` gives them, the same on every rank.
-        shared: this rank's part.
+        tied: this rank's part.
     """
 
-    def __init__(self, mesh: Mesh, pipes: Sequence[Holders], shared: Shared) -> None:
-        self._final = shared.final
-        self._oom_guard = shared.oom_guard
-        self._chains = [Chain(mesh, holders, shared) for holders in pipes]
+    def __init__(self, mesh: Mesh, pipes: Sequence[Holders], tied: TiedParameters) -> None:
+        self._final = tied.final
+        self._oom_guard = tied.oom_guard
+        self._chains = [Chain(mesh, holders, tied) for holders in pipes]
         names = list(pipes[0]) if pipes else []
         self._deliveries = {name: _deliveries([p[name] for p in pipes]) for name in names}
         self._rank = mesh.pp_rank
@@ -86,7 +86,7 @@ class TiedGradients:
         orders: Callable[[int, int], Sequence[int]],
         open_sends: Callable[[int, int, int], int],
     ) -> None:
-        """A step begins.
+        """Prepare for the microbatches of a step.
 
         Args:
             orders: the order in which a pipe's (first) stage's (second) microbatches go backward.
@@ -99,16 +99,16 @@ class TiedGradients:
     def begin(
         self, pipe: int, microbatch: int, segment: SegmentProgram, leaves: ParamLeaves
     ) -> LeafGradients:
-        """What enters a segment's backward; see `Chain.begin`."""
+        """The gradients that enter a segment's backward; see `Chain.begin`."""
         return self._chains[pipe].begin(segment, microbatch, leaves) if self._chains else ()
 
     def collect(self, segment: SegmentProgram, pipe: int, microbatch: int) -> None:
-        """Take the gradients that a segment's backward has left on its leaves."""
+        """Collect the gradients that a segment's backward has left on its leaves."""
         if self._chains:
             self._chains[pipe].collect(segment, microbatch)
 
     def finish(self) -> None:
-        """Give every holder the owner's gradient. Called after the owner has reduced it."""
+        """Send the owner's gradient to every holder, after the owner has reduced it."""
         arriving = []
         for name, deliveries in self._deliveries.items():
             parameter = self._final.get(name)
@@ -128,7 +128,7 @@ class TiedGradients:
             chain.finish()
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Free the gradients of a step that failed."""
         for chain in self._chains:
             chain.forget()
 
@@ -140,7 +140,7 @@ def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _deliveries(pipes: Sequence[Sequence[Holder]]) -> list[tuple[int, int, int]]:
-    """Who gives a parameter's final gradient to whom: (pipe, owner, taker), each taker once."""
+    """The senders and receivers of a final gradient: (pipe, owner, taker), each taker once."""
     owners = {holders[-1].rank for holders in pipes}
     found: dict[int, tuple[int, int, int]] = {}
     for pipe, holders in enumerate(pipes):
@@ -151,29 +151,29 @@ def _deliveries(pipes: Sequence[Sequence[Holder]]) -> list[tuple[int, int, int]]
 
 
 class Chain:
-    """The shared parameters of one pipe: sums that travel from the last reader to the first.
+    """The tied parameters of one pipe, whose sums travel from the last reader to the first.
 
     Args:
         mesh: the grid of ranks.
         holders: of the pipe.
-        shared: this rank's part.
+        tied: this rank's part.
     """
 
-    def __init__(self, mesh: Mesh, holders: Holders, shared: Shared) -> None:
+    def __init__(self, mesh: Mesh, holders: Holders, tied: TiedParameters) -> None:
         self._mesh = mesh
         self._holders = holders
-        self._leaves = shared.leaves
-        self._parameters = shared.parameters
-        self._every_microbatch = shared.every_microbatch
-        self._progress = shared.progress
-        self._oom_guard = shared.oom_guard
+        self._leaves = tied.leaves
+        self._parameters = tied.parameters
+        self._every_microbatch = tied.every_microbatch
+        self._progress = tied.progress
+        self._oom_guard = tied.oom_guard
         self._own = {
             name: holder
             for name, found in holders.items()
             for holder in found
             if holder.rank == mesh.pp_rank
-            and shared.parameters[name].requires_grad
-            and shared.parameters[name].numel()  # a share may have no rows
+            and tied.parameters[name].requires_grad
+            and tied.parameters[name].numel()  # a shard may have no rows
         }
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
         # Where the sum of the holder before has been taken, before this rank's own is complete.
@@ -186,7 +186,7 @@ class Chain:
         self._groups = {name: self._connect(found) for name, found in holders.items()}
 
     def _connect(self, holders: Sequence[Holder]) -> dist.ProcessGroup | None:
-        """A group for one parameter alone, so that it never waits behind other traffic."""
+        """A process group for one parameter alone, so that it never waits behind other traffic."""
         if len(holders) == 1:
             return None
         mesh = self._mesh
@@ -198,7 +198,7 @@ class Chain:
         return group
 
     def start_step(self, orders: Orders, open_sends: Callable[[int, int], int]) -> None:
-        """A step begins; arguments as of `TiedGradients.start_step`, for this pipe."""
+        """Prepare for the microbatches of a step; arguments as of `TiedGradients.start_step`."""
         self._orders = orders
         self._most_open = {
             name: open_sends(holder.stage, after.stage)
@@ -222,7 +222,7 @@ class Chain:
         for name in segment.repeated:
             if name not in self._own or not self._every_microbatch:
                 continue
-            # Shares have leaves of their own, and sums of a lower precision's are not its type.
+            # Shards have leaves of their own, and sums of a lower precision's are not its type.
             leaf = next((own for own in self._leaves[name] if own is leaves[name]), None)
             if leaf is None or gradient_dtype(leaf) != leaf.dtype:
                 continue
@@ -233,7 +233,7 @@ class Chain:
         return found
 
     def collect(self, segment: SegmentProgram, microbatch: int) -> None:
-        """Take the gradients that a segment's backward has left on its leaves."""
+        """Collect the gradients that a segment's backward has left on its leaves."""
         for name in segment.segment.parameters:
             holder = self._own.get(name)
             if holder is None:
@@ -248,7 +248,7 @@ class Chain:
                 self._pass_on(name, key)
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends are complete."""
         for name in self._sent:
             self._close(name, 0)
         self._sent.clear()
@@ -259,7 +259,7 @@ class Chain:
             work.wait()
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
+        """Free the gradients of a step that failed."""
         self._sums.clear()
         self._taken.clear()
         self._sent.clear()
@@ -270,7 +270,7 @@ class Chain:
         self._sums[name, key] = self._sum(gradient, self._known(name, key))
 
     def _known(self, name: str, key: int) -> torch.Tensor | None:
-        """What readers before have given; None where they have not, or it has been begun with."""
+        """The sum of earlier readers' gradients; None if there is none or it has been used."""
         known = self._sums.get((name, key))
         if known is None and self._comes_first(name) and (name, key) not in self._taken:
             self._taken.add((name, key))
@@ -293,7 +293,7 @@ class Chain:
             self._oom_guard.allocate(partial(add_gradient, parameter, total))
 
     def _sum(self, own: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor:
-        """A share and the sum before it, in one process's order."""
+        """A gradient and the sum before it, in one process's order."""
         if own is None or before is None:
             found = before if own is None else own
             assert found is not None
@@ -320,7 +320,7 @@ class Chain:
         return found[place - 1] if place else None
 
     def _comes_first(self, name: str) -> bool:
-        """Whether the sum of the holder before is complete before this rank's first share.
+        """Whether the sum of the holder before is complete before this rank's first gradient.
 
         That of a whole step is not: the holder before needs more of this rank's forwards for it.
         """
@@ -344,7 +344,7 @@ class Chain:
         return buffer
 
     def send(self, name: str, gradient: torch.Tensor, to_rank: int) -> None:
-        """Start to send a gradient to another pipeline position."""
+        """Start to send a gradient to another pp rank."""
         work = dist.isend(gradient, self._mesh.rank_at(to_rank), self._groups[name])
         assert work is not None
         self._sent.setdefault(name, deque()).append((to_rank, work, gradient))
@@ -352,7 +352,7 @@ class Chain:
     def receive(
         self, name: str, from_rank: int, like: torch.Tensor
     ) -> tuple[dist.Work, torch.Tensor]:
-        """Start to receive a gradient of some tensor from another pipeline position."""
+        """Start to receive a gradient of some tensor from another pp rank."""
         make = partial(torch.empty, like.shape, dtype=gradient_dtype(like), device=like.device)
         buffer = self._oom_guard.allocate(make)
         work = dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name])
@@ -361,5 +361,5 @@ class Chain:
 
 
 def _whole(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """A sum to send, zeros if there is none."""
+    """The gradient to send; zeros if there is none."""
     return (no_gradient(parameter) if total is None else total).contiguous()

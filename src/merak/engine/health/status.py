@@ -17,7 +17,7 @@ from merak.engine.health.step_records import Clock, Mark, StepRecords
 from merak.schedule.ir import Action, Schedule
 
 _MOST_BEHIND = 4096
-"""Marks of a device that are kept where nobody asks whether it has passed them."""
+"""The most marks of a device that are waiting for it to pass them."""
 
 
 class RankStatus(NamedTuple):

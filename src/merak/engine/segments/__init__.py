@@ -1,1 +1,1 @@
-"""Segments run: forward, recomputation and backward, whole or as sub-microbatches."""
+"""Running segments: forward, recomputation and backward, whole or as sub-microbatches."""

@@ -1,14 +1,14 @@
-"""Activations that wait for their backward in host memory.
+"""Activation offloading: tensors saved for backward, copied to host memory and back.
 
 What autograd saves in a segment's forward is copied to the host while the next segment computes,
-and is then given up on the device; it is copied back while the segment before it goes backward. One
-storage is copied once, however many tensors lie in it, and comes back as one. On a GPU copies run
-on streams of their own, from and to pinned memory that torch's allocator keeps for the next time;
+and is then freed on the device; it is copied back during the backward of the segment after it. One
+storage is copied once, however many tensors view it, and comes back as one. On a GPU copies run
+on streams of their own, from and to pinned memory that torch's allocator reuses;
 the CPU makes the same copies at once.
 
-What is on its way out is held on the device until the segment that computes meanwhile has ended:
-then computation waits for the copy. So the device never holds more of it than one segment's, and a
-link that is too slow shows as time and not as memory.
+A storage that is being copied stays on the device until the segment that computes meanwhile has
+ended: then computation waits for the copy. So the device never holds more of them than one
+segment's, and a link that is too slow shows as time and not as memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from merak.ops.sharded_saved import saved_by
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _OffloadedStorage:
-    """One storage, on the device, in host memory or on its way; autograd's views keep it alive.
+    """A storage that autograd saved: on the device, in host memory or being copied.
 
     Args:
         source: the storage as the forward made it.
@@ -48,7 +48,7 @@ class _OffloadedStorage:
 
 @dataclass(frozen=True, slots=True)
 class _SavedView:
-    """A tensor that autograd saved, as a part of a storage that moves."""
+    """A saved tensor, as a view of an offloaded storage."""
 
     stored: _OffloadedStorage
     dtype: torch.dtype
@@ -59,13 +59,13 @@ class _SavedView:
 
 @dataclass(frozen=True, slots=True)
 class _SavedTensor:
-    """A tensor as it was when autograd saved it; nobody may write into it after that."""
+    """A saved tensor that stays on the device, and its version; later writes are an error."""
 
     tensor: torch.Tensor
     version: int
 
     def unwritten(self) -> torch.Tensor:
-        """The tensor; autograd itself does not look where there are hooks."""
+        """The tensor, if nobody has written into it: with hooks, autograd does not check."""
         if self.tensor._version != self.version:
             raise TrainingError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was written "
@@ -77,13 +77,13 @@ class _SavedTensor:
 
 @dataclass(slots=True)
 class OffloadedTensors:
-    """What one segment's forward saved for one microbatch, as far as it moves.
+    """The offloaded tensors of one segment's forward for one microbatch.
 
     Args:
-        storages: those that are still needed.
-        saved: what was saved, until it has been given.
+        storages: those that the backward still needs.
+        saved: tensors that were saved, until `offload_saved` has checked them.
         fetched: the mark of the copies back, once they have begun.
-        is_fetching: whether they have.
+        is_fetching: whether they have begun.
     """
 
     storages: list[weakref.ref[_OffloadedStorage]] = field(default_factory=list)
@@ -92,12 +92,12 @@ class OffloadedTensors:
     is_fetching: bool = False
 
     def alive(self) -> list[_OffloadedStorage]:
-        """What autograd still holds of it."""
+        """The storages that autograd still holds."""
         return [stored for ref in self.storages if (stored := ref()) is not None]
 
 
 class ActivationOffload:
-    """Moves what autograd saves to host memory and back, for all stages of a rank.
+    """Offloads saved tensors to host memory and fetches them, for all stages of a rank.
 
     Args:
         device: where it is computed.
@@ -117,10 +117,10 @@ class ActivationOffload:
 
     @contextmanager
     def saving(self, offloaded: OffloadedTensors, held: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Inside, what autograd saves goes to a stash.
+        """Inside, tensors that autograd saves are collected to be offloaded.
 
         Args:
-            offloaded: gains what moves.
+            offloaded: gains the storages to offload.
             held: tensors that are on the device anyway.
         """
         stays = storages_of(held)
@@ -152,14 +152,14 @@ class ActivationOffload:
         return stored
 
     def offload_saved(self, offloaded: OffloadedTensors, held: Iterable[torch.Tensor]) -> None:
-        """A segment has saved all it saves; the next `segment_ended` begins to copy it.
+        """Queue a segment's saved tensors; the next `segment_ended` begins to copy them.
 
         Args:
-            offloaded: what it has saved.
+            offloaded: of the segment.
             held: tensors that turned out to be on the device anyway.
 
         Raises:
-            TrainingError: the segment has written into what it had saved.
+            TrainingError: the segment has written into a saved tensor.
         """
         stays = storages_of(held)
         while offloaded.saved:
@@ -172,7 +172,7 @@ class ActivationOffload:
                 self._next.append(stored)
 
     def segment_ended(self) -> None:
-        """A segment's forward or backward has ended: give up what has left meanwhile."""
+        """Free the storages copied while a segment ran, and copy the next ones."""
         if self._copying:
             self._out.wait(self._copying[-1].copied)
         for stored in self._copying:
@@ -190,7 +190,7 @@ class ActivationOffload:
             stored.copied = copied
 
     def prefetch(self, offloaded: OffloadedTensors) -> None:
-        """Begin to copy a stash back, if that has not begun."""
+        """Begin to copy offloaded tensors back, if that has not begun."""
         wanted = [stored for stored in offloaded.alive() if not stored.is_needed]
         for stored in wanted:
             stored.is_needed = True  # what has not left yet stays
@@ -210,15 +210,15 @@ class ActivationOffload:
             stored.host = None
 
     def fetch(self, offloaded: OffloadedTensors) -> None:
-        """Have a stash back on the device."""
+        """Copy offloaded tensors back, and wait for the copies."""
         self.prefetch(offloaded)
         if offloaded.is_fetching:
             self._back.wait(offloaded.fetched)
 
     def forget(self) -> None:
-        """Drop what a step that failed has left."""
-        for way in (self._out, self._back):
-            way.drain()  # memory that is given up now must not be written or read any more
+        """Free the storages of a step that failed."""
+        for queue in (self._out, self._back):
+            queue.drain()  # memory that is freed now must not be written or read any more
         self._next.clear()
         self._copying.clear()
 
@@ -239,7 +239,7 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 
 class _GradientCatcher(torch.autograd.Function):
-    """An input of a segment; its gradient is left where it is looked for.
+    """An input of a segment whose gradient is stored by name in a dict.
 
     A leaf would hold the input's memory until its backward.
     """
@@ -251,7 +251,7 @@ class _GradientCatcher(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Leave the gradient as it is laid out: kernels of other strides may round otherwise."""
+        """Store the gradient in its own layout: kernels of other strides may round otherwise."""
         ctx.found[ctx.name] = gradient
         return None, None, None, None
 
@@ -260,7 +260,7 @@ class _GradientCatcher(torch.autograd.Function):
 def catch_gradients(
     names: Sequence[str], values: Iterable[torch.Tensor], carries: Iterable[bool], found: Any
 ) -> list[torch.Tensor]:
-    """The inputs of a segment whose backward leaves their gradients by name.
+    """The inputs of a segment whose backward stores their gradients by name.
 
     Args:
         names: of the inputs.

@@ -1,4 +1,4 @@
-"""What the segments of a stage read besides values of other segments."""
+"""The context of a segment: parameters, buffers, columns and batch-only values that it reads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from merak.engine.tensors_by_name import (
 
 
 class ShardedParameters(Protocol):
-    """Parameters that are gathered for a segment alone; `fsdp.FsdpParameters` is such."""
+    """Parameters that are gathered for a segment, as `FsdpParameters` are."""
 
     def begin(self, names: Sequence[str]) -> None:
-        """The turn of a segment with these parameters begins."""
+        """Gather the parameters of a segment that begins."""
 
     def call(
         self,
@@ -32,22 +32,22 @@ class ShardedParameters(Protocol):
         """Call the segment."""
 
     def end(self, names: Sequence[str]) -> None:
-        """Its turn is over."""
+        """Free the parameters of a segment that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentContext:
-    """For one microbatch on one stage.
+    """The context of one microbatch on one stage.
 
     Args:
         weights: the parameters by name.
         buffers: the buffers and the trace's constants by name.
         columns: of the microbatch.
         batch_only: its batch-only values.
-        random_key: names the microbatch, for its draws.
+        random_key: names the microbatch, for its random state.
         device: where it computes.
-        fsdp: parameters that are gathered for a segment alone; None for none.
-        offload: what moves activations to host memory; None for nothing.
+        fsdp: parameters that are gathered segment by segment; None for none.
+        offload: offloads activations to host memory; None for none.
         leaf_gradients: gives what enters the backward of a segment besides its outputs' gradients.
     """
 
@@ -63,7 +63,7 @@ class SegmentContext:
 
 
 def add_to(gradients: TensorDict, name: str, gradient: torch.Tensor) -> None:
-    """Sum the gradients of a value's readers.
+    """Add a reader's gradient of a value to those of its other readers.
 
     Later readers come first in the backward, as in autograd's own order of summing.
     """

@@ -1,4 +1,4 @@
-"""One direction between a device and host memory: copies that run beside the computation."""
+"""Copy queues: copies between a device and host memory that overlap with computation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class CopyQueue(Protocol):
-    """Copies one after another; a mark tells when some of them are complete."""
+    """A queue of copies, in order; a mark tells when some of them are complete."""
 
     def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> Any:
         """Begin copies, behind all that has been computed so far.
 
         Args:
-            pairs: what to copy.
+            pairs: targets and sources.
             after: marks of copies that have to be complete before.
 
         Returns:
@@ -26,14 +26,14 @@ class CopyQueue(Protocol):
         """
 
     def wait(self, mark: Any) -> None:
-        """Let what is computed from now on wait for copies."""
+        """Let later computation wait for the copies of a mark."""
 
     def drain(self) -> None:
-        """Let it wait for all copies that have begun."""
+        """Let later computation wait for all copies that have begun."""
 
 
 class SyncCopies:
-    """Copies that are complete when they have begun, for devices without streams."""
+    """A queue for devices without streams, whose copies are complete when they have begun."""
 
     def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> Any:
         """Copy; there is nothing to wait for."""
@@ -44,11 +44,11 @@ class SyncCopies:
         """Nothing to wait for."""
 
     def drain(self) -> None:
-        """Likewise."""
+        """Nothing to wait for."""
 
 
 class StreamCopies:
-    """Copies on a stream of a GPU; host memory is pinned.
+    """A queue on a stream of a GPU of its own; host memory is pinned.
 
     Args:
         device: the GPU.
@@ -59,7 +59,7 @@ class StreamCopies:
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> Any:
-        """Begin copies on the stream."""
+        """Begin copies on the stream, behind all that has been computed so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for mark in after:
             self._stream.wait_event(mark)
@@ -69,9 +69,9 @@ class StreamCopies:
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Let the computing stream wait for copies."""
+        """Let the computing stream wait for the copies of a mark."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def drain(self) -> None:
-        """Let it wait for all of them."""
+        """Let the computing stream wait for all copies."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

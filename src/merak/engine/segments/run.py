@@ -1,4 +1,4 @@
-"""Runs one segment on a whole microbatch: its forward, recomputation and backward.
+"""Running a segment on a whole microbatch: its forward, recomputation and backward.
 
 The segment is a small autograd graph of its own: its inputs are detached leaves, and its backward
 is called explicitly.
@@ -23,16 +23,16 @@ from merak.graph.program.selective import SavedResults
 
 
 @dataclass(slots=True)
-class Saved:
-    """A segment's forward, kept for its backward: leaves and outputs of its autograd graph.
+class SavedForward:
+    """The tensors that a segment's forward saves for its backward: leaves and outputs of its graph.
 
     Args:
         inputs: the leaves.
-        outputs: None until they are recomputed, where activations are not kept.
+        outputs: None until they are recomputed, where activations are not saved.
         buffers: what the segment writes into, as its forward found it; for the recomputation alone,
             which must neither see the forward's writes nor repeat them.
         recording: of the operators that the recomputation leaves out.
-        offloaded: what is kept instead of inputs and outputs, where activations wait in host
+        offloaded: edges instead of inputs and outputs, where activations are offloaded to host
             memory.
     """
 
@@ -43,14 +43,16 @@ class Saved:
     offloaded: OffloadedForward | None = None
 
 
-def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool) -> Saved:
+def forward(
+    run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool
+) -> SavedForward:
     """Run a segment.
 
     Args:
         run: the segment.
         values: what it reads of others; gains its outputs.
         ctx: what else it reads.
-        save: keep its activations for the backward; else only if its program says so.
+        save: save its activations for the backward; else only if its program says so.
     """
     saves = (save or run.saved) and run.trains
     if saves and run.offload is not None and ctx.offload is not None:
@@ -60,7 +62,7 @@ def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: 
 
         with unsharded(run, ctx):
             offloaded = run_offloaded.forward(run, values, ctx.offload, record)
-        return Saved([], (), {}, offloaded=offloaded)
+        return SavedForward([], (), {}, offloaded=offloaded)
     leaves = [
         values[name].detach().requires_grad_(carries)
         for name, carries in zip(run.segment.inputs, run.gradient_inputs, strict=True)
@@ -77,18 +79,18 @@ def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: 
             outputs = call(run, leaves, ctx, saves)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     if not run.trains:
-        return Saved([], (), {})
-    return Saved(leaves, outputs if saves else None, before, recording)
+        return SavedForward([], (), {})
+    return SavedForward(leaves, outputs if saves else None, before, recording)
 
 
-def recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
-    """Bring back the activations that the forward did not keep."""
+def recompute(run: SegmentProgram, saved: SavedForward, ctx: SegmentContext) -> None:
+    """Recompute the activations that the forward did not save."""
     if saved.outputs is None:
         with unsharded(run, ctx):
             _recompute(run, saved, ctx)
 
 
-def _recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
+def _recompute(run: SegmentProgram, saved: SavedForward, ctx: SegmentContext) -> None:
     before = replace(ctx, buffers={**ctx.buffers, **saved.buffers})
     if saved.recording is None or run.selective is None:
         saved.outputs = call(run, saved.inputs, before, save=True)
@@ -100,7 +102,7 @@ def _recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
 
 def backward(
     run: SegmentProgram,
-    saved: Saved,
+    saved: SavedForward,
     gradients: TensorDict,
     ctx: SegmentContext,
     segment_done: Callable[[SegmentProgram], None],
@@ -123,7 +125,7 @@ def backward(
 
 
 def _propagate(
-    run: SegmentProgram, saved: Saved, gradients: TensorDict, ctx: SegmentContext
+    run: SegmentProgram, saved: SavedForward, gradients: TensorDict, ctx: SegmentContext
 ) -> None:
     leaf_gradients = partial(ctx.leaf_gradients, run, ctx.weights)
     if saved.offloaded is not None:
@@ -139,7 +141,7 @@ def _propagate(
 
 @contextmanager
 def unsharded(run: SegmentProgram, ctx: SegmentContext) -> Iterator[None]:
-    """Inside, the segment has its parameters, where replicas hold shares of them."""
+    """Inside, the segment's parameters are gathered, where FSDP shards them."""
     if ctx.fsdp is not None:
         ctx.fsdp.begin(run.segment.parameters)
     yield
@@ -155,7 +157,7 @@ def propagate(
     gradients: TensorDict,
     leaf_gradients: Callable[[], LeafGradients] = tuple,
 ) -> None:
-    """One autograd graph's backward.
+    """Run the backward of one autograd graph.
 
     What later readers have given to one of its leaves enters the graph as well, first of all: so
     the readers' gradients are summed one by one, in the order of one process's autograd, and not
@@ -195,7 +197,7 @@ def propagate(
 
 
 def _keep_layout(leaf: torch.Tensor, found: TensorDict, name: str, gradient: torch.Tensor) -> None:
-    """Keep a gradient that a leaf would lay out anew: kernels of other strides round otherwise."""
+    """Store a gradient that a leaf would lay out anew: kernels of other strides round otherwise."""
     if gradient.stride() != leaf.stride():
         found[name] = gradient
 
@@ -214,7 +216,7 @@ def call(
         inputs: what it reads of other segments, in its order.
         ctx: what else it reads.
         save: whether autograd records.
-        saving: where what autograd saves goes; None leaves it on the device.
+        saving: offloads the tensors that autograd saves; None leaves them on the device.
     """
     segment = program.segment
     if program.draws:

@@ -1,4 +1,4 @@
-"""Runs one segment whose activations wait in host memory (`activation_offload`).
+"""Running a segment whose activations are offloaded to host memory (`activation_offload`).
 
 Its autograd graph holds neither its inputs nor its outputs: gradients enter at the edges of the
 graph, and those of the inputs are left by name.
@@ -23,7 +23,7 @@ from merak.engine.tensors_by_name import LeafGradients, TensorDict
 from merak.graph.program.program import SegmentProgram
 
 Saving = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
-"""Inside, autograd saves for the host; not tensors that are given here."""
+"""Inside, saved tensors are offloaded, apart from those that are given here."""
 
 Run = Callable[[Sequence[torch.Tensor], Saving], tuple[torch.Tensor, ...]]
 """Runs a segment on its inputs."""
@@ -31,7 +31,7 @@ Run = Callable[[Sequence[torch.Tensor], Saving], tuple[torch.Tensor, ...]]
 
 @dataclass(slots=True)
 class OffloadedForward:
-    """A segment's forward, kept for its backward without its activations.
+    """A segment's forward whose activations are offloaded: edges of its autograd graph.
 
     Args:
         tensors: the activations, wherever they are.
@@ -54,7 +54,7 @@ def forward(
     Args:
         program: the segment.
         values: what it reads of others; gains its outputs.
-        offload: what moves its activations.
+        offload: offloads its activations.
         run: runs it.
     """
     assert program.offload is not None
@@ -88,7 +88,7 @@ def backward(
         program: the segment.
         offloaded: from the forward.
         gradients: by name; loses those of the outputs and gains those of the inputs.
-        offload: what moves its activations.
+        offload: offloads its activations.
         leaf_gradients: as of `whole.propagate`.
     """
     offload.fetch(offloaded.tensors)

@@ -1,8 +1,8 @@
-"""Sub-pipelined tensor parallelism: two halves of a microbatch, one beside the other.
+"""Sub-pipelined tensor parallelism: two sub-microbatches of a microbatch, one beside the other.
 
-Each half goes through the pieces of its segments and hands over to the other half whenever it has
-started an all-reduce; it waits for the sum only when its turn comes again. So one half's all-reduce
-runs while the other half computes, across segments, in forward, recomputation and backward.
+Each sub-microbatch goes through the pieces of its segments and yields to the other one whenever it
+has started an all-reduce, for which it waits when it continues. So one's all-reduce runs while the
+other computes, across segments, in forward, recomputation and backward.
 
 Source: Merak (IEEE TPDS), section 5.3.
 """
@@ -33,20 +33,20 @@ from merak.ops.collectives import start_all_reduce
 TENSOR_AXIS = "tp"
 
 Coroutine = Generator[None, None, None]
-"""A half at work: it ends a turn where it has started an all-reduce."""
+"""The run of a sub-microbatch, which yields where it has started an all-reduce."""
 
 
 @dataclass(slots=True)
 class SavedPiece:
-    """A piece's forward, kept for its backward: leaves and outputs of its autograd graph."""
+    """The tensors that a piece saves for its backward: leaves and outputs of its graph."""
 
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
 
 
 @dataclass(slots=True)
-class SavedHalf:
-    """One half of one segment: what entered it, and its pieces unless they are recomputed."""
+class SavedSegment:
+    """The saved inputs of a segment for one sub-microbatch, and its pieces unless recomputed."""
 
     inputs: TensorDict
     pieces: list[SavedPiece] | None = None
@@ -54,23 +54,25 @@ class SavedHalf:
 
 @dataclass(slots=True)
 class SavedRun:
-    """Both halves of consecutive segments."""
+    """The saved tensors of consecutive segments, for both sub-microbatches."""
 
-    halves: tuple[list[SavedHalf], list[SavedHalf]] = field(default_factory=lambda: ([], []))
+    sub_microbatches: tuple[list[SavedSegment], list[SavedSegment]] = field(
+        default_factory=lambda: ([], [])
+    )
 
 
 def forward(run: SubPipelinedRun, values: TensorDict, ctx: SegmentContext, save: bool) -> SavedRun:
-    """Run segments in halves.
+    """Run segments as two sub-microbatches.
 
     Args:
         run: the segments.
         values: of the whole microbatch; gains what the run gives to others.
         ctx: what else the segments read.
-        save: keep the activations for the backward; else only those of segments whose program
+        save: save the activations for the backward; else only those of segments whose program
             says so, and the others' inputs.
 
     Returns:
-        What the backward needs.
+        The tensors that the backward needs.
     """
     saved = SavedRun()
     made: tuple[TensorDict, TensorDict] = ({}, {})
@@ -80,14 +82,16 @@ def forward(run: SubPipelinedRun, values: TensorDict, ctx: SegmentContext, save:
         for segment in run.segments:
             for name in segment.whole.segment.inputs:
                 if name not in local:
-                    local[name] = _part(
+                    local[name] = _samples_of(
                         values[name], segment.dims.get(name), run.sub_microbatches[half]
                     )
-            record = _enter(segment, local)
-            stays = (save or segment.whole.saved) and segment.whole.trains
-            job = _Half(segment, half, ctx, stays)
+            record = _save_inputs(segment, local)
+            saves = (save or segment.whole.saved) and segment.whole.trains
+            job = _SubMicrobatchRun(segment, half, ctx, saves)
             local.update((yield from job.forward(record)))
-            saved.halves[half].append(record if segment.whole.trains else SavedHalf({}))
+            saved.sub_microbatches[half].append(
+                record if segment.whole.trains else SavedSegment({})
+            )
 
     _alternate(work(0), work(1))
     for name, dim in run.outputs.items():
@@ -97,12 +101,12 @@ def forward(run: SubPipelinedRun, values: TensorDict, ctx: SegmentContext, save:
 
 
 def recompute(run: SubPipelinedRun, saved: SavedRun, ctx: SegmentContext) -> None:
-    """Bring back the activations that the forward did not keep."""
+    """Recompute the activations that the forward did not save."""
 
     def work(half: int) -> Coroutine:
-        for segment, record in zip(run.segments, saved.halves[half], strict=True):
+        for segment, record in zip(run.segments, saved.sub_microbatches[half], strict=True):
             if record.pieces is None and segment.whole.trains:
-                yield from _Half(segment, half, ctx, True).forward(record)
+                yield from _SubMicrobatchRun(segment, half, ctx, True).forward(record)
 
     _alternate(work(0), work(1))
 
@@ -114,7 +118,7 @@ def backward(
     ctx: SegmentContext,
     segment_done: Callable[[SegmentProgram], None],
 ) -> None:
-    """Run the backward of segments in halves.
+    """Run the backward of segments as two sub-microbatches.
 
     Args:
         run: the segments.
@@ -122,20 +126,20 @@ def backward(
         gradients: of the whole microbatch; loses those of the run's outputs and gains those of
             what it reads from others.
         ctx: as in the forward.
-        segment_done: called when both halves of a segment are done, last segment first.
+        segment_done: called when both sub-microbatches of a segment are done, last segment first.
     """
     local: tuple[TensorDict, TensorDict] = ({}, {})
     for name, dim in run.outputs.items():
         if (gradient := gradients.pop(name, None)) is not None:
             for half in range(1 if dim is None else 2):
-                local[half][name] = _part(gradient, dim, run.sub_microbatches[half])
+                local[half][name] = _samples_of(gradient, dim, run.sub_microbatches[half])
     done: set[int] = set()
 
     def work(half: int) -> Coroutine:
         for segment in reversed(run.segments):
-            record = saved.halves[half].pop()
+            record = saved.sub_microbatches[half].pop()
             if segment.whole.trains:
-                job = _Half(segment, half, ctx, True)
+                job = _SubMicrobatchRun(segment, half, ctx, True)
                 if record.pieces is None:
                     yield from job.forward(record)
                 yield from job.backward(record, local[half])
@@ -147,12 +151,12 @@ def backward(
     for name, split_dim in run.inputs.items():
         parts = [half.pop(name) for half in local if name in half]
         if parts:
-            add_to(gradients, name, _joined(parts, split_dim))
+            add_to(gradients, name, _join(parts, split_dim))
 
 
-def _alternate(*halves: Coroutine) -> None:
-    """Let the halves take turns until both are done."""
-    working = list(halves)
+def _alternate(*sub_microbatches: Coroutine) -> None:
+    """Run both sub-microbatches in turn until they are done."""
+    working = list(sub_microbatches)
     while working:
         working = [half for half in working if next(half, _DONE) is not _DONE]
 
@@ -160,30 +164,30 @@ def _alternate(*halves: Coroutine) -> None:
 _DONE: Any = object()
 
 
-def _part(tensor: torch.Tensor, dim: int | None, share: SubMicrobatch) -> torch.Tensor:
-    """A half's samples of a value of the whole microbatch; all of a value that has none."""
-    return tensor if dim is None else tensor.narrow(dim, *share.rows(tensor.shape[dim]))
+def _samples_of(tensor: torch.Tensor, dim: int | None, samples: SubMicrobatch) -> torch.Tensor:
+    """The samples of a sub-microbatch in a value; the whole value if it has no sample dim."""
+    return tensor if dim is None else tensor.narrow(dim, *samples.rows(tensor.shape[dim]))
 
 
-def _joined(parts: list[torch.Tensor], dim: int | None) -> torch.Tensor:
-    """The gradient of what both halves have read: side by side, or the sum of the same value's."""
+def _join(parts: list[torch.Tensor], dim: int | None) -> torch.Tensor:
+    """The gradient of a value of both sub-microbatches: concatenated, or their sum."""
     if dim is not None:
         return torch.cat(parts, dim)
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _enter(segment: SubPipelinedSegment, local: TensorDict) -> SavedHalf:
+def _save_inputs(segment: SubPipelinedSegment, local: TensorDict) -> SavedSegment:
     whole = segment.whole
     carrying = zip(whole.segment.inputs, whole.gradient_inputs, strict=True)
-    return SavedHalf({name: local[name].detach().requires_grad_(c) for name, c in carrying})
+    return SavedSegment({name: local[name].detach().requires_grad_(c) for name, c in carrying})
 
 
-class _Half:
-    """One half of one segment at work.
+class _SubMicrobatchRun:
+    """The run of one sub-microbatch through one segment.
 
     Args:
         segment: the segment.
-        half: 0 or 1.
+        half: 0 or 1, the sub-microbatch.
         ctx: what it reads besides its inputs.
         save: whether the forward is for a backward.
     """
@@ -194,12 +198,12 @@ class _Half:
         self._program = segment.programs[half].given(ctx.batch_only)
         self._whole = segment.whole
         self._dims = segment.dims
-        self._share = segment.sub_microbatches[half]
+        self._samples = segment.sub_microbatches[half]
         self._context = ctx
         self._keep = save
 
-    def forward(self, record: SavedHalf) -> Generator[None, None, TensorDict]:
-        """Run the pieces, and keep them in the record if they are for a backward.
+    def forward(self, record: SavedSegment) -> Generator[None, None, TensorDict]:
+        """Run the pieces, and save them in the record if they are for a backward.
 
         Returns:
             The segment's outputs by name.
@@ -218,19 +222,19 @@ class _Half:
             outputs = self._call(piece, inputs)
             pieces.append(SavedPiece(inputs, outputs))
             values.update(zip(piece.segment.outputs, outputs, strict=True))
-            yield from self._cross(piece.all_reduces, values)
+            yield from self._reduce_outputs(piece.all_reduces, values)
         if self._keep:
             record.pieces = pieces
         return {name: values[found] for name, found in self._program.returned}
 
-    def backward(self, record: SavedHalf, gradients: TensorDict) -> Coroutine:
+    def backward(self, record: SavedSegment, gradients: TensorDict) -> Coroutine:
         """Run the pieces' backwards; `gradients` loses the outputs' and gains the inputs'."""
         assert record.pieces is not None
         for name, found in self._program.returned:
             if found != name and name in gradients:
                 add_to(gradients, found, gradients.pop(name))
         for piece in reversed(self._program.pieces):
-            yield from self._cross_back(piece.all_reduces, gradients)
+            yield from self._reduce_gradients(piece.all_reduces, gradients)
             saved, segment = record.pieces.pop(), piece.segment
             propagate(segment.outputs, saved.outputs, segment.inputs, saved.inputs, gradients)
 
@@ -252,11 +256,11 @@ class _Half:
             )
 
     def _own(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return _part(tensor, self._dims.get(name), self._share)
+        return _samples_of(tensor, self._dims.get(name), self._samples)
 
-    def _cross(self, crossings: Sequence[PieceAllReduce], values: TensorDict) -> Coroutine:
-        """Sum what the ranks have made of a value, while the other half takes its turn."""
-        sums = []
+    def _reduce_outputs(self, crossings: Sequence[PieceAllReduce], values: TensorDict) -> Coroutine:
+        """All-reduce the outputs of a piece, while the other sub-microbatch runs."""
+        works = []
         for crossing in crossings:
             source = values[crossing.source]
             if not crossing.in_forward:
@@ -264,13 +268,15 @@ class _Half:
                 continue
             total = source.detach().clone(memory_format=torch.contiguous_format)
             values[crossing.result] = total.requires_grad_(source.requires_grad)
-            sums.append(start_all_reduce(total.detach(), TENSOR_AXIS))
-        if sums:
-            yield from self._let_other(sums)
+            works.append(start_all_reduce(total.detach(), TENSOR_AXIS))
+        if works:
+            yield from self._yield_turn(works)
 
-    def _cross_back(self, crossings: Sequence[PieceAllReduce], gradients: TensorDict) -> Coroutine:
-        """Sum the gradients that the ranks have made, while the other half takes its turn."""
-        sums = []
+    def _reduce_gradients(
+        self, crossings: Sequence[PieceAllReduce], gradients: TensorDict
+    ) -> Coroutine:
+        """All-reduce the gradients of a piece, while the other sub-microbatch runs."""
+        works = []
         arriving = []
         for crossing in crossings:
             gradient = gradients.pop(crossing.result, None)
@@ -278,19 +284,19 @@ class _Half:
                 continue
             if not crossing.in_forward:
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
-                sums.append(start_all_reduce(gradient, TENSOR_AXIS))
+                works.append(start_all_reduce(gradient, TENSOR_AXIS))
             arriving.append((crossing.source, gradient))
-        if sums:
-            yield from self._let_other(sums)
+        if works:
+            yield from self._yield_turn(works)
         for source, gradient in arriving:
             add_to(gradients, source, gradient)
 
-    def _let_other(self, sums: Sequence[dist.Work | None]) -> Coroutine:
+    def _yield_turn(self, works: Sequence[dist.Work | None]) -> Coroutine:
         draws, device = self._whole.draws, self._context.device
         state = random_state(device) if draws else None
         yield
         if state is not None:
             restore_random_state(device, state)
-        for work in sums:
+        for work in works:
             if work is not None:
                 work.wait()

@@ -62,7 +62,7 @@ class ParamAllGather:
 
     def start(self) -> None:
         """Begin the gathers, after the optimizer's step; all replicas call it together."""
-        self.wait()  # gathers of the last step that nobody has waited for
+        self.wait()  # gathers of the last step that are still open
         for number, bucket in enumerate(self._buckets):
             if self._most_open is not None and len(self._open) >= self._most_open:
                 self._wait(next(iter(self._open)))

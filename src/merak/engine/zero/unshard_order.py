@@ -84,7 +84,7 @@ class UnshardOrder:
             gathered = [module for module in unshard.modules if module in last]
             self._plan([*gathered, *self._prefetched(number)], is_reduction=False)
             ready = len(self._collectives)
-            # torch sums in the order in which it meets the modules backward.
+            # torch reduces in the order in which backward reaches the modules.
             self._plan(
                 [m for m in reversed(unshard.modules) if unshard.is_backward and m.trains], True
             )

@@ -316,7 +316,7 @@ def test_gradients_of_inputs_are_laid_out_as_inside_a_graph(value: str, function
 
 
 def test_halves_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="sub_pipelining='on' runs them in halves"):
+    with pytest.raises(ScheduleError, match="sub_pipelining='on' runs them as sub-microbatches"):
         engine_of("gpt2", offload_activations="full", sub_pipelining="on")
 
 
