@@ -1,4 +1,4 @@
-"""A schedule whose stages recompute, or not, as somebody else decides."""
+"""Recompute flags of a schedule's stages, replaced by others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from merak.schedule.ir import Kind, Schedule
 
 
 def recomputing(schedule: Schedule, recompute: Sequence[bool]) -> Schedule:
-    """The same schedule with other stages that recompute.
+    """The schedule with other recompute flags.
 
     The order of forwards and backwards stays. A stage that recomputes nothing has no R; one that
     has none of its own recomputes inside its backwards.

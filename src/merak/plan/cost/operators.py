@@ -1,4 +1,4 @@
-"""What one operator of a graph has to do, forward and backward, from shapes alone.
+"""Work of one operator of a graph, forward and backward, from shapes alone.
 
 FLOPs are those of matrix products, counted as `torch.utils.flop_counter` counts them; each of a
 product's gradients is another product of the same size. Views do nothing. Everything else is
@@ -24,7 +24,7 @@ from merak.graph.trace.opaque.operator import cost_of
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one kernel has to do.
+    """Work of one kernel.
 
     Args:
         num_bytes: bytes read and written.
@@ -32,7 +32,7 @@ class Work:
         dtype: the product's element type.
         functions: elements on which a function such as exp is evaluated.
         randoms: elements for which a random bit is drawn.
-        kernels: how many do it together.
+        kernels: number of kernels that do it together.
     """
 
     num_bytes: float
@@ -107,7 +107,7 @@ _UNDECLARED_VIEWS |= {"aten::unsafe_split_with_sizes"}
 
 
 def node_work(node: fx.Node, device_type: str) -> NodeWork:
-    """What a node has to do.
+    """Work of a node.
 
     Args:
         node: an operator, with shapes in its meta.
@@ -194,7 +194,7 @@ def _gradients(operands: tuple[TensorMeta | None, ...]) -> list[TensorMeta]:
 
 
 def _does_nothing(node: fx.Node, name: str) -> bool:
-    """Whether the output is the input, seen otherwise. Reshapes are taken not to copy."""
+    """Whether the output is a view of the input. Reshapes are assumed not to copy."""
     if name == "dropout":
         return not _argument(node, 2, "train") or _argument(node, 1, "p") == 0
     if name in ("detach", "contiguous"):
@@ -210,7 +210,7 @@ def _does_nothing(node: fx.Node, name: str) -> bool:
 
 
 def _view_backward(node: fx.Node, name: str) -> tuple[Work, ...]:
-    """Gradients of pieces are put into zeros or together; those of copies are summed."""
+    """Work of a view's backward: gradients of pieces are written, those of copies summed."""
     whole, pieces = _num_bytes(*_inputs(node)), _num_bytes(*outputs(node))
     if name in _CUTTING_VIEWS and pieces < whole:
         return (Work(whole), Work(2 * pieces))
