@@ -175,6 +175,7 @@ def check(pool, degrees, faults, tmp_path, **options):
                 assert found[place] == 0, (fault, rank)
 
 
+@pytest.mark.slow
 def test_all_kinds_of_schedules_run_the_step_again(pool, tmp_path):
     forward = ("gpipe", "early_recompute", "interleaved_1f1b", "zero_bubble_h1", "gems")
     faults = [Fault(CALL, (1,), 3, schedule=name) for name in forward]

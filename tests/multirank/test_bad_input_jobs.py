@@ -54,9 +54,9 @@ def run(case: str, folder: Path, num_ranks: int = 2) -> Ended:
     [
         ("degrees", "dp=2 × tp=1 × pp=2 = 4 ranks, but torchrun started 2; make the product"),
         ("missing", "merak.init has not been called; call merak.init(dp=…, tp=…, pp=…)"),
-        ("twice", "merak.init was called twice; call it once"),
+        slow("twice", "merak.init was called twice; call it once"),
         ("stages", "1 segments cannot fill 2 stages (pp=2); use pp ≤ 1."),
-        ("not_a_number", "or leave such steps out with nan_policy='skip'."),
+        slow("not_a_number", "or leave such steps out with nan_policy='skip'."),
     ],
 )
 def test_bad_input_gets_one_sentence(case: str, sentence: str, tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_bad_input_gets_one_sentence(case: str, sentence: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "case,reason",
     [
-        ("dataset", "OSError: sample 40 cannot be read"),
-        slow("collator", "OSError: this rank has a reason"),
+        slow("dataset", "OSError: sample 40 cannot be read"),
+        ("collator", "OSError: this rank has a reason"),
         slow("callback", "OSError: this rank has a reason"),
     ],
 )

@@ -13,8 +13,9 @@ import torch
 from merak.check import Case, CheckOptions, Layout, check_model
 from merak.core import mesh
 from merak.core.shards import take
-from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
+from merak.graph.tensor_parallel.apply import tensor_parallel
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 
@@ -38,7 +39,7 @@ def gradients_off(models: list[tuple[str, dict[str, Any]]], tp: int) -> dict[str
         alone = cases.local(cases.weights(model), {}, 0)
         loss = cases.run_model(graph, alone, others)
         loss.backward()
-        split, shards = shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
+        split, shards = cases.shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
         shares = cases.local(cases.weights(model), shards, rank)
         own_loss = cases.run_model(split, shares, others)
         own_loss.backward()
@@ -53,7 +54,9 @@ def gradients_off(models: list[tuple[str, dict[str, Any]]], tp: int) -> dict[str
     return problems
 
 
-@pytest.mark.parametrize("tp,models", [(2, [(name, {}) for name in ARCHITECTURES]), (4, AT_FOUR)])
+@pytest.mark.parametrize(
+    "tp,models", [slow(2, [(name, {}) for name in ARCHITECTURES]), (4, AT_FOUR)]
+)
 def test_every_gradient_of_every_architecture(
     pool: RankPool, tp: int, models: list[tuple[str, dict[str, Any]]]
 ) -> None:

@@ -108,6 +108,7 @@ def test_asynchronous_schedules_train_the_same(pool):
     assert pool.run(trained, 2, (1, 1, 2), cases) == [[True] * 2] * 2
 
 
+@pytest.mark.slow
 def test_shared_optimizers_train_the_same(pool):
     cases = [("gpt2", {"zero": 1}), ("llama", {"zero": 2}), ("gpt2", {"zero": 3})]
     assert pool.run(trained, 2, (2, 1, 1), cases) == [[True] * 3] * 2

@@ -8,6 +8,7 @@ import torch
 from tests.multirank.compare import assert_close, assert_same_losses_everywhere, whole
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import FAMILIES, Layout, Outcome, Setup, train_merak
+from tests.tiers import slow
 
 DROPPING = [
     Setup(
@@ -34,7 +35,9 @@ def one_rank(pool: RankPool, cache: str) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(
-    "layout", [(2, 1, 1), (1, 2, 1), (1, 1, 4), (2, 2, 2)], ids=lambda x: "x".join(map(str, x))
+    "layout",
+    [(2, 1, 1), (1, 2, 1), slow((1, 1, 4)), slow((2, 2, 2))],
+    ids=lambda x: "x".join(map(str, x)),
 )
 def test_layouts_agree_with_dropout_from_empty_weights(
     pool: RankPool, one_rank: list[Outcome], cache: str, layout: Layout

@@ -19,6 +19,7 @@ from merak.check.first_divergence import StepPhase, first_divergence, with_equal
 from merak.check.runs import observe_on_ranks
 from merak.zoo.check_by_name import Request, small_version
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 
 
 def is_rank() -> bool:
@@ -95,7 +96,7 @@ def test_the_line_of_a_fault(pool: RankPool, fault: str, segment: str, layout: L
     assert f"they diverge in {part}, in segment {segment} at {__file__}:{line_of(fault)}" in said
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", slow("T5ForConditionalGeneration")])
 def test_operators_of_a_model_that_is_right(pool: RankPool, tmp_path: Path, name: str) -> None:
     layout = Layout(tp=2)
     job: Job = with_equal_microbatches(small_version(Request(name), layout, CheckOptions()).job)

@@ -35,8 +35,8 @@ def check(
 
 
 ESSENTIAL = (
-    "ResNet", "UNet", "LSTM", "NanoGPT", "EncoderDecoder", "Shared", "Experts", "InPlace",
-    "Spectral", "VectorQuantized", "MessagePassing", "Recommender",
+    "ResNet", "LSTM", "NanoGPT", "EncoderDecoder", "Shared", "Experts", "InPlace", "Spectral",
+    "VectorQuantized",
 )  # fmt: skip
 """Those that `make test` trains; `make test-all` trains all."""
 

@@ -23,6 +23,7 @@ from merak.plan.step_plans import StepPlans
 from merak.schedule.registry import build, names
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, bert, gpt2, llama
+from tests.tiers import slow
 from tests.unit.graph.architectures import ARCHITECTURES
 
 SYNCHRONOUS = tuple(name for name in names() if build(name, 4, 8).is_synchronous)
@@ -144,7 +145,7 @@ def compare(ranks: list[Any], schedules: list[str]) -> None:
             )
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", slow("llama"), slow("bert")])
 def test_halves_give_what_the_whole_gives(pool, tmp_path, family):
     ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 4, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
@@ -169,7 +170,7 @@ def test_unequal_halves_draw_and_mask_as_the_whole(pool, tmp_path):
     assert len({name for rank in ranks for name in rank["1f1b", True][2]}) >= 4 * 2
 
 
-@pytest.mark.parametrize(("family", "blocks"), [("t5", 2 * 2 + 2 * 3), ("opt", 2 * 2)])
+@pytest.mark.parametrize(("family", "blocks"), [slow("t5", 2 * 2 + 2 * 3), ("opt", 2 * 2)])
 def test_what_both_halves_make_alike_and_flat_values_cross_segments(pool, tmp_path, family, blocks):
     """T5 hands a bias of positions on, which no sample has; OPT hands on samples in flat rows."""
     ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 3, tmp_path)

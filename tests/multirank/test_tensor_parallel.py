@@ -7,7 +7,7 @@ import torch
 
 from merak.core import mesh
 from merak.core.shards import ParameterShard, join, take
-from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
+from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.ops import collectives
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import tensor_parallel_cases as cases
@@ -22,7 +22,7 @@ def loss_and_gradients(
     rank = mesh.init(tp=tp, device="cpu").tp_rank if tp > 1 else 0
     model, columns = cases.build(family, attention, dropout), cases.batch()
     graph = cases.traced(model, columns)
-    graph, shards = shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
+    graph, shards = cases.shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
     shares = cases.local(cases.weights(model), shards, rank)
     loss = cases.run_model(graph, shares, {**cases.buffers(model, graph), **columns})
     loss.backward()

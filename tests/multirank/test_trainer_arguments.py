@@ -27,6 +27,7 @@ from tests.multirank.training import (
     make_reference,
     model_of,
 )
+from tests.tiers import slow
 
 SHORT = {"max_steps": 4, "learning_rate": 1e-3}
 
@@ -158,13 +159,13 @@ def test_whole_parameters_with_replicas(pool: RankPool, tmp_path: Path) -> None:
     _check(pool, (2, 1, 1), {**WHOLE_PARAMETERS, **WORKERS}, "plain", tmp_path)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)])
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 1, 2)])
 def test_streams(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
     # 30 samples: the stream ends in the middle of a step, and begins again.
     _check(pool, layout, {"stream": _setup(max_steps=5)}, "stream", tmp_path)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)])
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 1, 2)])
 def test_grouping_by_length(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
     # This sampler draws from the global generator: one process's order holds for the first epoch.
     setup = _setup(max_steps=2, train_sampling_strategy="group_by_length")

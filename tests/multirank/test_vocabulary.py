@@ -13,7 +13,7 @@ import torch
 from merak.check import Case, CheckOptions, Layout, check_model
 from merak.core import mesh
 from merak.core.shards import ParameterShard, take
-from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
+from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import tensor_parallel_cases as cases
@@ -164,7 +164,7 @@ def assert_rank_equals_one_process(
     alone = cases.local(cases.weights(model), {}, 0)
     loss = cases.run_model(graph, alone, others)
     loss.backward()
-    split, shards = shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
+    split, shards = cases.shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
     assert any(shard.parts == (LARGE,) for shard in shards.values()), "no vocabulary is split"
     shares = cases.local(cases.weights(model), shards, rank)
     own_loss = cases.run_model(split, shares, others)

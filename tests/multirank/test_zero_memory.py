@@ -137,6 +137,7 @@ def count_mixed() -> tuple[list[float], float]:
     return count(3, True, mixed)
 
 
+@pytest.mark.slow
 def test_tied_and_frozen_parameters_are_in_shares(pool: RankPool) -> None:
     expected = (5 * 16 + 2 * 2) / DEPTH / 2  # five weights are trained, and two frozen
     for (_, between), after in pool.run(count_mixed, 2):

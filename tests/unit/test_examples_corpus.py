@@ -74,6 +74,7 @@ def test_nothing_half_built_is_left(few_files, tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / "data").iterdir()] in ([".lock"], [])
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_build_once(tmp_path):
     """Real processes, as torchrun's ranks are; each says which folder it took, and when made."""
     script = (

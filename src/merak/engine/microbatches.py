@@ -52,14 +52,12 @@ class Microbatches:
             for name in program.fixed.segment.buffers
             if name not in program.constants
         ]
-        if not program.fixed_values or program.fixed_versions != versions:
-            program.fixed_values.update(self._run(program.fixed, program, {}))
-            program.fixed_versions[:] = versions
+        fixed = program.fixed_values.at(versions, lambda: self._run(program.fixed, program, {}))
         cpu = torch.device("cpu")  # whose generator names the microbatch to its draws
         with own_random_state(cpu):
             set_random_state(cpu, *microbatch.random_key, "choices")
             varying = self._run(program.batch_only, program, microbatch.columns)
-        microbatch.batch_only = program.fixed_values | varying
+        microbatch.batch_only = fixed | varying
 
     def _run(
         self, prologue: SegmentProgram, program: Program, columns: Mapping[str, torch.Tensor]

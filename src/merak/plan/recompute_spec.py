@@ -64,9 +64,8 @@ def parse_recompute(value: Recompute) -> RecomputeSpec:
 
     Args:
         value: None for the schedule's own choice; "off", "full", "selective" or "auto"; the
-        fraction
-            of every stage's segments that recompute, 0 to 1; or segments by number or name, as a
-            list or as a text with commas.
+            fraction of every stage's segments that recompute, 0 to 1; or segments by number or
+            name, as a list or as a text with commas.
 
     Raises:
         PlanError: it is none of these.

@@ -20,7 +20,6 @@ from merak.core.shards import ParameterShard, join, take
 from merak.graph.tensor_parallel.apply import (
     attributes_for,
     given_weights,
-    shard_model,
     tensor_parallel,
 )
 from merak.graph.tensor_parallel.features import Features
@@ -186,7 +185,7 @@ def assert_parity(
         chosen = tensor_parallel(graph, None, degree).weights
     else:
         chosen = given_weights(graph, attributes_for(graph, features), degree)
-    split, shards = shard_model(graph, chosen, degree, sequence=sequence)
+    split, shards = cases.shard_model(graph, chosen, degree, sequence=sequence)
     shares = [cases.local(whole, shards, rank) for rank in range(degree)]
     ranks = Lockstep(degree, patch)
     losses = cases.run_model(

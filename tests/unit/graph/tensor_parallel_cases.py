@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from merak.core.shards import ParameterShard, take
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import cut_into_segments
+from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.features import Column, Features, Row
+from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, WeightPlacements
 from merak.graph.trace.trace import trace
 
 BATCH, SEQUENCE, VOCABULARY = 2, 8, 40
@@ -174,3 +177,24 @@ def assert_gradients_equal(
         scale = max(float(gradient.abs().max()), 1e-3 * largest)
         error = float((found[name] - gradient).abs().max()) / scale
         assert error <= 1e-5, f"{name}: off by {error:.1e}"
+
+
+def shard_model(
+    model: ModelGraph, weights: WeightPlacements, degree: int, *, sequence: bool = False
+) -> tuple[ModelGraph, dict[str, ParameterShard]]:
+    """Rewrite all segments of a model for a tensor parallel degree.
+
+    Args:
+        model: the traced model; left as it is. Its `parameters` stay those of the whole.
+        weights: how its parameters are split.
+        degree: the number of tensor parallel ranks.
+        sequence: whether values lie in shares of the sequence where they can.
+
+    Returns:
+        The model that every rank runs, and the layout of the parameters that are split.
+    """
+    parallel = TensorParallel(AutoSharder(model.parameters, degree), weights, sequence)
+    model, parallel = parallel.fit(model)
+    pairs = [parallel(segment) for segment in model.segments]
+    shards = {name: shard for _, found in pairs for name, shard in found.items()}
+    return replace(model, segments=tuple(segment for segment, _ in pairs)), shards

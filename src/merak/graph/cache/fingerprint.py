@@ -1,4 +1,9 @@
-"""What determines a model's graph, as a hash: its code, its configuration, its shapes, versions."""
+"""Fingerprint of a model's graph: a hash of its code, its configuration, its shapes and versions.
+
+`datasets.fingerprint.Hasher` is no substitute: dill names functions and classes of importable
+modules without their code, so that an edited model would keep its hash, and it reads the data of
+every parameter, which may be terabytes or on the meta device.
+"""
 
 from __future__ import annotations
 

@@ -14,15 +14,9 @@ import torch
 from torch import fx
 
 from merak.graph.ir.ir import Kind
+from merak.graph.ir.operators import RUNNING_STATISTICS, UNDECLARED_STATISTICS, aten_family
 
 aten = torch.ops.aten
-
-_RUNNING_STATISTICS: Mapping[str, int] = {
-    "aten.batch_norm.default": 5,
-    "aten.instance_norm.default": 5,
-    "aten.native_batch_norm.default": 5,
-}
-"""Operators that update arguments 3 and 4 though no schema says so → the argument that asks so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +68,11 @@ def is_mutating(node: fx.Node) -> bool:
     return bool(mutated_arguments(node))
 
 
+def has_mutable_schema(node: fx.Node) -> bool:
+    """Whether the operator's schema says that it writes into an argument."""
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+
+
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operator writes into."""
     target = node.target
@@ -104,8 +103,9 @@ class _MutatedArguments:
 @cache
 def _mutated_arguments_of(target: torch._ops.OpOverload) -> _MutatedArguments:
     named = enumerate(target._schema.arguments)
-    if (asked := _RUNNING_STATISTICS.get(str(target))) is not None:
-        return _MutatedArguments(tuple((i, a.name) for i, a in named if i in (3, 4)), asked)
+    if (asked := UNDECLARED_STATISTICS.get(aten_family(target))) is not None:
+        statistics = tuple((i, a.name) for i, a in named if i in RUNNING_STATISTICS)
+        return _MutatedArguments(statistics, asked)
     written = ((i, a.name) for i, a in named if a.alias_info is not None and a.alias_info.is_write)
     return _MutatedArguments(tuple(written) if target._schema.is_mutable else ())
 

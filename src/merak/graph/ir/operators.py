@@ -1,15 +1,233 @@
-"""Families of operators, by what they compute."""
+"""Operator families: the one table that every list of operators in Merak is taken from.
+
+A family is a set of operator names as `family` gives them: "add" for `aten.add.Tensor`. Code that
+works on several families combines them with `|`; a family grows here, and nowhere else. Names with
+a trailing underscore work in place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
 from torch import fx
 
 from merak.graph.ir.ir import Kind
 
+_KNOWN = frozenset(("aten", "prims", "merak", "transformers"))
+"""Libraries whose operators are known by name."""
+
+
+def _names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+# Matrix products
+
+LINEARS = _names("linear addmm")
+"""GEMMs of a matrix of weights and a bias."""
+
+MATMULS = _names("mm bmm matmul")
+
+GROUPED_GEMMS = _names("_grouped_mm grouped_mm_fallback")
+"""Rows in groups, each group with a weight of its own, as of experts."""
+
+CONVOLUTIONS = _names("conv1d conv2d conv3d")
+
+TRANSPOSED_CONVOLUTIONS = _names("conv_transpose1d conv_transpose2d conv_transpose3d")
+
+RNNS = _names("lstm gru rnn_tanh rnn_relu")
+
+DENSE_GEMMS = LINEARS | MATMULS | {"baddbmm"}
+"""Products of plain matrices, or of batches of them."""
+
+GEMMS = (
+    DENSE_GEMMS
+    | GROUPED_GEMMS
+    | CONVOLUTIONS
+    | TRANSPOSED_CONVOLUTIONS
+    | RNNS
+    | {"convolution", "einsum", "bilinear"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Positions of a GEMM's operands among its arguments.
+
+    Args:
+        x: of the activation.
+        weight: of what it is multiplied with.
+        bias: of the summand; None where there is none.
+    """
+
+    x: int
+    weight: int
+    bias: int | None
+
+
+GEMM_OPERANDS: Mapping[str, Operands] = MappingProxyType(
+    {
+        "linear": Operands(0, 1, 2),
+        **dict.fromkeys(("addmm", "baddbmm"), Operands(1, 2, 0)),
+        **dict.fromkeys(MATMULS | GROUPED_GEMMS, Operands(0, 1, None)),
+        **dict.fromkeys(
+            CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS | {"convolution"}, Operands(0, 1, 2)
+        ),
+    }
+)
+"""Operands of the GEMMs that multiply two tensors."""
+
+SPLIT_GEMMS: Mapping[Any, Operands] = MappingProxyType(
+    {getattr(torch.ops.aten, name).default: GEMM_OPERANDS[name] for name in LINEARS}
+)
+"""GEMMs whose weight gradient can be computed apart from their input's; see
+`graph.program.split_backward`."""
+
+
+# Operators that move elements
+
+RESHAPES = _names("view reshape _unsafe_view flatten unflatten")
+
+SHAPED_LIKE = _names("view_as reshape_as")
+
+SWAPS = _names("t transpose swapaxes swapdims")
+"""Transpositions of two dims."""
+
+TRANSPOSES = SWAPS | _names("numpy_T permute")
+
+SQUEEZES = _names("squeeze unsqueeze")
+
+CONVERSIONS = _names("to _to_copy")
+"""Changes of dtype or device."""
+
+COPIES = _names("contiguous clone alias")
+
+SAME_VALUES = COPIES | CONVERSIONS | {"detach"}
+"""Operators that yield their operand's values in its shape."""
+
+EXPANDS = _names("expand expand_as broadcast_to")
+
+SPLITS = _names("split split_with_sizes chunk tensor_split unbind")
+
+NARROWS = _names("slice narrow")
+
+PADS = _names("pad constant_pad_nd")
+
+CONCATENATIONS = _names("cat concat")
+
+
+# Operators that make or fill tensors
+
+FILLS_LIKE = _names("zeros_like ones_like full_like empty_like")
+"""New tensors of an operand's shape."""
+
+FILLS_NEW = _names("new_zeros new_ones new_full new_empty")
+"""New tensors of a given shape, of an operand's dtype."""
+
+FILLS_SHAPE = _names("zeros ones full empty")
+"""New tensors of a given shape."""
+
+RANDOM_LIKE = _names("rand_like randn_like")
+
+UNINITIALIZED = _names("empty empty_like empty_strided new_empty new_empty_strided")
+"""New tensors that hold whatever the memory held."""
+
+OVERWRITES = _names(
+    "fill_ zero_ copy_ normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ "
+    "geometric_ _no_grad_trunc_normal_"
+)
+"""Operators whose first argument ends up with nothing of what it held before."""
+
+INDEXED_WRITES = _names(
+    "index_add_ index_copy_ index_fill_ index_put_ index_reduce_ masked_fill_ masked_scatter_ "
+    "put_ scatter_ scatter_add_ scatter_reduce_"
+)
+"""Operators that write some elements, and yield the shape and dtype of what they write into."""
+
+DROPOUTS = _names("dropout alpha_dropout feature_dropout feature_alpha_dropout")
+"""Dropouts, with the arguments p and train."""
+
+
+# Operators that compute
+
+COMPARISONS = _names("eq ne lt le gt ge")
+
+LOGICAL = _names("logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or")
+
+ACTIVATIONS = _names("celu elu gelu log_sigmoid mish silu softplus")
+
+SOFTMAXES = _names("softmax log_softmax _softmax _log_softmax _safe_softmax")
+
+CUMULATIVE = _names("cumsum cumprod")
+
+REDUCTIONS = _names("sum mean amax amin max min var std all any logsumexp prod")
+
+NORMS = _names("layer_norm rms_norm")
+"""Norms of each token by itself."""
+
+UNDECLARED_STATISTICS: Mapping[str, int] = MappingProxyType(
+    {"batch_norm": 5, "instance_norm": 5, "native_batch_norm": 5}
+)
+"""Norms that update running statistics though no schema says so → the argument that asks for it."""
+
+BATCH_NORMS = UNDECLARED_STATISTICS.keys() | _names(
+    "_native_batch_norm_legit _batch_norm_with_update"
+)
+"""Norms over the samples of a batch."""
+
+RUNNING_STATISTICS = (3, 4)
+"""The arguments of `BATCH_NORMS` that are their running mean and variance."""
+
+EMBEDDINGS = _names("embedding embedding_bag")
+
+CROSS_ENTROPIES = _names("cross_entropy_loss")
+
+NLL_LOSSES = _names("nll_loss nll_loss_nd nll_loss2d")
+
+ATTENTIONS = _names("scaled_dot_product_attention attend_sharded")
+
+ASSERTIONS = _names(
+    "_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range "
+    "sym_constrain_range_for_size"
+)
+
+
+def family(target: Any) -> str:
+    """The name of an operator without its overload: "add" for aten.add.Tensor.
+
+    One of a library that is not known here has the library before its name: what a user calls
+    mine::linear need not be torch's linear.
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        return _operator_family(target)
+    return str(getattr(target, "__name__", target))
+
+
+@cache
+def _operator_family(target: torch._ops.OpOverload) -> str:
+    name = str(target._schema.name)
+    return name.rpartition("::")[2] if target.namespace in _KNOWN else name
+
+
+def aten_family(target: Any) -> str:
+    """The name of an operator of torch's own; "" for any other function."""
+    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return family(target) if is_aten else ""
+
+
+def is_known(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator's library is one whose operators are known by name."""
+    return target.namespace in _KNOWN
+
 
 def is_weight_gemm(node: fx.Node) -> bool:
     """Whether the operator multiplies by a parameter (seen through views of it)."""
-    if _family(node) not in _GEMMS:
+    if node.op != "call_function" or family(node.target) not in GEMMS:
         return False
     return any(_is_parameter(source) for source in node.all_input_nodes)
 
@@ -23,50 +241,17 @@ def reads_parameter(node: fx.Node) -> bool:
 
 def is_embedding(node: fx.Node) -> bool:
     """Whether the operator looks rows of a parameter up."""
-    return _family(node) in ("aten.embedding", "aten.embedding_bag") and reads_parameter(node)
+    is_lookup = node.op == "call_function" and family(node.target) in EMBEDDINGS
+    return is_lookup and reads_parameter(node)
 
 
-_GEMMS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "linear",
-        "addmm",
-        "mm",
-        "bmm",
-        "baddbmm",
-        "matmul",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "convolution",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "bilinear",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-        "_grouped_mm",
-    )
-) | {"transformers.grouped_mm_fallback"}
-
-
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in "t numpy_T transpose permute swapaxes view reshape to unsqueeze contiguous".split()
-)
+_WEIGHT_VIEWS = RESHAPES | TRANSPOSES | SQUEEZES | SAME_VALUES
+"""Operators through which a weight is still that weight."""
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    while node.op == "call_function" and _family(node) in _VIEWS:
+    while node.op == "call_function" and family(node.target) in _WEIGHT_VIEWS:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source
     return node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER
-
-
-def _family(node: fx.Node) -> str:
-    """The operator's name without its overload: aten.add for aten.add.Tensor."""
-    return str(node.target).rpartition(".")[0]

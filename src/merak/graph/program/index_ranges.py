@@ -18,20 +18,40 @@ from torch.fx.node import map_aggregate
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.mutation import find_mutations
+from merak.graph.ir.operators import (
+    COMPARISONS,
+    CONCATENATIONS,
+    CROSS_ENTROPIES,
+    EMBEDDINGS,
+    FILLS_LIKE,
+    LOGICAL,
+    NARROWS,
+    NLL_LOSSES,
+    PADS,
+    RESHAPES,
+    SAME_VALUES,
+    SPLITS,
+    SQUEEZES,
+    TRANSPOSES,
+    UNINITIALIZED,
+    aten_family,
+)
 from merak.graph.program.codegen import runnable
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-_REARRANGED = frozenset(
-    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze transpose permute t expand "
-    "contiguous clone alias detach lift_fresh_copy to _to_copy _assert_tensor_metadata".split()
-)
+_REARRANGED = RESHAPES | SQUEEZES | TRANSPOSES | SAME_VALUES | {"expand", "lift_fresh_copy"}
 """Operators whose result has the numbers of their operand, and all of them."""
 
-_SELECTED = frozenset(
-    "slice select narrow constant_pad_nd pad masked_fill where roll flip cat eq ne lt le gt ge "
-    "logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or add sub rsub mul clamp "
-    "full_like zeros_like ones_like split chunk unbind".split()
+_SELECTED = (
+    NARROWS
+    | PADS
+    | CONCATENATIONS
+    | COMPARISONS
+    | LOGICAL
+    | SPLITS
+    | frozenset("select masked_fill where roll flip add sub rsub mul clamp".split())
+    | (FILLS_LIKE - UNINITIALIZED)
 )
 """Operators that leave numbers out, put others in, or shift them; they are run to see which."""
 
@@ -142,7 +162,7 @@ class _Known:
             return False
         if node.op == "placeholder":
             return node.meta["kind"] is Kind.COLUMN
-        return node.op == "call_function" and _family(node) in _REARRANGED | _SELECTED
+        return node.op == "call_function" and aten_family(node.target) in _REARRANGED | _SELECTED
 
 
 Place = tuple[fx.Node, int, int | None, str]
@@ -152,15 +172,15 @@ Place = tuple[fx.Node, int, int | None, str]
 def _look_up(node: fx.Node) -> Place | None:
     if node.op != "call_function":
         return None
-    name = _family(node)
-    if name in ("embedding", "embedding_bag"):
+    name = aten_family(node.target)
+    if name in EMBEDDINGS:
         weight, indices = node.args[0], node.args[1]
         if not isinstance(weight, fx.Node) or not isinstance(indices, fx.Node):
             return None
         size = weight.meta["tensor"].shape[0]
         named = weight.meta.get("name", "a table")
         return indices, size, None, f"{named} of {size} rows"
-    if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
+    if name in CROSS_ENTROPIES | NLL_LOSSES:
         scores, target = node.args[0], node.args[1]
         if not isinstance(scores, fx.Node) or not isinstance(target, fx.Node):
             return None
@@ -195,7 +215,7 @@ def _range_of(
         return None  # of a parameter, of chance, or counted by the model itself
     names = tuple(n.meta["name"] for n in columns)
     operators = [n for n in nodes if n.op != "placeholder"]
-    if len(names) == 1 and all(_family(n) in _REARRANGED for n in operators):
+    if len(names) == 1 and all(aten_family(n.target) in _REARRANGED for n in operators):
         return IndexRange(names, None, size, ignored, table)
     function = runnable(_copied(columns, operators, indices, known))
     return IndexRange(names, function, size, ignored, table)
@@ -237,9 +257,3 @@ def _copied(
 
 def _in_host_memory(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
-
-
-def _family(node: fx.Node) -> str:
-    """The operator's name alone: embedding for aten.embedding.default."""
-    target = str(node.target)
-    return target.removeprefix("aten.").partition(".")[0] if target.startswith("aten.") else ""

@@ -205,6 +205,27 @@ class RemoteParameter:
     meta: TensorMeta
 
 
+class FixedValues:
+    """Cached values of a program that no column of the batch changes."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, torch.Tensor] = {}
+        self._versions: Sequence[int] | None = None
+
+    def at(
+        self, versions: Sequence[int], compute: Callable[[], dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """The values, computed again where a buffer that they depend on has been written.
+
+        Args:
+            versions: of these buffers, as torch counts the writes into a tensor.
+            compute: makes the values.
+        """
+        if self._versions != versions:
+            self._values, self._versions = compute(), versions
+        return self._values
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Everything one rank runs for microbatches of one shape.
@@ -219,9 +240,8 @@ class Program:
         loss: the name of the loss value; None in evaluation without labels.
         shards: how the parameters of this rank's stages are split over tp.
         constants: tensors of the trace's own, by name; another shape's may have the same names.
-        fixed_values: what `fixed` has computed, once it has.
+        fixed_values: what `fixed` has computed.
         parameter_writes: what is written into parameters before the stages run.
-        fixed_versions: those that the buffers it read had then, which count what is written.
         synced_buffers: of evaluation, buffers that training writes elsewhere; see
             `merak.engine.comm.buffer_sync`.
         remote_parameters: of evaluation, parameters that other ranks hold; see
@@ -238,9 +258,8 @@ class Program:
     loss: str | None
     shards: dict[str, ParameterShard]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    fixed_values: dict[str, torch.Tensor] = field(default_factory=dict)
+    fixed_values: FixedValues = field(default_factory=FixedValues)
     parameter_writes: tuple[ParameterWrites, ...] = ()
-    fixed_versions: list[int] = field(default_factory=list)
     synced_buffers: dict[str, int] = field(default_factory=dict)
     remote_parameters: tuple[RemoteParameter, ...] = ()
     ranges: tuple[IndexRange, ...] = ()

@@ -76,11 +76,6 @@ class SavedOps:
         finally:
             self._recording = None
 
-    @property
-    def is_replaying(self) -> bool:
-        """Whether the operators give what they gave before."""
-        return self._replays and self._recording is not None
-
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call an operator, or let it give what it gave."""
         if self._recording is None:

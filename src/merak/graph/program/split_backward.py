@@ -21,7 +21,10 @@ from torch import fx
 from merak.core.gradients import add_gradient
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.ir.operators import SPLIT_GEMMS
 from merak.graph.segment.cut import copy_graph
+
+aten = torch.ops.aten
 
 WeightGradient = Callable[[], None]
 """Adds one weight's share of one microbatch to its gradient."""
@@ -67,17 +70,15 @@ def split_weight_gradients(
         The same computation; its backward gives the gradients of inputs and of other parameters.
     """
     graph, _ = copy_graph(segment.graph)
-    functions = {
-        "aten.linear.default": (_linear(waiting), 1),
-        "aten.addmm.default": (_addmm(waiting), 2),
-    }
+    functions = {aten.linear.default: _linear(waiting), aten.addmm.default: _addmm(waiting)}
+    assert functions.keys() == SPLIT_GEMMS.keys()
     for node in list(graph.nodes):
-        function, position = functions.get(str(node.target), (None, 0))
-        if function is None or node.kwargs:
+        if node.target not in SPLIT_GEMMS or node.kwargs:
             continue
+        position = SPLIT_GEMMS[node.target].weight
         weight = _unconverted(node.args[position])
         if _is_weight(weight, kept):
-            node.target = function
+            node.target = functions[node.target]
             node.update_arg(position, weight)
     eliminate_dead_code(graph)
     return replace(segment, graph=graph)
@@ -85,7 +86,7 @@ def split_weight_gradients(
 
 def _unconverted(argument: Any) -> Any:
     """What autocast has converted; the GEMM's function converts it again."""
-    if isinstance(argument, fx.Node) and str(argument.target) == "aten.to.dtype":
+    if isinstance(argument, fx.Node) and argument.target is aten.to.dtype:
         return argument.args[0]
     return argument
 

@@ -9,12 +9,10 @@ from torch import fx
 
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.mutation import depending_on, find_mutations, mutated_arguments
+from merak.graph.ir.operators import BATCH_NORMS, RUNNING_STATISTICS, family
 from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 from merak.graph.trace.opaque.operator import is_opaque
-
-RUNNING_STATISTICS = (3, 4)
-"""The arguments of the norms of a batch that are their running mean and variance."""
 
 
 class WrittenBuffer(Enum):
@@ -120,7 +118,7 @@ def _reached_buffers(
 
 def _is_statistic(user: fx.Node, buffer: fx.Node) -> bool:
     """Whether an operator only keeps its batch's statistics in a buffer."""
-    if "norm" not in str(user.target) or buffer not in mutated_arguments(user):
+    if family(user.target) not in BATCH_NORMS or buffer not in mutated_arguments(user):
         return False
     places = [i for i, argument in enumerate(user.args) if argument is buffer]
     return bool(places) and all(place in RUNNING_STATISTICS for place in places)

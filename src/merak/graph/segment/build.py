@@ -28,7 +28,7 @@ from merak.graph.trace.trace import parameter_names, trace
 from merak.graph.trace.traced import Trace
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class GraphSource:
     """Everything but shapes that determines a model's graph.
 
@@ -69,7 +69,7 @@ class GraphSource:
                 )
         names, tied = parameter_names(self.model)
         whole = names | {other: names[first] for other, first in tied.items()}
-        object.__setattr__(self, "parameters", whole)
+        self.parameters = whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.sub_pipelining.pieces import sub_segment, writes
+from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.sub_pipelining.pieces import sub_segment
 from merak.graph.sub_pipelining.sub_microbatch import (
     SampleDims,
     SamplePlacements,
@@ -38,7 +39,7 @@ def leading_cuts(segment: Segment, samples: SampleDims) -> Iterator[tuple[Segmen
         names that begin with the segment's number.
     """
     operators = [node for node in segment.graph.nodes if node.op == "call_function"]
-    if samples.batch_size < 2 or any(writes(node) for node in operators):
+    if samples.batch_size < 2 or any(has_mutable_schema(node) for node in operators):
         return
     layout = place_samples(segment, sub_microbatches(samples.batch_size)[0], samples)
     last_draw = max((i for i, node in enumerate(operators) if is_random(node)), default=-1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.mutation import has_mutable_schema
 from merak.ops.collectives import copy_to, reduce_from
 
 
@@ -74,11 +75,6 @@ def _levels(operators: Sequence[fx.Node], cuts: Collection[fx.Node]) -> dict[fx.
     return levels
 
 
-def writes(node: fx.Node) -> bool:
-    """Whether an operator writes into one of its operands."""
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
-
-
 def _is_cut(node: fx.Node) -> bool:
     """Whether a node sums an activation or its gradient; weights' sums stay inside a piece."""
     if node.target not in (reduce_from, copy_to):
@@ -95,7 +91,7 @@ class _Cutter:
         self.segment = segment
         operators = [node for node in segment.graph.nodes if node.op == "call_function"]
         # What is written in place must stay in one piece, with the sums inside.
-        in_place = any(writes(node) for node in operators)
+        in_place = any(has_mutable_schema(node) for node in operators)
         self.cuts = {} if in_place else {node: None for node in operators if _is_cut(node)}
         self.levels = _levels(operators, self.cuts)
         self.num_levels = max((n + (o in self.cuts) for o, n in self.levels.items()), default=0) + 1

@@ -22,7 +22,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.mutation import has_mutable_schema, mutated_arguments
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
@@ -36,7 +36,8 @@ from merak.graph.tensor_parallel.placement import (
     local_meta,
     shape_of,
 )
-from merak.graph.tensor_parallel.rules.rules import decide, elementwise
+from merak.graph.tensor_parallel.rules.elementwise import elementwise
+from merak.graph.tensor_parallel.rules.rules import decide
 from merak.graph.tensor_parallel.search.cost import has_gradient
 from merak.ops.sharded_dropout import attend_sharded, dropout_sharded
 
@@ -235,7 +236,7 @@ def _entering(node: fx.Node, samples: SampleDims) -> Placement:
 def _decide(op: Operator) -> Decision:
     """The rule of tensor parallelism, where it needs nothing of the other half."""
     operands = op.node.all_input_nodes
-    if getattr(getattr(op.node.target, "_schema", None), "is_mutable", False):
+    if has_mutable_schema(op.node):
         _refuse_writes(op)
     if is_opaque(op.node.target) and not op.sharded() and any(map(has_gradient, operands)):
         raise op.error("has a backward of its own, which must see the whole gradient")

@@ -194,27 +194,6 @@ def check_features(model: ModelGraph, features: Features) -> None:
     given_weights(model, attributes_for(model, features), 1)
 
 
-def shard_model(
-    model: ModelGraph, weights: WeightPlacements, degree: int, *, sequence: bool = False
-) -> tuple[ModelGraph, dict[str, ParameterShard]]:
-    """Rewrite all segments of a model for a tensor parallel degree.
-
-    Args:
-        model: the traced model; left as it is. Its `parameters` stay those of the whole.
-        weights: how its parameters are split.
-        degree: the number of tensor parallel ranks.
-        sequence: whether values lie in shares of the sequence where they can.
-
-    Returns:
-        The model that every rank runs, and the layout of the parameters that are split.
-    """
-    parallel = TensorParallel(AutoSharder(model.parameters, degree), weights, sequence)
-    model, parallel = parallel.fit(model)
-    pairs = [parallel(segment) for segment in model.segments]
-    shards = {name: shard for _, found in pairs for name, shard in found.items()}
-    return replace(model, segments=tuple(segment for segment, _ in pairs)), shards
-
-
 def check_degree(
     segments: Iterable[Segment],
     parameters: Mapping[str, TensorMeta],

@@ -16,6 +16,7 @@ from merak.core.errors import ShardError
 from merak.core.shards import share_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.custom_operators import Role, custom_operator
+from merak.graph.ir.operators import is_known
 
 AXIS = "tp"
 """The mesh axis that the rewriting splits over."""
@@ -259,23 +260,7 @@ def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
 
 
-_KNOWN = frozenset(("aten", "prims", "merak", "transformers"))
-"""Libraries whose operators rules know by name."""
-
 _OPAQUE = (Role.OPAQUE_CALL, Role.AUTOGRAD_FUNCTION)
-
-
-@cache
-def family(target: Any) -> str:
-    """An operator's name without overload: add for aten.add.Tensor.
-
-    One of a library that no rule knows has the library before its name: what a user calls
-    mine::linear need not be torch's linear.
-    """
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name
-        return name.rpartition("::")[2] if target.namespace in _KNOWN else name
-    return str(getattr(target, "__name__", target))
 
 
 @cache
@@ -288,7 +273,7 @@ def is_opaque(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     own = custom_operator(target)
-    return target.namespace not in _KNOWN or (own is not None and own.role in _OPAQUE)
+    return not is_known(target) or (own is not None and own.role in _OPAQUE)
 
 
 Rule = Callable[[Operator], Decision]

@@ -13,6 +13,15 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.operators import (
+    CONVOLUTIONS,
+    GEMM_OPERANDS,
+    GROUPED_GEMMS,
+    MATMULS,
+    SAME_VALUES,
+    TRANSPOSES,
+    family,
+)
 from merak.graph.tensor_parallel.alias_check import refuse_lost_writes
 from merak.graph.tensor_parallel.features import Attribute, Column, Replicate, Row, Vocabulary
 from merak.graph.tensor_parallel.placement import (
@@ -23,12 +32,8 @@ from merak.graph.tensor_parallel.placement import (
     Placement,
     ResultPlacement,
     Shard,
-    family,
 )
 from merak.graph.tensor_parallel.rules.rules import decide
-
-_GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
-_SAME = frozenset(("to", "_to_copy", "contiguous", "clone", "alias", "detach"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,22 +205,17 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
     """
     for user in node.users:
         name = family(user.target)
-        if name in _SAME and user.args[0] is node:
+        is_weight = name in GEMM_OPERANDS and user.args[GEMM_OPERANDS[name].weight] is node
+        if name in SAME_VALUES and user.args[0] is node:
             yield from _gemm_dims(user, dims)
-        elif name in ("t", "numpy_T", "transpose", "permute", "swapaxes"):
+        elif name in TRANSPOSES:
             yield from _gemm_dims(user, _permuted(user, dims))
-        elif name == "linear" and user.args[1] is node:
+        elif name in CONVOLUTIONS | {"linear"} and is_weight:
             yield dims[0], dims[1]
-        elif name in ("mm", "matmul", "bmm") and user.args[1] is node:
+        elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
             yield dims[-1], dims[-2]
-        elif name in ("mm", "matmul", "bmm"):
+        elif name in MATMULS:
             yield dims[-2], dims[-1]
-        elif (name == "addmm" and user.args[2] is node) or (
-            name in _GROUPED and user.args[1] is node
-        ):
-            yield dims[-1], dims[-2]
-        elif name in ("conv1d", "conv2d", "conv3d") and user.args[1] is node:
-            yield dims[0], dims[1]
 
 
 def _permuted(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from merak.core.shards import share_of
 from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.apply import TensorParallel
-from merak.graph.tensor_parallel.placement import REPLICATE, PartlySharded, Replicate, Shard, family
+from merak.graph.tensor_parallel.placement import REPLICATE, PartlySharded, Replicate, Shard
 from merak.graph.tensor_parallel.propagate import weight_dims
 from merak.graph.tensor_parallel.search.auto_shard import WeightPlacement, limits_of
 from merak.graph.tensor_parallel.search.cost import (

@@ -10,6 +10,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.tensor_parallel.placement import (
     AXIS,
     REPLICATE,
@@ -124,7 +125,7 @@ class _Rewriter:
         new.meta = self.local(node)
         if decision.output != REPLICATE:
             self.split.append(new)
-        if getattr(getattr(target, "_schema", None), "is_mutable", False):
+        if has_mutable_schema(new):
             self.converted.clear()  # conversions made before the write hold old numbers
         if not decision.then:
             return new

@@ -13,6 +13,14 @@ from merak.core.tensor_meta import TensorMeta, requires_grad
 from merak.graph.ir.custom_operators import custom_operator
 from merak.graph.ir.ir import Kind, ParameterWrites
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.operators import (
+    ASSERTIONS,
+    DROPOUTS,
+    FILLS_LIKE,
+    FILLS_NEW,
+    RANDOM_LIKE,
+    aten_family,
+)
 from merak.graph.trace.autocast import SETTLED, write_out_autocast
 from merak.graph.trace.autograd.calls import is_autograd_call, is_gradient_switch
 from merak.graph.trace.autograd.expand import CONSTANT
@@ -27,34 +35,11 @@ from merak.graph.trace.opaque.dynamic_region import (
 
 aten = torch.ops.aten
 
-_ASSERTIONS = {
-    "aten._assert_tensor_metadata.default",
-    "aten._assert_scalar.default",
-    "aten._assert_async.msg",
-    "aten._assert_async.default",
-    "aten.sym_constrain_range.default",
-    "aten.sym_constrain_range_for_size.default",
-}
 _CONVERSIONS = {"aten.to.dtype_layout", "aten.to.dtype", "aten.to.device", "aten.to.other"}
 _RETURN_THEMSELVES = {"aten.contiguous.default"}
 _COPIES = {"aten.lift_fresh_copy.default"}
-_DROPOUTS = {
-    f"aten.{name}.default" for name in ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
-}
 _KNOWN_NAMESPACES = ("aten", "prim", "prims")
-_NO_GRADIENT = {
-    "aten.detach.default",
-    "aten.zeros_like.default",
-    "aten.ones_like.default",
-    "aten.empty_like.default",
-    "aten.full_like.default",
-    "aten.new_zeros.default",
-    "aten.new_ones.default",
-    "aten.new_empty.default",
-    "aten.new_full.default",
-    "aten.rand_like.default",
-    "aten.randn_like.default",
-}
+_NO_GRADIENT = FILLS_LIKE | FILLS_NEW | RANDOM_LIKE | {"detach"}
 
 
 @dataclass(slots=True)
@@ -95,7 +80,7 @@ def erase_assertions(rewriting: Rewriting) -> None:
     """Erase assertions, but for those about data-dependent sizes that a region will check."""
     are_checked = rewriting.sizes is not DynamicSizes.REFUSED
     for node in list(rewriting.graph.nodes):
-        if str(node.target) in _ASSERTIONS and not (are_checked and is_assertion(node)):
+        if aten_family(node.target) in ASSERTIONS and not (are_checked and is_assertion(node)):
             rewriting.graph.erase_node(node)
 
 
@@ -365,7 +350,7 @@ def _carries_gradient(node: fx.Node) -> bool:
             node.meta.get("kind") is Kind.PARAMETER
             and getattr(node.meta.get("val"), "requires_grad", True)
         )
-    if str(node.target) in _NO_GRADIENT or node.meta.get(CONSTANT):
+    if aten_family(node.target) in _NO_GRADIENT or node.meta.get(CONSTANT):
         return False
     return any(requires_grad(parent.meta.get("tensor")) for parent in node.all_input_nodes)
 
@@ -389,7 +374,7 @@ def _without_effect(node: fx.Node, written: set[int | None]) -> fx.Node | None:
         return source
     if name == "aten.detach.default" and not requires_grad(source.meta["tensor"]):
         return source
-    if name in _DROPOUTS and (node.args[1] == 0 or not node.args[2]):
+    if aten_family(node.target).rstrip("_") in DROPOUTS and (node.args[1] == 0 or not node.args[2]):
         return source
     same = node.meta.get("tensor") == source.meta.get("tensor")
     copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])

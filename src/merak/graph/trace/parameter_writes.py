@@ -18,13 +18,12 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ParameterWrites
 from merak.graph.ir.mutation import Mutations, find_mutations, mutated_arguments
+from merak.graph.ir.operators import CONVERSIONS, aten_family
 
 aten = torch.ops.aten
 
 _RENORM = aten.embedding_renorm_.default
-_ELEMENTWISE = frozenset(
-    f"aten.{name}" for name in ("detach", "alias", "copy_", "to", "_to_copy", "clone")
-)
+_ELEMENTWISE = CONVERSIONS | {"detach", "alias", "copy_", "clone"}
 _SCALES = (0.01, 1.0, 30.0)
 """Of the numbers that a write is tried with: small ones, usual ones, and such as need clipping."""
 _ROUNDING = 16.0
@@ -242,8 +241,7 @@ def _is_elementwise(write: _Write) -> bool:
     shape = write.parameter.meta["tensor"].shape
     depending = _depending(write)
     for node in depending - {write.parameter}:
-        name = str(node.target).rpartition(".")[0]
-        known = torch.Tag.pointwise in _tags(node) or name in _ELEMENTWISE
+        known = torch.Tag.pointwise in _tags(node) or aten_family(node.target) in _ELEMENTWISE
         operands = [(n.meta["tensor"].shape, n in depending) for n in node.all_input_nodes]
         if not known or any(s != (shape if own else ()) for s, own in operands):
             return False

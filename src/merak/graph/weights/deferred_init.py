@@ -20,17 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from merak.core.errors import WeightsError
-
-OVERWRITES = frozenset(
-    (
-        *("fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_"),
-        *("random_", "log_normal_", "cauchy_", "geometric_", "_no_grad_trunc_normal_"),
-    )
-)
-"""Operators whose first argument ends up with nothing of what it held before."""
-
-EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
-"""Operators that yield whatever the memory held; the tape replays them as zeros."""
+from merak.graph.ir.operators import OVERWRITES, UNINITIALIZED, family
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +146,7 @@ class InitRecorder(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if inputs or _base_name(func) not in EMPTY:
+            if inputs or family(func) not in UNINITIALIZED:
                 raise self._explain(func, inputs, error) from error
             # More than this machine could ever hold: a parameter, which needs no memory.
             result = func(*args, **{**kwargs, "device": "meta"})
@@ -279,7 +269,7 @@ class InitRecorder(TorchDispatchMode):
         )
 
     def _overwritten(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> int | None:
-        if _base_name(func) not in OVERWRITES or not isinstance(args[0], StorageView):
+        if family(func) not in OVERWRITES or not isinstance(args[0], StorageView):
             return None
         target = args[0]
         others = {x.storage for x in tree_leaves(args[1:]) if isinstance(x, StorageView)}
@@ -320,7 +310,7 @@ def replay(
             if "device" in kwargs:
                 kwargs["device"] = device
             result = record.op(*args, **kwargs)
-            if _base_name(record.op) in EMPTY:
+            if family(record.op) in UNINITIALIZED:  # memory is replayed as zeros
                 result.zero_()
             tensors = [t for t in tree_leaves(result) if _is_tensor(t)]
             for output, tensor in zip(record.outputs, tensors):
@@ -368,12 +358,6 @@ class _Storages:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
-
-
-def _base_name(op: Callable[..., Any]) -> str:
-    if isinstance(op, torch._ops.OpOverload):
-        return str(op._schema.name.removeprefix("aten::"))
-    return str(getattr(op, "__name__", ""))
 
 
 @cache

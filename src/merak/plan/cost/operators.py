@@ -19,6 +19,16 @@ import torch
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.operators import (
+    ACTIVATIONS,
+    CROSS_ENTROPIES,
+    DROPOUTS,
+    GEMM_OPERANDS,
+    NARROWS,
+    RNNS,
+    SPLITS,
+    family,
+)
 from merak.graph.trace.opaque.operator import cost_of
 
 
@@ -51,33 +61,12 @@ class NodeWork:
     backward: tuple[Work, ...] = ()
 
 
-_FACTORS: Mapping[str, tuple[int, int, int | None]] = MappingProxyType(
-    {
-        "linear": (0, 1, 2),
-        "addmm": (1, 2, 0),
-        "baddbmm": (1, 2, 0),
-        "mm": (0, 1, None),
-        "bmm": (0, 1, None),
-        "matmul": (0, 1, None),
-        "_grouped_mm": (0, 1, None),
-        "grouped_mm": (0, 1, None),
-        "grouped_mm_fallback": (0, 1, None),
-        "convolution": (0, 1, 2),
-        **{f"conv{dims}d": (0, 1, 2) for dims in (1, 2, 3)},
-        **{f"conv_transpose{dims}d": (0, 1, 2) for dims in (1, 2, 3)},
-    }
-)
-"""Matrix products: where their two factors are, and the bias."""
-
-_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
-
-_ACTIVATIONS = frozenset(("celu", "elu", "gelu", "log_sigmoid", "mish", "silu", "softplus"))
-_LOSSES = frozenset(("cross_entropy_loss", "vocab_parallel_cross_entropy"))
-_FUNCTIONS_BOTH_WAYS = _ACTIVATIONS | _LOSSES | {"cos", "log_softmax", "sin"}
+_LOSSES = CROSS_ENTROPIES | {"vocab_parallel_cross_entropy"}
+_FUNCTIONS_BOTH_WAYS = ACTIVATIONS | _LOSSES | {"cos", "log_softmax", "sin"}
 _FUNCTIONS = _FUNCTIONS_BOTH_WAYS | {"erf", "exp", "log", "logsumexp", "sigmoid", "softmax", "tanh"}
 """Operators that evaluate a function for every element, all of them forward."""
 
-_RANDOM = frozenset(("alpha_dropout", "bernoulli", "dropout", "feature_dropout"))
+_RANDOM = DROPOUTS | {"bernoulli"}
 
 _EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
@@ -95,8 +84,7 @@ _EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
 _GRADIENT_PASSES_ON = frozenset(("add", "sub", "clone", "contiguous"))
 """Operators whose backward hands the gradient on, unless an operand was broadcast."""
 
-_CUTTING_VIEWS = frozenset(("slice", "select", "narrow", "diagonal"))
-_SPLITTING_VIEWS = frozenset(("chunk", "split", "split_with_sizes", "tensor_split", "unbind"))
+_CUTTING_VIEWS = NARROWS | {"select", "diagonal"}
 
 _VARIANTS = ("native_", "unsafe_", "_unsafe_")
 """Marks of operators that do the same work as those without."""
@@ -139,7 +127,7 @@ def outputs(node: fx.Node) -> tuple[TensorMeta, ...]:
 def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
     if _does_nothing(node, name):
         return NodeWork((), _view_backward(node, name))
-    if name in _FACTORS:
+    if name in GEMM_OPERANDS:
         return _product(node, name)
     special: dict[str, Callable[[fx.Node], NodeWork]] = {
         "einsum": _einsum,
@@ -150,17 +138,12 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
     }
     if name in special:
         return special[name](node)
-    return _recurrent(node) if name in _RECURRENT else _elementwise(node, name)
+    return _recurrent(node) if name in RNNS else _elementwise(node, name)
 
 
 def _name(node: fx.Node) -> str:
     """An operator's name without namespace, overload, variant, and the mark of working in place."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name
-    else:
-        name = getattr(target, "__name__", str(target))
-    name = name.rpartition("::")[2].rstrip("_")
+    name = family(node.target).rpartition("::")[2].rstrip("_")
     for variant in _VARIANTS:
         name = name.removeprefix(variant)
     return name
@@ -214,7 +197,7 @@ def _view_backward(node: fx.Node, name: str) -> tuple[Work, ...]:
     whole, pieces = _num_bytes(*_inputs(node)), _num_bytes(*outputs(node))
     if name in _CUTTING_VIEWS and pieces < whole:
         return (Work(whole), Work(2 * pieces))
-    if name in _SPLITTING_VIEWS or pieces > whole:
+    if name in SPLITS or pieces > whole:
         return (Work(whole + pieces),)
     return ()
 
@@ -223,9 +206,9 @@ def _view_backward(node: fx.Node, name: str) -> tuple[Work, ...]:
 
 
 def _product(node: fx.Node, name: str) -> NodeWork:
-    places = _FACTORS[name]
-    first, second = _tensor(node.args[places[0]]), _tensor(node.args[places[1]])
-    bias = None if places[2] is None else _tensor(_argument(node, places[2], "bias"))
+    operands = GEMM_OPERANDS[name]
+    first, second = _tensor(node.args[operands.x]), _tensor(node.args[operands.weight])
+    bias = None if operands.bias is None else _tensor(_argument(node, operands.bias, "bias"))
     (out, *_) = outputs(node)
     assert first is not None and second is not None
     flops = 2.0 * _size(out) * first.shape[-1]

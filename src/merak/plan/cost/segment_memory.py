@@ -19,6 +19,7 @@ from merak.core.gradients import gradient_dtype, sum_in_float32
 from merak.core.storages import Storages, can_move, storages_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
 
@@ -278,18 +279,14 @@ def structural_key(graph: fx.Graph) -> Any:
     )
 
 
-_PRODUCTS = {"aten.linear.default": (0, 1), "aten.addmm.default": (1, 2)}
-"""Matrix products whose weight gradient is deferred: positions of input and weight."""
-
-
 def _deferred_bytes(graph: fx.Graph) -> int:
     """Bytes of inputs and output gradients that deferred weight gradients need."""
     deferred: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        places = _PRODUCTS.get(str(node.target))
-        if places is None or node.kwargs:
+        operands = SPLIT_GEMMS.get(node.target)
+        if operands is None or node.kwargs:
             continue
-        x, weight = (node.args[place] for place in places)
+        x, weight = node.args[operands.x], node.args[operands.weight]
         if weight.meta.get("kind") is Kind.PARAMETER and weight.meta["tensor"].requires_grad:
             deferred[node] = node.meta["tensor"].num_bytes
             deferred[_base(x)] = x.meta["tensor"].num_bytes
@@ -298,6 +295,6 @@ def _deferred_bytes(graph: fx.Graph) -> int:
 
 def _base(node: fx.Node) -> fx.Node:
     """The node that a tensor is a view of."""
-    while str(node.target) in ("aten.view.default", "aten.reshape.default"):
+    while aten_family(node.target) in ("view", "reshape"):
         node = node.args[0]  # type: ignore[assignment]
     return node

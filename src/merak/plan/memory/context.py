@@ -21,7 +21,7 @@ class TiedParameter:
     Args:
         first: the first segment of this rank that reads it.
         owned: whether this rank has the first reader of all, which sums the gradients of the
-        others.
+            others.
         num_holders: ranks of the pipe that read it.
         open_sends: gradients of it that this rank may have sent and that are not yet received.
     """

@@ -375,6 +375,7 @@ print(build_timed(source, columns, training=True).cached)
 """
 
 
+@pytest.mark.slow
 def test_a_changed_file_that_the_model_only_calls(tmp_path: Path) -> None:
     script, helper = tmp_path / "script.py", tmp_path / "helper.py"
     script.write_text(SCRIPT)

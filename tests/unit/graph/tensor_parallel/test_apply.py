@@ -7,7 +7,6 @@ from merak.graph.tensor_parallel.apply import (
     TensorParallel,
     attributes_for,
     given_weights,
-    shard_model,
     tensor_parallel,
 )
 from merak.graph.tensor_parallel.features import Column, Features, Replicate, Row
@@ -52,7 +51,7 @@ def test_a_frozen_model_needs_no_backward_collectives(monkeypatch: pytest.Monkey
     model.transformer.wpe.weight.requires_grad_(False)
     model.transformer.h[0].ln_1.requires_grad_(False)
     graph = cases.traced(model, cases.batch())
-    split, _ = shard_model(graph, tensor_parallel(graph, None, 2).weights, 2)
+    split, _ = cases.shard_model(graph, tensor_parallel(graph, None, 2).weights, 2)
     names = [getattr(n.target, "__name__", "") for s in split.segments for n in s.graph.nodes]
     assert names.count("copy_to") == 3
     assert names.count("reduce_from") == 4
@@ -84,7 +83,7 @@ def test_shapes_are_local_and_outputs_whole() -> None:
 
 def test_fused_layers_are_split_part_by_part() -> None:
     graph = cases.traced(cases.build("gpt2", "sdpa"), cases.batch())
-    _, shards = shard_model(graph, tensor_parallel(graph, None, 2).weights, 2)
+    _, shards = cases.shard_model(graph, tensor_parallel(graph, None, 2).weights, 2)
     prefix = "transformer.h.0.attn"
     weight, bias = shards[f"{prefix}.c_attn.weight"], shards[f"{prefix}.c_attn.bias"]
     assert (weight.dim, weight.parts) == (1, (32, 32, 32))

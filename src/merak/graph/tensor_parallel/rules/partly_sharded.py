@@ -6,13 +6,14 @@ goes through few operators before the graph takes its parts apart; others are re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from merak.graph.ir.operators import MATMULS, RESHAPES, SAME_VALUES, SPLITS, SWAPS, family
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
     Decision,
@@ -20,8 +21,8 @@ from merak.graph.tensor_parallel.placement import (
     Operator,
     PartlySharded,
     Placement,
+    Rule,
     Shard,
-    family,
     positive,
     shape_of,
 )
@@ -173,22 +174,23 @@ def _as_it_lies(op: Operator) -> Decision:
     return Decision(_operand(op)[1])
 
 
-_PRODUCTS = {
+_PRODUCTS: Mapping[str, Rule] = {
     "linear": gemm.linear,
     "addmm": gemm.addmm,
-    "matmul": gemm.matmul,
-    "mm": gemm.matmul,
+    # The parts may be a dim of the batch in bmm: its other operand would need the same parts.
+    **dict.fromkeys(MATMULS - {"bmm"}, gemm.matmul),
 }
 
-_FAMILIES: Sequence[tuple[Callable[[Operator], Decision], str]] = (
-    (_product, "linear addmm matmul mm"),
-    (_same_parts(views.transpose), "t transpose swapaxes swapdims"),
-    (_same_parts(views.reverse), "numpy_T"),
-    (_same_parts(views.permute), "permute"),
-    (_view, "view reshape _unsafe_view flatten unflatten"),
-    (_slice, "slice"),
-    (_split, "split split_with_sizes chunk tensor_split"),
-    (_as_it_lies, "contiguous to _to_copy clone alias detach"),
+_FAMILIES: Sequence[tuple[Callable[[Operator], Decision], Collection[str]]] = (
+    (_product, _PRODUCTS),
+    (_same_parts(views.transpose), SWAPS),
+    (_same_parts(views.reverse), ("numpy_T",)),
+    (_same_parts(views.permute), ("permute",)),
+    (_view, RESHAPES),
+    (_slice, ("slice",)),
+    # One element of a dim is no fused part.
+    (_split, SPLITS - {"unbind"}),
+    (_as_it_lies, SAME_VALUES),
 )
 
-_RULES = {name: rule for rule, names in _FAMILIES for name in names.split()}
+_RULES = {name: rule for rule, names in _FAMILIES for name in names}

@@ -14,6 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from merak.graph.ir.operators import (
+    LINEARS,
+    MATMULS,
+    NARROWS,
+    RESHAPES,
+    SAME_VALUES,
+    SQUEEZES,
+    TRANSPOSES,
+    family,
+)
 from merak.graph.tensor_parallel.placement import (
     AXIS,
     PARTIAL,
@@ -23,7 +33,6 @@ from merak.graph.tensor_parallel.placement import (
     Placement,
     Rule,
     Shard,
-    family,
     is_padded,
     positive,
     shape_of,
@@ -69,10 +78,16 @@ def decide_padded(op: Operator, rule: Rule | None) -> Decision:
     return decision
 
 
-_EACH_BY_ITSELF = frozenset(
-    "linear addmm mm matmul view reshape _unsafe_view flatten unflatten transpose permute t "
-    "numpy_T unsqueeze squeeze contiguous clone alias detach to _to_copy type_as slice narrow "
-    "select add sub rsub mul div neg tanh sigmoid relu gelu silu clamp where masked_fill".split()
+_EACH_BY_ITSELF = (
+    LINEARS
+    | MATMULS
+    | RESHAPES
+    | TRANSPOSES
+    | SQUEEZES
+    | SAME_VALUES
+    | NARROWS
+    | frozenset("type_as select add sub rsub mul div neg clamp where masked_fill".split())
+    | frozenset("tanh sigmoid relu gelu silu".split())
 )
 """Operators with which padding stays apart: finite, and with finite derivatives."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -62,18 +62,18 @@ class SegmentSharding:
     transfers: tuple[Transfer, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class AutoSharder:
-    """Derives splits for segments of one model, and remembers them by the segments' structure.
+    """Cached search for the sharding of one model's segments, by the segments' structure.
 
     Args:
-        parameters: what every parameter is, by name, in the whole model.
+        parameters: shape and dtype of every parameter of the whole model, by name.
         degree: the number of tensor parallel ranks.
     """
 
-    parameters: Mapping[str, TensorMeta]
-    degree: int
-    _known: dict[Any, tuple[Segment, SegmentSharding]] = field(default_factory=dict)
+    def __init__(self, parameters: Mapping[str, TensorMeta], degree: int) -> None:
+        self.parameters = parameters
+        self.degree = degree
+        self._known: dict[Any, tuple[Segment, SegmentSharding]] = {}
 
     def __call__(self, task: SegmentTask) -> SegmentSharding:
         """Choose how the weights of a segment are split that are neither given nor kept."""

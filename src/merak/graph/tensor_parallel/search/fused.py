@@ -8,12 +8,12 @@ from itertools import pairwise
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.graph.ir.operators import NARROWS, SPLITS, family
 from merak.graph.tensor_parallel.placement import (
     Decision,
     Degree,
     Operator,
     Shard,
-    family,
     positive,
     shape_of,
 )
@@ -79,7 +79,7 @@ def _refined(placed: Shard, size: int, edges: set[int]) -> tuple[int, ...] | Non
     return tuple(b - a for a, b in pairwise(cuts))
 
 
-_CUTTING = frozenset("unbind select narrow slice split split_with_sizes chunk tensor_split".split())
+_CUTTING = SPLITS | NARROWS | {"select"}
 
 
 def _edges(op: Operator, operand: fx.Node, placed: Shard) -> set[int]:

@@ -21,6 +21,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.graph.ir.mutation import is_mutating, mutated_arguments
+from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -31,7 +32,6 @@ from merak.graph.tensor_parallel.placement import (
     Placement,
     ResultPlacement,
     Shard,
-    family,
     shape_of,
 )
 from merak.graph.tensor_parallel.propagate import Propagation, decide_or_gather, propagate

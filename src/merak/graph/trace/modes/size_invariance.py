@@ -17,43 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.operators import FILLS_LIKE, FILLS_NEW, FILLS_SHAPE, aten_family
 from merak.graph.trace.modes.autograd_functions import call_function, named_function
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
 Recording = tuple[Any, ...]
 
-_ELEMENTWISE = frozenset(
-    (
-        aten.detach.default,
-        aten.alias.default,
-        aten.clone.default,
-        aten._to_copy.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.empty_like.default,
-        aten.lift_fresh.default,
-        aten.scalar_tensor.default,
-    )
+_ELEMENTWISE = FILLS_LIKE | frozenset(
+    "detach alias clone _to_copy lift_fresh scalar_tensor".split()
 )
 """Work on every element by itself, though torch does not tag them so."""
 
-_OF_A_SHAPE = frozenset(
-    (
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.expand.default,
-        aten.zeros.default,
-        aten.ones.default,
-        aten.full.default,
-        aten.empty.memory_format,
-        aten.new_zeros.default,
-        aten.new_ones.default,
-        aten.new_full.default,
-        aten.new_empty.default,
-    )
-)
+_OF_A_SHAPE = FILLS_SHAPE | FILLS_NEW | {"view", "_unsafe_view", "expand"}
 """Likewise, where the shape they are given is that of the operands."""
 
 
@@ -186,8 +162,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = torch.Tag.pointwise in func.tags or func in _ELEMENTWISE
-        known |= func in _OF_A_SHAPE
+        known = torch.Tag.pointwise in func.tags or aten_family(func) in _ELEMENTWISE
+        known |= aten_family(func) in _OF_A_SHAPE
         self.is_elementwise &= known and torch.Tag.nondeterministic_seeded not in func.tags
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if func._schema.is_mutable and any(not tensor.is_meta for tensor in read):

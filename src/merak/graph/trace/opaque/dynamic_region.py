@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves
 from merak.core.errors import TrainingError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.operators import DENSE_GEMMS, aten_family
 from merak.graph.ir.serialize import may_call, pack, unpack
 from merak.graph.trace.explain import refuse_dynamic_shape
 from merak.graph.trace.opaque.operator import OPAQUE_CALL, CallCost, fake_call, is_dynamic_region
 from merak.graph.trace.opaque.out_of_place import write_out_of_place
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_PRODUCTS = frozenset(f"aten.{n}" for n in "linear mm bmm matmul addmm baddbmm".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +370,7 @@ def _saved(inside: Iterable[fx.Node], known: int) -> int:
 def _flops(inside: Iterable[fx.Node], known: int) -> int:
     total = 0
     for node in inside:
-        if str(node.target).rpartition(".")[0] in _PRODUCTS:
+        if aten_family(node.target) in DENSE_GEMMS:
             inner = _sizes(node.all_input_nodes[-1].meta["val"], known)[-1]
             total += 2 * math.prod(_sizes(node.meta["val"], known)) * inner
     return total

@@ -16,23 +16,16 @@ import torch
 from torch import fx
 
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.operators import INDEXED_WRITES, RESHAPES, SQUEEZES, aten_family
 
 aten = torch.ops.aten
 
-_FAMILIES = frozenset(
-    "index_add_ index_copy_ index_fill_ index_put_ index_reduce_ masked_fill_ masked_scatter_ "
-    "put_ scatter_ scatter_add_ scatter_reduce_".split()
-)
-"""Their results have the shape and type of what they write into."""
-
-_SAME_ELEMENTS = frozenset(
-    f"aten.{name}" for name in "view _unsafe_view flatten unflatten squeeze unsqueeze alias".split()
-)
+_SAME_ELEMENTS = RESHAPES | SQUEEZES | {"alias"}
 """Views of all elements in their order."""
 
 _SCATTER: Mapping[str, Any] = {
-    "aten.select": aten.select_scatter.default,
-    "aten.slice": aten.slice_scatter.default,
+    "select": aten.select_scatter.default,
+    "slice": aten.slice_scatter.default,
 }
 """Views of some elements → what puts these back."""
 
@@ -63,7 +56,7 @@ def _functional(target: Any) -> Any:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name, _, overload = str(target).removeprefix("aten.").partition(".")
-    if name not in _FAMILIES:
+    if name not in INDEXED_WRITES:
         return None
     return getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
 
@@ -120,7 +113,7 @@ class _Rewriting:
         """What is written, what that is a view of, … up to a tensor that is no such view."""
         path = [written]
         while path[-1] not in self.roots and path[-1].op == "call_function":
-            family = _family(path[-1])
+            family = aten_family(path[-1].target)
             source = path[-1].args[0] if path[-1].args else None
             if family not in _SAME_ELEMENTS and family not in _SCATTER:
                 break
@@ -139,7 +132,7 @@ class _Rewriting:
     def _put_back(self, view: fx.Node, source: fx.Node, new: tuple[fx.Node, fx.Node]) -> fx.Node:
         """The tensor that a view is of, with what is new in the view's place."""
         value, node = new
-        family = _family(view)
+        family = aten_family(view.target)
         if family in _SCATTER:
             args = (source, value, *view.args[1:])
             return self._new(_SCATTER[family], args, view.kwargs, view, (source, node))
@@ -161,10 +154,6 @@ class _Rewriting:
     def _read_later(self, old: fx.Node, new: fx.Node, write: fx.Node) -> None:
         now = self.place[write]
         old.replace_all_uses_with(new, delete_user_cb=lambda user: self.place[user] > now)
-
-
-def _family(node: fx.Node) -> str:
-    return str(node.target).rpartition(".")[0]
 
 
 def _storage(node: fx.Node) -> int | None:

@@ -12,7 +12,7 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import cut_into_segments
-from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
+from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Replicate, Vocabulary
 from merak.graph.tensor_parallel.placement import Shard
 from merak.graph.tensor_parallel.report import report_sharding
@@ -50,7 +50,7 @@ def test_large_ones_are_split_and_no_rank_sees_all_logits(name: str) -> None:
     graph = traced(name, LARGE)
     for degree in (2, 4):
         assert split_by_vocabulary(graph, degree, LARGE) == TABLES[name]
-        split, _ = shard_model(graph, tensor_parallel(graph, None, degree).weights, degree)
+        split, _ = cases.shard_model(graph, tensor_parallel(graph, None, degree).weights, degree)
         shapes = [
             node.meta["tensor"].shape
             for segment in split.segments
@@ -182,7 +182,7 @@ def test_losses_written_by_hand(
 ) -> None:
     model, batch = Classifier(loss), {"x": torch.randn(6, 8), "y": torch.randint(101, (6,))}
     graph = cases.traced(model, batch)
-    split, shards = shard_model(
+    split, shards = cases.shard_model(
         graph, tensor_parallel(graph, {"head": Vocabulary()}, degree).weights, degree
     )
     assert shards["head.weight"].parts == shards["head.bias"].parts == (101,)

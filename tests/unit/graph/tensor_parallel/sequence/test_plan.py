@@ -8,7 +8,7 @@ from torch import nn
 
 from merak.core.mesh import Mesh
 from merak.graph.ir.ir import Kind, ModelGraph
-from merak.graph.tensor_parallel.apply import shard_model, tensor_parallel
+from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.ops import collectives
 from merak.ops.collectives import copy_to, reduce_from
 from merak.plan.cost.segment_memory import SegmentMemories
@@ -23,7 +23,7 @@ def split(model: nn.Module, columns: dict[str, torch.Tensor], degree: int) -> li
     """The model on shares of the sequence, and without them."""
     graph = cases.traced(model, columns)
     weights = tensor_parallel(graph, None, degree).weights
-    return [shard_model(graph, weights, degree, sequence=s)[0] for s in (True, False)]
+    return [cases.shard_model(graph, weights, degree, sequence=s)[0] for s in (True, False)]
 
 
 def all_reduces(graph: ModelGraph) -> int:

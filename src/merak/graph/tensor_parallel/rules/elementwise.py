@@ -1,0 +1,149 @@
+"""Sharding rules of elementwise operators, and of reductions and norms along some dims."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.ir.operators import (
+    family,
+)
+from merak.graph.tensor_parallel.placement import (
+    AXIS,
+    PARTIAL,
+    REPLICATE,
+    Decision,
+    Operator,
+    Placement,
+    Shard,
+    local_meta,
+    positive,
+    shape_of,
+)
+from merak.graph.tensor_parallel.rules import vocabulary
+from merak.graph.tensor_parallel.rules.indexing import (
+    alike,
+)
+from merak.graph.trace.modes.size_invariance import is_size_invariant
+from merak.ops.sharded_dropout import dropout_sharded
+
+aten = torch.ops.aten
+
+
+def elementwise(op: Operator) -> Decision:
+    """Every element by itself, with broadcasting: all operands are split alike or broadcast."""
+    num_dims = len(shape_of(op.node))
+    split = op.sharded()
+    aligned = {n: p.dim + num_dims - len(shape_of(n)) for n, p in split.items()}
+    lead, placed = next(iter(split.items()))
+    dim = aligned[lead]
+    if any(aligned[n] != dim or p.parts != placed.parts for n, p in split.items()):
+        raise op.error("combines operands that are split along different dims or fused parts")
+    needs: dict[fx.Node, Placement] = {}
+    for node in op.node.all_input_nodes:
+        own = dim - (num_dims - len(shape_of(node)))
+        if node not in split and own >= 0 and shape_of(node)[own] != 1:
+            needs[node] = Shard(own, placed.parts, placed.origin)
+    written = op.node.args[0] if has_mutable_schema(op.node) else None
+    if isinstance(written, fx.Node) and written not in split:
+        raise op.error("writes split values into a whole one")
+    return Decision(Shard(dim, placed.parts, placed.origin), needs)
+
+
+def first_operand(op: Operator) -> Decision:
+    """Type conversions and copies: the result lies as the first operand, others only say how."""
+    placed = op.placement(op.node.args[0])
+    if isinstance(placed, Shard):
+        return Decision(placed)
+    return Decision(REPLICATE)
+
+
+def shape_given(op: Operator) -> Decision:
+    """new_zeros and the like: the operand only gives type and device."""
+    return Decision(REPLICATE)
+
+
+def along_dim(op: Operator) -> Decision:
+    """softmax, cumsum, …: runs along one dim or some, which must be whole."""
+    (operand, placed), *_ = op.sharded().items()
+    asked = op.arg("dim", -1)
+    dims = asked if isinstance(asked, (list, tuple)) else [asked]
+    if placed.dim in {positive(dim, len(shape_of(operand))) for dim in dims}:
+        if family(op.node.target) == "log_softmax":
+            return vocabulary.log_softmax(op)
+        raise op.error(f"runs along dim {placed.dim}, which is split")
+    return Decision(placed)
+
+
+def last_two_dims(op: Operator) -> Decision:
+    """tril, triu: the last two dims must be whole."""
+    (operand, placed), *_ = op.sharded().items()
+    if placed.dim >= len(shape_of(operand)) - 2:
+        raise op.error(f"looks at positions along dim {placed.dim}, which is split")
+    return Decision(placed)
+
+
+def normalize(op: Operator) -> Decision:
+    """layer_norm, rms_norm: the dims that are normalised must be whole."""
+    operand = op.node.args[0]
+    placed, num_normal = op.placement(operand), len(op.arg("normalized_shape"))
+    if not isinstance(placed, Shard):
+        raise op.error("has split weights")
+    if placed.dim >= len(shape_of(operand)) - num_normal:
+        raise op.error(f"normalises over dim {placed.dim}, which is split")
+    return Decision(placed)
+
+
+def reduce(op: Operator) -> Decision:
+    """sum, mean, amax, …: sums over the split dim become partial sums, other kinds must not be."""
+    if op.arg("other") is not None:  # max and min of two tensors
+        return elementwise(op)
+    (operand, placed), *_ = op.sharded().items()
+    num_dims = len(shape_of(operand))
+    asked = op.arg("dim")
+    asked = [asked] if isinstance(asked, int) else asked
+    dims = {positive(d, num_dims) for d in asked or range(num_dims)}
+    if placed.dim in dims:
+        return _reduce_split(op)
+    shift = 0 if op.arg("keepdim", False) else sum(d < placed.dim for d in dims)
+    after = Shard(placed.dim - shift, placed.parts, placed.origin)
+    results = op.node.meta["tensor"]
+    return Decision((after,) * len(results) if isinstance(results, tuple) else after)
+
+
+def _reduce_split(op: Operator) -> Decision:
+    name = family(op.node.target)
+    if name == "logsumexp":
+        return vocabulary.logsumexp(op)
+    if name == "sum":
+        return Decision(PARTIAL)
+    if name == "mean":
+        return Decision(PARTIAL, then=((aten.div.Scalar, (op.degree,)),))
+    raise op.error(f"takes {name} over a dim that is split")
+
+
+def dropout(op: Operator) -> Decision:
+    """dropout: the own slice of the whole pattern."""
+    (operand, placed), *_ = op.sharded().items()
+    p, train, rows = op.arg("p"), op.arg("train"), op.arg("rows")
+    if not train or p == 0:
+        return Decision(placed)
+    args = (operand, p, train, (placed.dim, placed.parts, AXIS))
+    return Decision(placed, target=dropout_sharded, args=args, kwargs={"rows": rows})
+
+
+def custom(op: Operator) -> Decision:
+    """A function with its own backward: where both do to a shard what they do to the whole."""
+    args: Any = op.node.args
+    tensors, function, arguments = args
+    operand, lead = next(iter(op.sharded().items()))
+    local = local_meta(operand.meta["tensor"], lead, op.degree).shape
+    metas = [n.meta["tensor"] for n in tensors]
+    if not is_size_invariant(metas, local, function, arguments):
+        raise op.error("calls a function with a backward of its own, which must see the whole")
+    results = op.node.meta["tensor"]
+    return replace(alike(op, tensors, lead, lead), output=(lead,) * len(results))
