@@ -15,7 +15,7 @@ import torch
 from merak.arguments import MerakArguments
 from merak.arguments.draft import DraftArguments
 from merak.arguments.folders import make_output_folder
-from merak.arguments.kinds import SETTLED
+from merak.arguments.kinds import OWN_CHECKS
 from merak.arguments.ranges import RANGES
 from merak.arguments.rules import Policy
 from merak.arguments.table import RULES
@@ -38,7 +38,7 @@ def arguments(**settings: Any) -> MerakArguments:
 HONOURED = [
     field.name
     for field in dataclasses.fields(MerakArguments)
-    if field.init and field.name not in SETTLED
+    if field.init and field.name not in OWN_CHECKS
     and getattr(RULES.get(field.name), "policy", None) is not Policy.REFUSED
 ]  # fmt: skip
 

@@ -85,11 +85,11 @@ def _field_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
 def _memory_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
     budget = arguments.memory_budget
     try:
-        wish = parse_recompute(arguments.recompute)
-        away = parse_offload(arguments.offload_activations)
+        recomputed = parse_recompute(arguments.recompute)
+        offloaded = parse_offload(arguments.offload_activations)
     except PlanError as error:
         yield str(error)
         return
-    for name, said in (("recompute", wish), ("offload_activations", away)):
-        if said.mode is Mode.AUTO and budget is None and mesh.device.type == "cpu":
+    for name, spec in (("recompute", recomputed), ("offload_activations", offloaded)):
+        if spec.mode is Mode.AUTO and budget is None and mesh.device.type == "cpu":
             yield f"{name}='auto' needs to know the memory of a rank; set memory_budget in bytes."

@@ -37,8 +37,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """Of fields of text that do not say their choices themselves."""
 
-SETTLED = frozenset(("accelerator_config", "parallelism_config", "debug", "fsdp_config"))
-"""Fields that hold objects of transformers' own once they are settled; it checks them itself."""
+OWN_CHECKS = frozenset(("accelerator_config", "parallelism_config", "debug", "fsdp_config"))
+"""Fields that transformers turns into objects of its own, and checks itself."""
 
 
 def kind_problems(arguments: object, cls: type) -> Iterator[str]:
@@ -50,7 +50,7 @@ def kind_problems(arguments: object, cls: type) -> Iterator[str]:
     """
     hints = _hints(cls)
     for field in dataclasses.fields(cls):
-        if field.name in SETTLED or not field.init:
+        if field.name in OWN_CHECKS or not field.init:
             continue
         value = getattr(arguments, field.name)
         if value is field.default:
@@ -84,11 +84,11 @@ def _fits(value: object, option: Any) -> bool:
     if typing.get_origin(option) is typing.Literal:
         return any(value is choice or value == choice for choice in typing.get_args(option))
     kind = typing.get_origin(option) or option
-    is_truth = isinstance(value, bool)
+    is_boolean = isinstance(value, bool)
     if kind is bool:
-        return is_truth or (isinstance(value, Integral) and value in (0, 1))
+        return is_boolean or (isinstance(value, Integral) and value in (0, 1))
     if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not is_truth
+        return isinstance(value, Integral if kind is int else Real) and not is_boolean
     if kind is list:
         return isinstance(value, list | tuple) and _each_fits(value, typing.get_args(option))
     return isinstance(value, Mapping if kind is dict else kind)
@@ -110,8 +110,8 @@ def _choice_problem(
     if not choices or plain is None or isinstance(plain, bool) or plain in choices:
         return
     named = " or ".join(repr(choice) for choice in choices)
-    similar = did_you_mean(str(plain), [str(choice) for choice in choices])
-    how = similar if similar != "." and len(choices) > 4 else f"; use {named}."
+    suggestion = did_you_mean(str(plain), [str(choice) for choice in choices])
+    how = suggestion if suggestion != "." and len(choices) > 4 else f"; use {named}."
     yield f"{field.name}={_shown(plain)} is not a choice{how}"
 
 

@@ -53,14 +53,14 @@ def _lines() -> Iterator[str]:
         yield f"### {title}\n"
         yield from _table("argument", rules)
     yield "### Arguments of `Seq2SeqTrainingArguments`\n"
-    yield "In a class of one's own that is made of both kinds of arguments.\n"
+    yield "In a class that inherits from both kinds of arguments.\n"
     yield from _table("argument", SEQ2SEQ)
     yield "### Options of `accelerator_config`\n"
     yield from _table("option", ACCELERATOR)
     yield "## Optimizers\n"
     yield "Names of `optim`. A name that is not here is refused.\n"
     yield from _table("optimizer", OPTIMIZERS)
-    yield "## Wishes of `accelerate launch`\n"
+    yield "## Options of `accelerate launch`\n"
     yield "Start scripts with torchrun. These environment variables are refused when they are set:"
     yield ", ".join(f"`{name}`" for name in REFUSED_VARIABLES) + ".\n"
 

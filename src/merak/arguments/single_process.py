@@ -42,7 +42,7 @@ REFUSED_VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": "single precision",
     "ACCELERATE_DYNAMO_BACKEND": "no compilation",
 }
-"""Wishes of `accelerate launch` that Merak cannot honour, and what to use instead."""
+"""Options of `accelerate launch` that Merak cannot honour, and what to use instead."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def single_process_accelerate() -> Iterator[None]:
         ArgumentsError: `accelerate launch` asked for something that Merak cannot honour.
     """
     device = current_mesh().device
-    _refuse_launch_wishes()
+    _refuse_launch_options()
     names = (*LAUNCHER_VARIABLES, DEVICE_VARIABLE)
     saved = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[DEVICE_VARIABLE] = str(device)
@@ -79,7 +79,7 @@ def fresh_state() -> PartialState:
         return PartialState(cpu=current_mesh().device.type == "cpu")
 
 
-def _refuse_launch_wishes() -> None:
+def _refuse_launch_options() -> None:
     for name, instead in REFUSED_VARIABLES.items():
         value = os.environ.get(name, "")
         if value.lower() not in ("", "0", "no", "false"):

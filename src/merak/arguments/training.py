@@ -60,7 +60,7 @@ class MerakArguments(TrainingFields):
     looks_at_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be honoured, then settle defaults as transformers does."""
+        """Refuse what cannot be honoured, then fill in defaults as transformers does."""
         mesh = current_mesh()
         raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
         raise_first(kind_problems(self, TrainingFields))
@@ -71,21 +71,21 @@ class MerakArguments(TrainingFields):
             self.use_cpu = True  # transformers would look for a GPU that has it
         if self.report_to is None:
             self.report_to = "none"  # which transformers would take for a logger
-        self._settle_as_transformers()
+        self._post_init_of_transformers()
         check_arguments(self)
-        self._settle()
+        self._fill_defaults()
 
-    def _settle_as_transformers(self) -> None:
-        """Settle defaults; what transformers refuses it refuses by all kinds of exceptions."""
+    def _post_init_of_transformers(self) -> None:
+        """Fill in defaults; transformers refuses by all kinds of exceptions."""
         try:
             super().__post_init__()  # type: ignore[no-untyped-call]
         except MerakError:
             raise
         except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as cause:
-            said = " ".join(str(cause).split()).rstrip(".")
-            raise ArgumentsError(f"these arguments do not go together: {said}.") from cause
+            message = " ".join(str(cause).split()).rstrip(".")
+            raise ArgumentsError(f"these arguments do not go together: {message}.") from cause
 
-    def _settle(self) -> None:
+    def _fill_defaults(self) -> None:
         if current_mesh().device.type == "cpu":
             self.dataloader_pin_memory = False  # as transformers does with use_cpu
         if self.trace_cache is None:
@@ -138,12 +138,12 @@ class MerakArguments(TrainingFields):
 
     @property
     def should_log(self) -> bool:
-        """Whether this is rank 0, the one that speaks."""
+        """Whether this is rank 0, which logs."""
         return self.process_index == 0
 
     @property
     def should_save(self) -> bool:
-        """Whether this is rank 0, the one that writes."""
+        """Whether this is rank 0, which saves."""
         return self.process_index == 0
 
     @property

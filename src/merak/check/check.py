@@ -59,9 +59,9 @@ class CheckReport:
         model: its name.
         ok: whether it trains as in one process.
         loss_max_rel_diff: the largest relative difference of a step's loss; None if none was made.
-        gradient_max_rel_diff: likewise of the first step's gradients, each by the largest
+        gradient_max_rel_diff: of the first step's gradients, each by the largest
             magnitude of its tensor.
-        parameter_max_rel_diff: likewise of the parameters after the steps.
+        parameter_max_rel_diff: of the parameters after the steps.
         tolerance: the most that is taken for rounding: 1e-5, or what was found where that is more
             and the same check in float64 shows that it is rounding.
         tp_sharded_fraction: fraction of the model's parameters (numbers, not tensors) that are
@@ -71,7 +71,7 @@ class CheckReport:
         reason: why it is not ok; None if it is.
         evaluation_max_rel_diff: of the outputs of evaluations before, between and after the steps,
             as of gradients; None if nothing was evaluated.
-        kept_whole: modules that cannot be traced inside, and ran as one operator each.
+        kept_whole: opaque modules, which ran as one operator each.
         filled: fields of the model's config that it leaves open, and what the check took for them.
         columns: what the batches hold.
         loss: name of the loss function where the model computes no loss; else None.
@@ -143,21 +143,21 @@ def check_against(expected: Outcome, job: Job, workspace: Workspace) -> CheckRep
         _refuse_misfit(job, graph)
         ranks = _train(job, workspace)
         report = replace(report, tp_sharded_fraction=_sharded_fraction(graph, ranks))
-        verdict = judge(job, graph, ranks, expected)
-        wrong = None if verdict.reason is None else _wrong(job, workspace, verdict)
+        found = judge(job, graph, ranks, expected)
+        wrong = None if found.reason is None else _wrong(job, workspace, found)
     except (TraceError, Disagreement, _RankFailed) as error:
         return replace(report, reason=str(error), seconds=time.perf_counter() - started)
-    is_rounding = verdict.reason is not None and wrong is None
+    is_rounding = found.reason is not None and wrong is None
     where = "" if wrong is None else _where(wrong, workspace)
     return replace(
         report,
-        ok=verdict.reason is None or is_rounding,
-        loss_max_rel_diff=verdict.loss,
-        gradient_max_rel_diff=verdict.gradient,
-        parameter_max_rel_diff=verdict.parameter,
-        evaluation_max_rel_diff=verdict.evaluation,
-        tolerance=verdict.most if is_rounding else TOLERANCE,
-        reason=f"{verdict.reason}{where}" if wrong is not None else None,
+        ok=found.reason is None or is_rounding,
+        loss_max_rel_diff=found.loss,
+        gradient_max_rel_diff=found.gradient,
+        parameter_max_rel_diff=found.parameter,
+        evaluation_max_rel_diff=found.evaluation,
+        tolerance=found.most if is_rounding else TOLERANCE,
+        reason=f"{found.reason}{where}" if wrong is not None else None,
         seconds=time.perf_counter() - started,
     )
 
@@ -171,13 +171,13 @@ def _wrong(job: Job, workspace: Workspace, found: Comparison) -> Job | None:
     try:
         graph = trace_job(exact, workspace.folder)
         tolerance = exact_tolerance(found.most)
-        verdict = judge(
+        found = judge(
             exact, graph, _train(exact, workspace), train_in_one_process(exact), tolerance
         )
     except Exception as error:  # a model that knows no float64: then there is no excuse
         logger.info("%s cannot be checked in float64: %s", job.case.name, error)
         return job
-    return None if verdict.reason is None else exact
+    return None if found.reason is None else exact
 
 
 def _where(job: Job, workspace: Workspace) -> str:

@@ -63,13 +63,13 @@ def whole(ranks: Sequence[Outcome], kind: str) -> Tensors:
     return found
 
 
-def _joined(shares: list[torch.Tensor], first: Outcome, name: str) -> torch.Tensor:
+def _joined(shards: list[torch.Tensor], first: Outcome, name: str) -> torch.Tensor:
     shard = first.shards.get(name)
     if shard is not None:
-        return join(shares, shard)
-    if any(not _same(shares[0], other) for other in shares[1:]):
+        return join(shards, shard)
+    if any(not _same(shards[0], other) for other in shards[1:]):
         raise Disagreement(f"ranks hold different copies of {name}.")
-    return shares[0]
+    return shards[0]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

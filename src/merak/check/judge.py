@@ -29,9 +29,9 @@ class Comparison:
     Args:
         loss: the largest relative difference of a step's loss.
         gradient: of the first step's gradients, by the largest magnitude of each tensor.
-        parameter: of the parameters after the steps, likewise.
-        buffer: of the buffers after the steps, likewise.
-        evaluation: of the outputs in evaluation, likewise; None if nothing was evaluated.
+        parameter: of the parameters after the steps, in the same way.
+        buffer: of the buffers after the steps, in the same way.
+        evaluation: of the outputs in evaluation, in the same way; None if nothing was evaluated.
         reason: what is more than rounding; None if nothing is.
     """
 

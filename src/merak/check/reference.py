@@ -34,7 +34,7 @@ def reference(job: Job) -> Outcome:
     case = job.case
     try:
         outcome = train_in_one_process(job)
-        draws = _draws(case, job.options)
+        is_random = _is_random(case, job.options)
     except MerakError:
         raise
     except Exception as error:
@@ -50,7 +50,7 @@ def reference(job: Job) -> Outcome:
         raise EagerError(
             f"{case.name} does not train in one process: no parameter gets a gradient."
         )
-    if draws:
+    if is_random:
         raise FinalError(
             f"{case.name} draws random numbers while it runs even with every dropout at 0, so two "
             "runs of one process differ already; give its noise in the batch, or switch what draws "
@@ -88,7 +88,7 @@ def with_reference(job: Job) -> tuple[Job, Outcome]:
 def why_not(case: Case, error: Exception) -> str:
     """Describe why plain PyTorch cannot build or train a model, in a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2]).rstrip(".") or type(error).__name__
+    message = " ".join(lines[:2]).rstrip(".") or type(error).__name__
     if isinstance(error, ImportError):
         return missing_package(case.name, error)
     if is_without_loss(error):
@@ -100,7 +100,7 @@ def why_not(case: Case, error: Exception) -> str:
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return (
         f"{case.name} does not train in one process without Merak either: "
-        f"{type(error).__name__}{where}: {said}."
+        f"{type(error).__name__}{where}: {message}."
     )
 
 
@@ -109,7 +109,7 @@ def is_without_loss(error: BaseException | None) -> bool:
     return isinstance(error, KeyError) and error.args == ("loss",)
 
 
-def _draws(case: Case, options: CheckOptions) -> bool:
+def _is_random(case: Case, options: CheckOptions) -> bool:
     """Tell whether the loss depends on the state of the random number generator."""
     batch = case.batch(0, options.microbatch)
     losses = []

@@ -17,8 +17,7 @@ from merak.core.mesh import Mesh, init
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.data import signature
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
+from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.observe import Observed, Observer
 from merak.graph.trace.call import Call, call_model
@@ -310,7 +309,7 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
     _evaluate_on_ranks(job, parallel.engine, 0, outcome)
     for step in range(options.steps):
-        with computing_in(job.dtype):  # inside of modules that are kept whole
+        with computing_in(job.dtype):  # inside of opaque modules
             outcome.losses.append(float(parallel.step(_replica_batch(job, mesh, step))))
         if step == 0:
             outcome.gradients = _gradients(parallel.engine.parameters)

@@ -1,4 +1,4 @@
-"""What `merak memory` shows: every stage's bytes, and every pipeline position's highest moment."""
+"""What `merak memory` shows: every stage's bytes, and every pp rank's peak."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class StageReport:
 
     Args:
         stage: its number.
-        ranks: the pipeline positions that hold it.
+        ranks: the pp ranks that hold it.
         segments: its segments.
-        recomputed: how many of them compute their activations again.
-        offloaded: how many of them keep their activations in host memory.
+        recomputed: how many of them are recomputed.
+        offloaded: how many of them are offloaded.
         parameters: of its parameters.
         gradients: of their gradients, as they are between microbatches.
         optimizer: of the optimizer's state, masters included.
@@ -48,11 +48,11 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What the ranks of a pipeline position hold at the most.
+    """Peak memory of a pp rank.
 
     Args:
-        rank: the pipeline position.
-        peak: bytes, at the highest moment.
+        rank: the pp rank.
+        peak: bytes, at the peak.
         at: the action that runs then; "update" for the optimizer's step.
         at_seconds: when it begins in the simulated iteration.
         parts: bytes at that moment, by what they are for.
@@ -77,9 +77,9 @@ class MemoryReport:
         microbatches: of a step.
         seconds: of one simulated iteration, by the speeds of this machine.
         recomputed: numbers of the segments that recompute.
-        offloaded: numbers of those that keep their activations in host memory.
+        offloaded: numbers of those that are offloaded.
         stages: what every stage takes.
-        ranks: what every pipeline position holds at the most.
+        ranks: peak memory of every pp rank.
         device: whose figures they are.
         assumed: what is not of this machine but assumed, for people to read; None for nothing.
     """
@@ -97,12 +97,12 @@ class MemoryReport:
 
 
 def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport:
-    """Say what a forecast has found.
+    """Report a forecast.
 
     Args:
         name: of the model.
         forecast: of the job.
-        cache: where measured speeds of this machine are kept.
+        cache: where measured speeds of this machine are cached.
     """
     from merak.plan.activations.fit import simulated
     from merak.plan.layout import segment_times, speeds
@@ -194,10 +194,10 @@ def page(report: MemoryReport) -> str:
     if report.assumed is not None:
         lines += [f"  assumed: {report.assumed}", ""]
     for rank in report.ranks:
-        share = rank.at_seconds / report.seconds if report.seconds else 0.0
+        fraction = rank.at_seconds / report.seconds if report.seconds else 0.0
         lines.append(
-            f"  pipeline position {rank.rank}: at most {size(rank.peak)}, at {rank.at} "
-            f"({share:.0%} into the iteration)"
+            f"  pp rank {rank.rank}: at most {size(rank.peak)}, at {rank.at} "
+            f"({fraction:.0%} into the iteration)"
             + (f", and {size(rank.host)} in host memory" if rank.host else "")
         )
     return "\n".join(lines)

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SegmentSummary:
     """One segment, for people to read.
 
     Args:
         name: the module path it mostly comes from.
         parameters: numbers in the parameters it reads.
         split: how tensor parallelism splits them, by name.
-        whole: why it leaves the others whole, by name.
+        whole: why it replicates the others, by name.
         forward_collectives: how many activations tensor parallel ranks then sum or gather.
-        backward_collectives: likewise gradients of activations.
-        shared_values: activations outside split work that lie in shares of the sequence.
-        values: how many activations there are outside split work; 0 without shares.
-        gathered_for: operators outside split work that take whole what lies in shares.
+        backward_collectives: how many gradients of activations they sum or gather.
+        shared_values: activations between split products whose sequence is sharded.
+        values: number of activations between split products; 0 without sequence parallelism.
+        gathered_for: operators between split products for which activations are gathered.
     """
 
     name: str
@@ -64,10 +64,10 @@ class TraceReport:
         cached: whether the graph came from the cache.
         peak_rss_bytes: the most memory this process had.
         tp: the tensor parallel degree for which the splits are.
-        tp_sharded_fraction: share of the parameters (numbers, not tensors) that it splits.
-        sequence_parallel: whether its ranks hold shares of the sequence.
+        tp_sharded_fraction: fraction of the parameters (numbers, not tensors) that it splits.
+        sequence_parallel: whether its ranks shard the sequence between split products.
         parts: the segments, in order.
-        kept_whole: modules that cannot be traced inside, and run as one operator each.
+        kept_whole: opaque modules, which run as one operator each.
     """
 
     model: str
@@ -80,7 +80,7 @@ class TraceReport:
     tp: int
     tp_sharded_fraction: float
     sequence_parallel: bool = False
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SegmentSummary] = field(default_factory=list)
     kept_whole: list[OpaqueModule] = field(default_factory=list)
 
 
@@ -171,8 +171,8 @@ def _report(name: str, request: TraceRequest, timed: BuiltGraph, build_s: float)
     )
 
 
-def _part(segment: Segment, found: SegmentReport, shapes: Mapping[str, int]) -> Part:
-    return Part(
+def _part(segment: Segment, found: SegmentReport, shapes: Mapping[str, int]) -> SegmentSummary:
+    return SegmentSummary(
         segment.name,
         sum(shapes[name] for name in segment.parameters),
         found.split,
@@ -222,18 +222,18 @@ def _page(report: TraceReport) -> str:
     return "\n".join(lines)
 
 
-def _segments(parts: Sequence[Part]) -> Iterator[str]:
+def _segments(parts: Sequence[SegmentSummary]) -> Iterator[str]:
     """The segments; how one is split is said for the first of its kind."""
     shown: set[tuple[str, ...]] = set()
     for index, part in enumerate(parts):
         yield f"  {index:>4}  {part.name:<48} {count(part.parameters):>14}"
-        lines = tuple(_ways(part))
+        lines = tuple(_sharding_lines(part))
         if lines not in shown:
             shown.add(lines)
             yield from (f"        {line}" for line in lines)
 
 
-def _ways(part: Part) -> Iterator[str]:
+def _sharding_lines(part: SegmentSummary) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for kind, named in (("split", part.split), ("whole", part.whole)):
         for name, why in named.items():

@@ -124,8 +124,8 @@ def warn_once(logger: logging.Logger, message: str, *values: object) -> None:
 
     Args:
         logger: as for `warn_on_rank0`.
-        message: likewise.
-        *values: likewise; hashable.
+        message: as for `warn_on_rank0`.
+        *values: as for `warn_on_rank0`; hashable.
     """
     if is_rank0():
         logger.warning(message, *values, stacklevel=2)

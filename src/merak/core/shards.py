@@ -33,7 +33,9 @@ class ParameterShard:
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes along `dim` of the fused parts on every rank."""
         parts = enumerate(self.parts)
-        return tuple(size if i in self.whole else share_of(size, self.degree) for i, size in parts)
+        return tuple(
+            size if i in self.whole else shard_size(size, self.degree) for i, size in parts
+        )
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
         """Return the (start, stop) intervals of the whole along `dim` that rank `index` holds."""
@@ -46,8 +48,8 @@ class ParameterShard:
         )
 
 
-def share_of(size: int, degree: int) -> int:
-    """A rank's share of a size, rounded up."""
+def shard_size(size: int, degree: int) -> int:
+    """Return the size of a shard, rounded up."""
     return -(-size // degree)
 
 
@@ -66,13 +68,13 @@ def fill_up(part: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(shape)], dim=shard.dim)
 
 
-def join(shares: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
+def join(shards: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
     """Concatenate the shards of all ranks, in rank order, to the whole; the inverse of `take`."""
-    split = [share.split(shard.sizes(), dim=shard.dim) for share in shares]
+    split = [own.split(shard.sizes(), dim=shard.dim) for own in shards]
     pieces = [
-        share[part]
+        own[part]
         for part in range(len(shard.parts))
-        for share in (split[:1] if part in shard.whole else split)
+        for own in (split[:1] if part in shard.whole else split)
     ]
     joined, size = torch.cat(pieces, dim=shard.dim), sum(shard.parts)
     if joined.shape[shard.dim] == size:

@@ -15,28 +15,28 @@ USUAL_GPU = "h100-sxm"
 BACKENDS = ("gloo", "nccl")
 
 
-def device_of(asked: str | None) -> torch.device:
+def device_of(wanted: str | None) -> torch.device:
     """Return the device that `--device` names.
 
     Args:
-        asked: "cpu" or "cuda"; None for what this machine has.
+        wanted: "cpu" or "cuda"; None for what this machine has.
 
     Raises:
         CommandError: it is another one, or not there.
     """
-    kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in DEVICES:
         raise CommandError(f"--device {kind} is not supported; use cpu or cuda.")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise CommandError("--device cuda was asked for, but torch sees no GPU; use cpu.")
+        raise CommandError("--device cuda was wanted for, but torch sees no GPU; use cpu.")
     return torch.device(kind)
 
 
-def planned_device(asked: str | None) -> tuple[torch.device, DeviceProfile | None]:
+def planned_device(wanted: str | None) -> tuple[torch.device, DeviceProfile | None]:
     """Return the device that a job is planned for, which need not be on this machine.
 
     Args:
-        asked: "cpu", "cuda", or the name of a GPU that has a data sheet; None for what this
+        wanted: "cpu", "cuda", or the name of a GPU that has a data sheet; None for what this
             machine has.
 
     Returns:
@@ -46,24 +46,26 @@ def planned_device(asked: str | None) -> tuple[torch.device, DeviceProfile | Non
     Raises:
         CommandError: it is another one.
     """
-    if asked in PRESETS or (asked == "cuda" and not torch.cuda.is_available()):
-        sheet = preset(asked if asked is not None and asked in PRESETS else USUAL_GPU)
-        # Without torch's own part for GPUs, not even tensors without numbers can be there.
+    if wanted in PRESETS or (wanted == "cuda" and not torch.cuda.is_available()):
+        sheet = preset(wanted if wanted is not None and wanted in PRESETS else USUAL_GPU)
+        # Without torch's own part for GPUs, not even fake tensors can be on one.
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), sheet
-    if asked not in (None, *DEVICES):
-        similar = did_you_mean(str(asked), PRESETS)
+    if wanted not in (None, *DEVICES):
+        suggestion = did_you_mean(str(wanted), PRESETS)
         known = f"; use cpu, cuda, or one of {', '.join(PRESETS)}."
-        raise CommandError(f"--device {asked} is not known{known if similar == '.' else similar}")
-    return device_of(asked), None
+        raise CommandError(
+            f"--device {wanted} is not known{known if suggestion == '.' else suggestion}"
+        )
+    return device_of(wanted), None
 
 
-def check_backend(asked: str | None, device: torch.device) -> None:
+def check_backend(wanted: str | None, device: torch.device) -> None:
     """Refuse a `--backend` that cannot carry tensors of a device.
 
     Raises:
         CommandError: it cannot.
     """
-    if asked is not None and asked not in BACKENDS:
-        raise CommandError(f"--backend {asked} is not supported; use gloo or nccl.")
-    if asked == "nccl" and device.type == "cpu":
+    if wanted is not None and wanted not in BACKENDS:
+        raise CommandError(f"--backend {wanted} is not supported; use gloo or nccl.")
+    if wanted == "nccl" and device.type == "cpu":
         raise CommandError("--backend nccl carries tensors of GPUs alone; use gloo on the CPU.")

@@ -59,7 +59,7 @@ class Failure:
     Args:
         rank: which one.
         time_s: when, by the clock.
-        sentence: what is told of it.
+        sentence: what is reported of it.
         is_bad_input: whether it is an error of the user's input.
     """
 
@@ -130,10 +130,12 @@ def _rank(work: Work[Result], folder: Path) -> Result:
         if isinstance(error, KeyboardInterrupt) or was_interrupted():
             os._exit(INTERRUPTED)  # the command says so
         if is_lost_connection(error):
-            told = why_lost(error)  # meanwhile the launcher stops this rank if it knows the cause
+            reported = why_lost(
+                error
+            )  # meanwhile the launcher stops this rank if it knows the cause
         else:
-            told = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
-        _note(folder, told, is_bad_input=False)
+            reported = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc().rstrip()}"
+        _note(folder, reported, is_bad_input=False)
     # Not sys.exit: threads of a communication library may wait for ranks that never come.
     sys.stderr.flush()
     os._exit(1)

@@ -233,8 +233,8 @@ def taken(name: str, default: Any = MISSING) -> Any:
         default: another default.
     """
     own = _FIELDS[name]
-    told = {key: own.metadata[key] for key in ("help", "choices") if own.metadata[key]}
-    return field(default=own.default if default is MISSING else default, metadata=told)
+    shown = {key: own.metadata[key] for key in ("help", "choices") if own.metadata[key]}
+    return field(default=own.default if default is MISSING else default, metadata=shown)
 
 
 def placeholder(name: str) -> str:

@@ -38,7 +38,7 @@ from merak.zoo.smallest import Trained, Version, first_that_trains
 DEFAULT_SEQUENCE = 32
 """Tokens of a sequence, where the model takes so many."""
 
-MOST_LACKING = 8
+MAX_MISSING_FIELDS = 8
 """Fields that are taken from other parts of a config, one after the other."""
 
 
@@ -156,7 +156,7 @@ def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:
 
 def _with_missing_fields(request: Request, completion: Fields, wanted: Wanted) -> Fields:
     """A completion, and fields that the model built with it finds missing."""
-    for _ in range(MOST_LACKING):
+    for _ in range(MAX_MISSING_FIELDS):
         config = request.source(completion).config
         smallest = next(attempts(config, request.given, wanted)).fields
         source = request.source(merged(completion, smallest))
@@ -205,8 +205,8 @@ def _jobs(
     source = request.source(changes)
     limit = getattr(text_part(source.config), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else DEFAULT_SEQUENCE
-    asked = request.sequence or min(DEFAULT_SEQUENCE, longest)
-    for example in islice(examples(source.model_class, source.config, asked, failures), most):
+    requested = request.sequence or min(DEFAULT_SEQUENCE, longest)
+    for example in islice(examples(source.model_class, source.config, requested, failures), most):
         columns = example.columns
         if changes:
             columns = _small_images(source, columns)

@@ -114,8 +114,8 @@ def class_by_name(name: str) -> type[PreTrainedModel]:
     if isinstance(found, type) and issubclass(found, PreTrainedModel):
         return found
     what = f"model {name!r} is neither a file or folder nor a transformers architecture"
-    similar = "." if "/" in name else did_you_mean(name, known)  # a path is like no class
-    raise CommandError(f"{what}{similar if similar != '.' else _what_to_name(name)}")
+    suggestion = "." if "/" in name else did_you_mean(name, known)  # a path is like no class
+    raise CommandError(f"{what}{suggestion if suggestion != '.' else _what_to_name(name)}")
 
 
 def _what_to_name(name: str) -> str:

@@ -89,8 +89,8 @@ def _train(version: Version) -> Trained | MerakError:
     except MerakError as failed:
         failures.append(failed)
     except Exception as failed:  # a config that its own model, or the batch, cannot be made of
-        said = f"its config cannot be used: {type(failed).__name__}: {failed}"
-        failures.append(EagerError(said))
+        message = f"its config cannot be used: {type(failed).__name__}: {failed}"
+        failures.append(EagerError(message))
     assert failures, "no jobs"
     # That one batch gave no loss says nothing where another one failed for its own reason.
     return next((f for f in failures if not is_without_loss(f.__cause__)), failures[0])

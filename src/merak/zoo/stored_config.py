@@ -43,15 +43,15 @@ def in_todays_names(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict
         stored: the fields.
     """
     today = config.to_dict()
-    kept = {name: value for name, value in stored.items() if name in today}
+    current = {name: value for name, value in stored.items() if name in today}
     for name, inner in inner_configs(config):
-        if isinstance(kept.get(name), Mapping):
-            kept[name] = in_todays_names(inner, kept[name])
+        if isinstance(current.get(name), Mapping):
+            current[name] = in_todays_names(inner, current[name])
     try:
-        concluded = type(config)(**copy.deepcopy(kept)).to_dict()
+        concluded = type(config)(**copy.deepcopy(current)).to_dict()
     except Exception:  # no config without the old names
         return today
-    return kept | {n: v for n, v in today.items() if n not in concluded or concluded[n] != v}
+    return current | {n: v for n, v in today.items() if n not in concluded or concluded[n] != v}
 
 
 def with_fewer_layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

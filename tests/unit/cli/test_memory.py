@@ -130,7 +130,7 @@ def test_host_memory_takes_what_the_device_does_not(capsys):
 def test_the_page_shows_stages_and_moments(capsys):
     assert main([*MODEL, "--pp", "2", "--microbatches", "2"]) == 0
     page = capsys.readouterr().out
-    assert "stage  segments" in page and "pipeline position 1: at most" in page
+    assert "stage  segments" in page and "pp rank 1: at most" in page
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def pack_corpus(texts: Texts, held_out: Texts | None, recipe: DataRecipe, folder
         texts: what is read.
         held_out: texts to evaluate with; None to hold some of `texts` out.
         recipe: how it is tokenized, packed and split.
-        folder: where the result is kept.
+        folder: where the result is stored.
 
     Raises:
         CommandError: the texts do not fill one sample, or there is no such tokenizer.
@@ -131,8 +131,8 @@ def _split(texts: Sequence[str], held_out: float) -> tuple[list[str], list[str]]
     if not held_out:
         return list(texts), []
     every = min(round(1 / held_out), len(texts))
-    kept = [text for index, text in enumerate(texts) if index % every != every - 1]
-    return kept, [text for index, text in enumerate(texts) if index % every == every - 1]
+    training = [text for index, text in enumerate(texts) if index % every != every - 1]
+    return training, [text for index, text in enumerate(texts) if index % every == every - 1]
 
 
 def check_tokenizer(recipe: DataRecipe) -> None:

@@ -88,9 +88,9 @@ def check_job(job: Job) -> None:
     if isinstance(find_source(recipe.data), Texts):
         _check_text(source, recipe.data)
         if args.eval_strategy != "no" and not recipe.data.held_out:
-            asked = recipe.arguments["eval_strategy"]
+            wanted = recipe.arguments["eval_strategy"]
             raise CommandError(
-                f"eval_strategy={asked!r} has nothing to evaluate with, since data.held_out is 0; "
+                f"eval_strategy={wanted!r} has nothing to evaluate with, since data.held_out is 0; "
                 "hold a share of the texts out, or use 'no'."
             )
     if source.weights is None:

@@ -116,8 +116,8 @@ def _dataset(path: Path) -> datasets.DatasetDict:
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as cause:  # whatever a damaged folder may lead to
-        said = " ".join(str(cause).split())[:200].rstrip(".")
-        raise CommandError(f"the dataset {path} cannot be loaded: {said}.") from cause
+        message = " ".join(str(cause).split())[:200].rstrip(".")
+        raise CommandError(f"the dataset {path} cannot be loaded: {message}.") from cause
     if isinstance(loaded, datasets.Dataset):
         return datasets.DatasetDict(train=loaded)
     if "train" not in loaded:

@@ -99,17 +99,17 @@ def is_lost_connection(error: BaseException) -> bool:
 def _report(
     before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    is_single_process = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if issubclass(kind, KeyboardInterrupt) or interrupt.was_interrupted():
-        if is_alone or is_first():
+        if is_single_process or is_first():
             _show_interrupt(before, error)
         if not issubclass(kind, KeyboardInterrupt):  # but what follows from peers that have ended
             sys.stderr.flush()
             os._exit(interrupt.INTERRUPTED)
-        if not is_alone:
+        if not is_single_process:
             _end_soon(INTERRUPT_EXIT_S)
         return
-    if is_alone:
+    if is_single_process:
         _show(before, error)
         return
     if is_lost_connection(error):

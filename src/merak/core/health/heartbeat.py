@@ -26,7 +26,7 @@ GLOO = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO, "NCCL_SOCKET_IFNAME")
 """Environment variables that name the network interfaces of ranks."""
 
-OWN_ALONE = ", which only that host itself can reach"
+LOCAL_ONLY = ", which only that host itself can reach"
 
 ENDED = "X"
 
@@ -218,7 +218,7 @@ class Peers:
         hosts = sorted({(b.host, b.address) for b, _ in self._found.values()})
         are_several = len({b.machine for b, _ in self._found.values()}) > 1
         return ", ".join(
-            f"{host} ({address}{OWN_ALONE if are_several and address.startswith('127.') else ''})"
+            f"{host} ({address}{LOCAL_ONLY if are_several and address.startswith('127.') else ''})"
             for host, address in hosts
         )
 

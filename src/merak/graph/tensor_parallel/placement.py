@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.core.shards import share_of
+from merak.core.shards import shard_size
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.custom_operators import Role, custom_operator
 from merak.graph.ir.operators import is_known
@@ -189,7 +189,7 @@ class Operator:
     def local(self, size: int, placed: Shard | None = None) -> int:
         """A rank's share of a size that is split; filled up where it is all of a padded value."""
         if placed is not None and placed.parts == (size,) and is_padded(placed, self.degree):
-            return share_of(size, int(self.degree))
+            return shard_size(size, int(self.degree))
         if size % self.degree:
             raise self.error(f"splits a size of {size}, which tp={self.degree} does not divide")
         return size // self.degree
@@ -253,7 +253,7 @@ def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
         return meta
     shape = list(meta.shape)
     if is_padded(placed, degree):
-        shape[placed.dim] = share_of(shape[placed.dim], int(degree))
+        shape[placed.dim] = shard_size(shape[placed.dim], int(degree))
         return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
     whole = sum(placed.parts[i] for i in placed.whole) if isinstance(placed, PartlySharded) else 0
     shape[placed.dim] = (shape[placed.dim] - whole) // degree + whole

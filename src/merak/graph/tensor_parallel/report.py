@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from merak.core.shards import share_of
+from merak.core.shards import shard_size
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.apply import TensorParallel
@@ -155,7 +155,7 @@ def gathered_for(segment: Segment, laid: SequencePropagation) -> tuple[str, ...]
 def _of_vocabulary(placed: WeightPlacement, degree: int) -> str:
     """A split vocabulary in words, with the rows that it is filled up by."""
     (size,) = placed.parts
-    padding = share_of(size, degree) * degree - size
+    padding = shard_size(size, degree) * degree - size
     return f"vocabulary ({size} and {padding} of padding)" if padding else "vocabulary"
 
 

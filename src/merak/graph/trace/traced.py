@@ -1,4 +1,4 @@
-"""What a trace yields."""
+"""The result of a trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from merak.graph.ir.ir import ParameterWrites
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The whole model as one graph, before it is cut.
+    """A traced model as one graph, before it is cut into segments.
 
     Args:
         graph: ATen operators; placeholders carry `meta["kind"]` and `meta["name"]`; it returns the
@@ -24,9 +24,9 @@ class Trace:
         constants: tensors the model's code made outside its buffers, by name.
         columns: the batch it was traced with.
         sources: files whose code the trace ran through.
-        num_conditions: how many choices by chance were answered for it; what they depend on, a
-            truth each, the graph returns after the outputs. `graph.choices` makes them none.
-        parameter_writes: what is written into parameters before the graph runs.
+        num_conditions: how many random conditions were answered for it; the graph returns their
+            booleans after the outputs, until `branches` has merged both branches of each.
+        parameter_writes: writes into parameters, done before the graph runs.
     """
 
     graph: fx.Graph

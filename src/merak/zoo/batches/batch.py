@@ -169,7 +169,7 @@ def _described_columns(
     return {n: replace(c, shape=(sizes.batch, *c.shape[1:])) for n, c in columns.items()}
 
 
-def asked_columns(
+def requested_columns(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     sequence: int,
@@ -237,19 +237,19 @@ def _names(value: str | Sequence[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _sequence(config: PreTrainedConfig, asked: int | None) -> int:
+def _sequence(config: PreTrainedConfig, wanted: int | None) -> int:
     limit = getattr(text_part(config), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else None
-    if asked is None:
+    if wanted is None:
         return min(DEFAULT_SEQUENCE, longest or DEFAULT_SEQUENCE)
-    if asked < 1:
-        raise CommandError(f"--seq {asked} has no tokens; use 1 or more.")
-    if longest is not None and asked > longest:
+    if wanted < 1:
+        raise CommandError(f"--seq {wanted} has no tokens; use 1 or more.")
+    if longest is not None and wanted > longest:
         raise CommandError(
-            f"--seq {asked} is more than the model's {longest} positions; use --seq {longest}, or "
-            f"--config '{{\"max_position_embeddings\": {asked}}}'."
+            f"--seq {wanted} is more than the model's {longest} positions; use --seq {longest}, or "
+            f"--config '{{\"max_position_embeddings\": {wanted}}}'."
         )
-    return asked
+    return wanted
 
 
 def _shifts_labels(config: PreTrainedConfig) -> bool:

@@ -21,8 +21,8 @@ class Column:
         first: the smallest of the whole numbers.
         last: the last one of every row, which is nowhere else in it, such as the token that ends
             a text; None where it is drawn like the others.
-        times: so often it is in a row: at the end of each of so many equal parts.
-        in_turns: whether the whole numbers follow each other along a row instead of being drawn.
+        times: number of times that it occurs: at the end of each of as many equal parts.
+        interleaved: whether the whole numbers follow each other along a row instead of being drawn.
         is_switch: whether they stand for true and false.
     """
 
@@ -31,7 +31,7 @@ class Column:
     first: int = 0
     last: int | None = None
     times: int = 1
-    in_turns: bool = False
+    interleaved: bool = False
     is_switch: bool = False
 
     @property
@@ -55,7 +55,7 @@ def _draw(column: Column, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if column.num_values is None:
         return torch.randn(column.shape, generator=generator)
-    if column.in_turns:
+    if column.interleaved:
         row = torch.arange(column.shape[-1]) % column.num_values + column.first
         return row.expand(column.shape).to(column.meta.dtype, copy=True)
     if column.last is None:

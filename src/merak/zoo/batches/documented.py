@@ -126,9 +126,9 @@ def documented_column(argument: Described, config: PreTrainedConfig, known: Know
     if _MASK.search(argument.name):  # nothing is masked out
         return Column(shape, 1, first=1, is_switch=is_switch)
     if is_switch:
-        return Column(shape, 2, in_turns=True, is_switch=True)
+        return Column(shape, 2, interleaved=True, is_switch=True)
     if "position" in argument.name:
-        return Column(shape, shape[-1], in_turns=True)
+        return Column(shape, shape[-1], interleaved=True)
     if "input_ids" in argument.name:
         return Column(shape, known.vocabulary)
     return Column(shape, 1 if "type_ids" in argument.name else 2)
@@ -203,8 +203,8 @@ def loss_givers(model_class: type[PreTrainedModel]) -> list[str]:
     Args:
         model_class: the architecture.
     """
-    said = _LOSS.search(inspect.getdoc(model_class.forward) or "")
-    named = re.findall(r"`(\w+)`", said[1]) if said else []
+    text = _LOSS.search(inspect.getdoc(model_class.forward) or "")
+    named = re.findall(r"`(\w+)`", text[1]) if text else []
     return [name for name in described(model_class) if name in named]
 
 
@@ -214,7 +214,7 @@ def is_target(name: str) -> bool:
     return bool({"label", "labels", "target", "targets"} & set(words)) or name == "future_values"
 
 
-def asked_for(error: BaseException, names: Iterable[str]) -> list[str]:
+def names_in_error(error: BaseException, names: Iterable[str]) -> list[str]:
     """The names that an error speaks of: in its words, else in the line that it comes from.
 
     Args:

@@ -13,21 +13,21 @@ from merak.check.reference import is_without_loss
 from merak.graph.trace.call import LossFunction
 from merak.zoo.batches.batch import (
     TARGETS,
-    asked_columns,
     documented_columns,
     example_columns,
     further_inputs,
     predicts_classes,
     predicts_pairs,
+    requested_columns,
     sound_mask,
     visual_field,
 )
 from merak.zoo.batches.columns import Column, Columns
 from merak.zoo.batches.documented import (
-    asked_for,
     described,
     is_target,
     loss_givers,
+    names_in_error,
     with_companions,
 )
 from merak.zoo.batches.losses import class_loss, outputs_loss, pair_loss
@@ -47,7 +47,7 @@ FRAMES = 4
 SEPARATORS = 3
 """Behind the question twice, and behind the context."""
 
-MOST_ASKED = 8
+MAX_REQUESTED = 8
 """So many things a model may turn out to need, one after the other."""
 
 
@@ -90,10 +90,12 @@ def examples(
             continue
         seen.append(example)
         yield example
-        for asked in _asked(model_class, config, sequence, (example, failures)):
-            if asked not in seen:
-                seen.append(asked)
-                yield asked
+        for requested in _with_requested_columns(
+            model_class, config, sequence, (example, failures)
+        ):
+            if requested not in seen:
+                seen.append(requested)
+                yield requested
 
 
 def _all(
@@ -104,7 +106,7 @@ def _all(
         plain |= _in_patches(config)
     if not any(map(is_target, plain)):
         givers = [name for name in loss_givers(model_class) if name not in plain]
-        plain |= asked_columns(model_class, config, sequence, givers)
+        plain |= requested_columns(model_class, config, sequence, givers)
     yield Example(plain)
     everything = plain | further_inputs(model_class, config, sequence)
     yield Example(everything)
@@ -132,7 +134,7 @@ def _all(
         yield Example(inputs, outputs_loss)
 
 
-def _asked(
+def _with_requested_columns(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     sequence: int,
@@ -141,15 +143,15 @@ def _asked(
     """An example with what the model says it lacks, one thing after the other."""
     example, failures = tried
     documented = described(model_class)
-    for _ in range(MOST_ASKED):
+    for _ in range(MAX_REQUESTED):
         if not failures:
             return
         error = _origin(failures[-1])
         others = [name for name in documented if name not in example.columns]
         is_lossless = is_without_loss(error)
         targets = [name for name in others if is_target(name)]
-        wanted = with_companions(targets, others) if is_lossless else asked_for(error, others)
-        columns = asked_columns(model_class, config, sequence, wanted)
+        wanted = with_companions(targets, others) if is_lossless else names_in_error(error, others)
+        columns = requested_columns(model_class, config, sequence, wanted)
         if is_lossless and not columns and example.loss_fn is None:
             example = replace(example, loss_fn=outputs_loss)
         elif columns := columns or _as_video(error, example.columns, config):
@@ -162,7 +164,7 @@ def _asked(
 def _fitted(tried: Sequence[Example], failures: Sequence[BaseException]) -> Iterator[Example]:
     """Examples that failed in the sizes that the model then asks for, one after the other."""
     for example in tuple(tried):
-        for _ in range(MOST_ASKED):
+        for _ in range(MAX_REQUESTED):
             place = tried.index(example)
             if place >= len(failures):
                 return

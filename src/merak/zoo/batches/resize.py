@@ -27,10 +27,10 @@ def fitted(error: BaseException, columns: Columns) -> Columns:
 
 def _sized(error: BaseException, columns: Columns) -> Columns:
     """The size that the model has for a dimension that nothing else gave a number."""
-    said = _SIZES.search(str(error))
-    if said is None:
+    message = _SIZES.search(str(error))
+    if message is None:
         return {}
-    guessed, wanted, place = map(int, said.groups())
+    guessed, wanted, place = map(int, message.groups())
     if guessed != UNSAID or place == 0:
         return {}
     return {
@@ -42,10 +42,10 @@ def _sized(error: BaseException, columns: Columns) -> Columns:
 
 def _with_rows(error: BaseException, columns: Columns) -> Columns:
     """As many labels as the model has rows of scores."""
-    said = _ROWS.search(str(error))
-    if said is None:
+    message = _ROWS.search(str(error))
+    if message is None:
         return {}
-    rows, labels = map(int, said.groups())
+    rows, labels = map(int, message.groups())
     if labels == 0 or rows % labels:
         return {}
     return {

@@ -13,7 +13,7 @@ from typing import Any
 
 from merak.zoo.configs import field_names as names
 from merak.zoo.configs.fields import are_counts, is_count
-from merak.zoo.configs.layers import first_stages, in_turns, of_each_kind
+from merak.zoo.configs.layers import first_stages, interleaved, of_each_kind
 
 
 class Group(Enum):
@@ -79,7 +79,7 @@ def fewer_layers(name: str, value: Any, sizes: Sizes) -> Any:
             return [i for i in value if i < sizes.layers] or [sizes.layers - 1][: len(value)]
         if sizes.old_layers > sizes.layers and len(value) == sizes.old_layers:
             if sizes.shares:
-                return in_turns(value, sizes.layers)
+                return interleaved(value, sizes.layers)
             return of_each_kind(value, sizes.layers, sizes.each)
         return value
     if name in names.DEPTH_FACTORS and isinstance(value, float):

@@ -31,12 +31,12 @@ def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple))}
     by_layer = (v for n, v in lists.items() if len(v) == old and not names.LAYER_NUMBERS.search(n))
     kinds = max((len(set(map(str, v))) for v in (*by_layer, own_fields(config, old))), default=1)
-    # Kinds that take turns: so many layers until each has had one.
-    turns = [len(v) for n, v in lists.items() if names.KINDS.search(n) and len(v) < old]
+    # Kinds that take rounds: so many layers until each has had one.
+    rounds = [len(v) for n, v in lists.items() if names.KINDS.search(n) and len(v) < old]
     # One more than there are kinds, so that a kind has layers on both of two stages.
     several = max(kinds + 1, kinds * (2 if shares(config) else each))
     stages = max((len(indices) for indices in taken_stages(config).values()), default=0)
-    layers = min(old, max(least, several, stages, *turns))
+    layers = min(old, max(least, several, stages, *rounds))
     return _until_all_kinds(config, old, layers)
 
 
@@ -145,7 +145,7 @@ def of_each_kind(values: Sequence[Any], length: int, each: int) -> list[Any]:
     return [values[i] for i in sorted((*first, *rest))]
 
 
-def in_turns(values: Sequence[Any], length: int) -> list[Any]:
+def interleaved(values: Sequence[Any], length: int) -> list[Any]:
     """So many values that each kind comes in turn: among the first half of them as in the rest."""
     kinds = [v for i, v in enumerate(values) if v not in values[:i]]
     return [kinds[i % len(kinds)] for i in range(length)]

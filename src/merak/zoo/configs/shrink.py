@@ -152,8 +152,8 @@ class _Shrinker:
         if Group.WIDTHS in sizes.groups:
             found |= by_channel(config, changes) | parts(config, changes, self.part)
         if own := own_fields(config, sizes.old_layers):
-            kept = fewer_layers(BY_LAYER, own, sizes) if Group.LAYERS in self.groups else own
-            new = [{n: small(n, v, sizes) for n, v in fields.items()} for fields in kept]
+            unchanged = fewer_layers(BY_LAYER, own, sizes) if Group.LAYERS in self.groups else own
+            new = [{n: small(n, v, sizes) for n, v in fields.items()} for fields in unchanged]
             found[BY_LAYER] = {str(number): fields for number, fields in enumerate(new) if fields}
         return {n: v for n, v in found.items() if n not in self.given}
 

@@ -56,12 +56,12 @@ def test_a_killed_rank_is_told_from_a_stopped_one(child: subprocess.Popen[bytes]
     beat = beat_of(child.pid)
     peers = peers_of(own_heartbeat(), beat)
     assert peers.fates([0, 1]) == {}
-    assert "lives, but says nothing for" in peers.verdict(1, {})
+    assert "lives, but says nothing for" in peers.describe(1, {})
     child.send_signal(signal.SIGSTOP)
     until_state(child.pid, "T")
     fates = peers.fates([0, 1])
     assert list(fates) == [1]
-    said = peers.verdict(1, fates)
+    said = peers.describe(1, fates)
     assert f"rank 1 (process {child.pid} on {beat.host}) is stopped, as by SIGSTOP" in said
     assert said.endswith("s ago it said that it is tracing the model")
     child.kill()
@@ -90,15 +90,15 @@ def test_a_rank_of_another_machine() -> None:
     beat = replace(beat_of(os.getpid()), machine="elsewhere", host="far", address="10.0.0.9")
     peers = peers_of(beat)
     assert peers.fates([0]) == {}
-    assert "or its host, 10.0.0.9, cannot be reached" in peers.verdict(0, {})
+    assert "or its host, 10.0.0.9, cannot be reached" in peers.describe(0, {})
     seen = {0: "is stopped"}  # as a rank there has told
-    assert f"rank 0 (process {beat.pid} on far) is stopped" in peers.verdict(0, seen)
+    assert f"rank 0 (process {beat.pid} on far) is stopped" in peers.describe(0, seen)
 
 
 def test_ranks_that_never_came_and_that_left() -> None:
     peers = peers_of(None, ended(beat_of(os.getpid())))
-    assert "rank 0 has not been heard of: merak.init was not called there" in peers.verdict(0, {})
-    assert "has left the job, since its script has ended" in peers.verdict(1, {})
+    assert "rank 0 has not been heard of: merak.init was not called there" in peers.describe(0, {})
+    assert "has left the job, since its script has ended" in peers.describe(1, {})
     assert peers.fates([0, 1]) == {}
     assert not peers.are_known
 

@@ -128,7 +128,7 @@ def test_a_second_interrupt_ends_the_process(
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(interrupt.os, "_exit", codes.append)
     assert not interrupt.was_interrupted()
-    interrupt._note(read)
+    interrupt._record(read)
     os.close(read)
     assert interrupt.was_interrupted()
     assert bool(codes) is ends and {*codes} <= {interrupt.INTERRUPTED}

@@ -124,8 +124,8 @@ def test_one_of_the_ranks_that_wait_says_so(
     other, _ = watching(waits(61.0), rank=1, waits_for_nobody=False)
     dog._beat.write(store, 0)
     for _ in range(2):
-        dog._give_notice(store)
-        other._give_notice(store)
+        dog._log_notice(store)
+        other._log_notice(store)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("merak: rank 0 (pp 0, dp 0, tp 0, ")
     assert "has waited 61.0 s for the gradient from rank 1" in line
@@ -142,22 +142,22 @@ def test_what_a_watchdog_says_is_seen_while_a_trace_keeps_errors_back(
 
 def test_a_wait_of_seconds_is_not_worth_a_notice(capfd: pytest.CaptureFixture[str]) -> None:
     dog, store = watching(waits(59.0))
-    dog._give_notice(store)
+    dog._log_notice(store)
     dog._report = OUTSIDE
-    dog._give_notice(store)
+    dog._log_notice(store)
     assert capfd.readouterr().err == ""
 
 
 def test_a_rank_says_what_it_is_and_does() -> None:
     dog, store = watching(OUTSIDE)
     with status.phase("loading weights"):
-        dog._tell_heartbeat(store)
+        dog._publish_heartbeat(store)
     assert b'"doing": "is loading weights for 0.0 s and waits for nobody"' in store.get(
         f"{PREFIX}/0"
     )
     assert dog._beat.busy_s is not None
     with status.phase("loading weights"), status.waiting("the plan from", (1,)):
-        dog._tell_heartbeat(store)
+        dog._publish_heartbeat(store)
     assert "is loading weights and has waited" in dog._beat.doing
     assert dog._beat.busy_s is None
     assert status.status().phase == ""
