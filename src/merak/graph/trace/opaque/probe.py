@@ -101,7 +101,7 @@ def probe(
 
     Raises:
         CannotBeOpaque: it fails on all values that were tried, or its outputs' sizes depend on
-        them.
+            them.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
