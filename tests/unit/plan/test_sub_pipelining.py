@@ -1,11 +1,13 @@
-"""Whether a job runs in halves, by the simulation of its schedule."""
+"""The decision on sub-pipelining: the user's option, and the gain in the simulated schedule."""
 
 from __future__ import annotations
 
 import pytest
 
+from merak.core.errors import PlanError
 from merak.plan.cost.overlap import Layers
-from merak.plan.sub_pipelining import sub_pipelining_gain
+from merak.plan.engine_options import EngineOptions
+from merak.plan.sub_pipelining import requested_sub_pipelining, sub_pipelining_gain
 from merak.schedule.registry import build
 
 
@@ -27,3 +29,11 @@ def test_one_stage_gains_what_its_layers_gain() -> None:
 
 def test_what_takes_no_time_gains_nothing() -> None:
     assert sub_pipelining_gain(build("1f1b", 1, 1), (Layers(2, 0.0, 0.0),), hidden=1.0) == 1.0
+
+
+def test_sub_pipelining_is_refused_with_sequence_parallelism() -> None:
+    both = EngineOptions(sub_pipelining="on", sequence_parallel=True)
+    with pytest.raises(PlanError, match=r"hides all-reduces, of which sequence_parallel=True"):
+        requested_sub_pipelining(both)
+    assert requested_sub_pipelining(EngineOptions(sequence_parallel=True)) == "off"
+    assert requested_sub_pipelining(EngineOptions(sub_pipelining="on")) == "on"
