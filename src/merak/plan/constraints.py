@@ -61,7 +61,11 @@ def refuse_tied_stages(layout: Layout, owners: Mapping[str, frozenset[int]]) -> 
 
 
 def refuse_gradient_hooks(
-    model: nn.Module, layout: Layout, options: EngineOptions, split: Container[str], halves: bool
+    model: nn.Module,
+    layout: Layout,
+    options: EngineOptions,
+    split: Container[str],
+    sub_pipelined: bool,
 ) -> None:
     """Refuse hooks on gradients that autograd never accumulates whole on the parameter.
 
@@ -70,7 +74,7 @@ def refuse_gradient_hooks(
         layout: as it is laid out.
         options: how it is run.
         split: names of the parameters that tensor parallelism shards.
-        halves: whether microbatches run as sub-microbatches.
+        sub_pipelined: whether microbatches run as sub-microbatches.
 
     Raises:
         ScheduleError: there is such a hook.
@@ -85,7 +89,7 @@ def refuse_gradient_hooks(
             )
         if name in split:
             reason = f"is split over tp; give it Replicate() in the feature dict: {name}"
-        if halves:
+        if sub_pipelined:
             reason = "gets one from each sub-microbatch; use sub_pipelining='off'"
         if reason:
             raise ScheduleError(f"{name} has a hook on its gradient, but it {reason}.")

@@ -28,7 +28,7 @@ class Costs:
     recompute_in_input_gradient_s: tuple[float, ...]
     # Without any recomputation.
     backward_s: tuple[float, ...]
-    # The two halves of a split backward.
+    # The two parts of a split backward.
     input_gradient_s: tuple[float, ...]
     weight_gradient_s: tuple[float, ...]
     # Between stage i and stage i + 1.

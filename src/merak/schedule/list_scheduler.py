@@ -39,7 +39,7 @@ class Job:
     # From stage i to i + 1 and back; 0 on one rank.
     transfer_s: tuple[float, ...]
     # Held from the forward on, gained by recomputation, and left between I and W.
-    kept_bytes: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
     recomputed_bytes: tuple[float, ...]
     left_bytes: tuple[float, ...]
     # Per rank, for activations alone.
@@ -180,7 +180,7 @@ def _fits_forward(state: _State, rank: _Rank, stage: int) -> bool:
         return False
     back = rank.recomputed.stage if rank.recomputed is not None else None
     reserve = _reserve_bytes(job, rank, stage, back)
-    return rank.used_bytes + job.kept_bytes[stage] + reserve <= job.limit_bytes[job.ranks[stage]]
+    return rank.used_bytes + job.saved_bytes[stage] + reserve <= job.limit_bytes[job.ranks[stage]]
 
 
 def _reserve_bytes(job: Job, rank: _Rank, stage: int, back: int | None) -> float:
@@ -192,7 +192,7 @@ def _reserve_bytes(job: Job, rank: _Rank, stage: int, back: int | None) -> float
         stage: the stage from which on the microbatch has still to pass.
         back: a stage that is recomputed already, and needs no more memory.
     """
-    later = sum(job.kept_bytes[s] for s in rank.stages if s > stage)
+    later = sum(job.saved_bytes[s] for s in rank.stages if s > stage)
     again = max((job.recomputed_bytes[s] for s in rank.stages if s != back), default=0.0)
     return later + again
 
@@ -242,7 +242,7 @@ def _book_forward(state: _State, rank: _Rank, action: Action, now: float) -> flo
     end = now + job.forward_s[stage]
     state.inputs[stage].popleft()
     state.num_forwards[stage] += 1
-    rank.used_bytes += job.kept_bytes[stage]
+    rank.used_bytes += job.saved_bytes[stage]
     if stage + 1 < len(job.ranks):
         _deliver(state, state.inputs[stage + 1], stage + 1, end + job.transfer_s[stage])
     else:
@@ -266,7 +266,7 @@ def _book_backward(state: _State, rank: _Rank, action: Action, now: float) -> fl
         rank.used_bytes -= job.recomputed_bytes[stage]
     elif job.recompute_s[stage] is not None:
         duration += job.inside_s[stage]
-    rank.used_bytes -= job.kept_bytes[stage]
+    rank.used_bytes -= job.saved_bytes[stage]
     state.gradients[stage].popleft()
     state.num_backwards[stage] += 1
     if action.kind is Kind.INPUT_GRADIENT:

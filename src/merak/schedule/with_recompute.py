@@ -24,8 +24,8 @@ def recomputing(schedule: Schedule, recompute: Sequence[bool]) -> Schedule:
     """
     if len(recompute) != schedule.num_stages:
         raise ScheduleError(
-            f"{schedule.name} has {schedule.num_stages} stages, and {len(recompute)} were said to "
-            "recompute or not; give one value per stage."
+            f"{schedule.name} has {schedule.num_stages} stages, but {len(recompute)} recompute "
+            "flags were given; give one per stage."
         )
     actions = tuple(
         tuple(a for a in own if a.kind is not Kind.RECOMPUTE or recompute[a.stage])

@@ -261,14 +261,14 @@ def _attention(node: fx.Node, device_type: str) -> NodeWork:
     mask = _tensor(_argument(node, 3, "attn_mask"))
     fused = device_type != "cpu" or not _argument(node, 4, "dropout_p", 0.0)
     scores = _size(query) // query.shape[-1] * key.shape[-2]
-    kept = 1.0
+    fraction = 1.0
     if fused and _argument(node, 5, "is_causal", False):
-        kept = _causal_share(query.shape[-2], key.shape[-2])
+        fraction = _causal_fraction(query.shape[-2], key.shape[-2])
     sizes, values = query.shape[-1], value.shape[-1]
     num_bytes = _num_bytes(query, key, value, mask, *outputs(node))
     if fused:
-        flops = 2.0 * scores * kept
-        forward = Work(num_bytes, flops * (sizes + values), query.dtype, scores * kept)
+        flops = 2.0 * scores * fraction
+        forward = Work(num_bytes, flops * (sizes + values), query.dtype, scores * fraction)
         backward_flops = flops * (3 * sizes + 2 * values)
         return NodeWork((forward,), (Work(2 * num_bytes, backward_flops, query.dtype),))
     traffic = 3.0 * scores * query.dtype.itemsize
@@ -277,8 +277,8 @@ def _attention(node: fx.Node, device_type: str) -> NodeWork:
     return NodeWork((*products, *passes), (*products, *products, *([Work(traffic)] * 3)))
 
 
-def _causal_share(num_queries: int, num_keys: int) -> float:
-    """Share of scores on and below the diagonal that starts at the first query and key."""
+def _causal_fraction(num_queries: int, num_keys: int) -> float:
+    """Fraction of scores on and below the diagonal that starts at the first query and key."""
     full = max(0, num_queries - num_keys)
     rising = num_queries - full
     return (rising * (rising + 1) / 2 + full * num_keys) / (num_queries * num_keys)

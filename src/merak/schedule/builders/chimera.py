@@ -43,7 +43,7 @@ def chimera(
         pairs: f, a divisor of P / 2.
         method: how more than P microbatches are scheduled: direct (concatenation),
             forward_doubling or backward_halving.
-        recompute: keep only stage inputs. Unless given, only forward_doubling does, which holds
+        recompute: save only stage inputs. Unless given, only forward_doubling does, which holds
             twice the microbatches.
         eager_middle: reduce the middle stages' gradients eagerly too, though no bubble hides it.
 

@@ -50,9 +50,9 @@ def least_limit(request: Request, ranks: Sequence[int]) -> float:
     extra = [0.0] * request.num_ranks
     for stage, rank in enumerate(ranks):
         full = costs.activation_bytes[stage]
-        kept = costs.checkpoint_bytes[stage] if flags[stage] else full
-        needed[rank] += costs.state_bytes[stage] + kept
-        extra[rank] = max(extra[rank], full - kept)
+        saved = costs.checkpoint_bytes[stage] if flags[stage] else full
+        needed[rank] += costs.state_bytes[stage] + saved
+        extra[rank] = max(extra[rank], full - saved)
     return max(a + b for a, b in zip(needed, extra))
 
 
@@ -107,7 +107,7 @@ def _recompute_choices(request: Request, ranks: Sequence[int]) -> list[tuple[boo
 def make_job(request: Request, ranks: tuple[int, ...], flags: tuple[bool, ...], split: bool) -> Job:
     """Job on a placement, with given recomputing stages and kind of backward."""
     costs = request.costs
-    kept = tuple(
+    saved = tuple(
         checkpoint if flag else full
         for flag, checkpoint, full in zip(flags, costs.checkpoint_bytes, costs.activation_bytes)
     )
@@ -124,8 +124,8 @@ def make_job(request: Request, ranks: tuple[int, ...], flags: tuple[bool, ...], 
         gradient_s=costs.input_gradient_s if split else costs.backward_s,
         weight_s=costs.weight_gradient_s if split else (None,) * costs.num_stages,
         transfer_s=transfer,
-        kept_bytes=kept,
-        recomputed_bytes=tuple(full - k for full, k in zip(costs.activation_bytes, kept)),
+        saved_bytes=saved,
+        recomputed_bytes=tuple(full - k for full, k in zip(costs.activation_bytes, saved)),
         left_bytes=costs.weight_gradient_bytes,
         limit_bytes=activation_limits(request, ranks),
     )

@@ -156,7 +156,7 @@ def _every_action_once(schedule: Schedule) -> Iterator[str]:
             if "B" in found and found & {"I", "W"}:
                 yield f"{on} has a B beside an I or W on rank {rank}; keep one or the other."
             if "R" in found and not schedule.recompute[stage]:
-                yield f"{on} has an R on rank {rank}, but the stage keeps its activations."
+                yield f"{on} has an R on rank {rank}, but the stage saves its activations."
 
 
 def _own_order(schedule: Schedule) -> Iterator[str]:
