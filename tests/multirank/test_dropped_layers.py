@@ -172,7 +172,7 @@ def build(kind: type[Stack], layout: Layout, options: dict[str, Any]) -> None:
             OneForAll,
             (1, 1, 2),
             {"partition": (3, 3)},
-            r"shared by layers at pipeline positions 0, 1, all of which a step may leave out",
+            r"shared by layers on pp ranks 0, 1, all of which a step may leave out",
         ),
     ],
     ids=["zero3", "shared"],

@@ -14,7 +14,6 @@ from merak.plan.step_plans import StepPlan
 from merak.schedule.builders.forward_only import forward_only
 from merak.schedule.ir import Action
 from merak.schedule.lower import lower
-from merak.schedule.steps import Compute, Receive, Send
 
 
 @lru_cache(maxsize=64)
@@ -53,31 +52,24 @@ class EvaluationRun(ScheduleRun):
         self._make = microbatch
         # Of the microbatches that are under way: columns and derived values take memory.
         self._microbatches: dict[int, Microbatch] = {}
-        own = plan.schedule.actions[self._rank]
-        self._last = {action.microbatch: action for action in own}
+        own = plan.schedule.actions[self.rank]
+        self._last_of = {action.microbatch: action for action in own}
 
-    def compute(self, step: Compute) -> None:
+    def forward(self, action: Action) -> None:
         """Run a stage on a microbatch, and collect the model's outputs made there."""
-        action, number = step.action, step.action.microbatch
+        number = action.microbatch
         with self._state.progress.action(action):
             if number not in self._microbatches:
                 self._microbatches[number] = self._make(number)
-            made = self.forward(action, self._microbatches[number])
+            made = self.run_forward(action, self._microbatches[number])
         results = self._programs[number].stages[action.stage].results
         self.outputs[number] |= {name: made[value] for name, value in results.items()}
-        if self._last[number] is action:
+        if self._last_of[number] is action:
             del self._microbatches[number]
 
     def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
         """Run a stage without a backward to come."""
         return self._state.stages[action.stage].evaluate(microbatch, received)
-
-
-EvaluationRun.handlers = {
-    Compute: EvaluationRun.compute,
-    Send: EvaluationRun.send,
-    Receive: EvaluationRun.receive,
-}
 
 
 def evaluate(
@@ -110,7 +102,7 @@ def evaluate(
     outputs: list[TensorDict] = []
     if programs:
         run = EvaluationRun(state, programs, microbatch)
-        run.perform()
+        run.run_plan()
         outputs = run.outputs
     state.stage_io.finish()
     for names in rest:

@@ -1,10 +1,8 @@
-"""The interpreter of schedules: performs this rank's steps, of training and of evaluation."""
+"""Runs of a schedule with tensors: this rank's steps, of training and evaluation alike."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
@@ -12,14 +10,12 @@ from merak.engine.tensors_by_name import TensorDict
 from merak.engine.zero.unshard_order import unshards_of
 from merak.graph.program.program import Program
 from merak.plan.step_plans import StepPlan
+from merak.schedule.interpreter import StepInterpreter
 from merak.schedule.ir import Action
 from merak.schedule.steps import Payload, Receive, Send
 
-Handlers = Mapping[type[Any], Callable[[Any, Any], None]]
-"""By kind of step, the method of a run that performs it."""
 
-
-class ScheduleRun(ABC):
+class ScheduleRun(StepInterpreter):
     """One run of a schedule on this rank: forwards, and the activations between stages.
 
     Args:
@@ -28,25 +24,21 @@ class ScheduleRun(ABC):
         programs: of this replica's microbatches, by number.
     """
 
-    handlers: Handlers
-
     def __init__(self, state: EngineState, plan: StepPlan, programs: Sequence[Program]) -> None:
+        super().__init__(plan.schedule, state.mesh.pp_rank)
         self._state = state
         self._plan = plan
         self._programs = programs
-        self._schedule = plan.schedule
-        self._rank = state.mesh.pp_rank
 
-    def perform(self) -> None:
-        """Perform this rank's steps, in order."""
-        for step in self._plan.steps[self._rank]:
-            self.handlers[type(step)](self, step)
+    def run_plan(self) -> None:
+        """Run this rank's steps of the plan, in order."""
+        self.run_steps(self._plan.steps[self.rank])
 
     def unshards(self) -> Iterator[tuple[tuple[str, ...], bool]]:
         """The order in which the run gathers FSDP parameters; see `unshards_of`."""
-        for action in self._schedule.actions[self._rank]:
+        for action in self.schedule.actions[self.rank]:
             program = self._programs[action.microbatch].stages[action.stage]
-            yield from unshards_of(action.kind, program, self._schedule.recompute[action.stage])
+            yield from unshards_of(action.kind, program, self.schedule.recompute[action.stage])
 
     def send(self, step: Send) -> None:
         """Start to send what the action before has computed."""
@@ -56,7 +48,7 @@ class ScheduleRun(ABC):
         """Post a receive, for an action to come."""
         self._state.stage_io.post(step, self._programs[step.microbatch])
 
-    def forward(self, action: Action, microbatch: Microbatch) -> TensorDict:
+    def run_forward(self, action: Action, microbatch: Microbatch) -> TensorDict:
         """Run a stage forward, and give its activations to the next one.
 
         Returns:
@@ -67,20 +59,20 @@ class ScheduleRun(ABC):
             self._state.microbatches.compute_batch_only(microbatch)
         received = self.taken(Payload.ACTIVATION, stage - 1, number)
         made = self.run_stage(action, microbatch, received)
-        if stage + 1 < self._schedule.num_stages:
+        if stage + 1 < self.schedule.num_stages:
             sent = {name: made[name] for name in self._programs[number].stages[stage].sent}
             self._state.stage_io.give(Payload.ACTIVATION, stage, number, sent)
         return made
 
-    @abstractmethod
     def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
         """Run the segments of a stage forward: for a backward to come, or without."""
+        raise NotImplementedError
 
     def taken(self, payload: Payload, producer: int, number: int) -> TensorDict:
         """The activations or gradients that a neighbouring stage has given; waits for them."""
-        if not 0 <= producer < self._schedule.num_stages:
+        if not 0 <= producer < self.schedule.num_stages:
             return {}
-        source = Receive(payload, producer, number, self._schedule.rank_of(producer, number))
+        source = Receive(payload, producer, number, self.schedule.rank_of(producer, number))
         values = self._state.stage_io.take(source, self._programs[number])
         self._state.progress.inputs_ready()
         return values

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 
 import torch
 
@@ -17,15 +15,8 @@ from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
 from merak.graph.program.program import SegmentProgram
 from merak.plan.step_plans import StepPlan
-from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
-from merak.schedule.steps import (
-    Compute,
-    OptimizerStep,
-    Payload,
-    Receive,
-    ReduceGradients,
-    Send,
-)
+from merak.schedule.ir import GRADIENT_KINDS, Action, Kind
+from merak.schedule.steps import OptimizerStep, Payload, ReduceGradients
 
 Update = Callable[[], None]
 """Steps the optimizer for the parameters that have a gradient."""
@@ -50,13 +41,6 @@ class TrainingStep(ScheduleRun):
         self._drain_step: DrainStep | None = None
         # Segments whose gradients have been collected in the action that runs.
         self._collected: set[int] = set()
-        own = plan.schedule.actions[self._rank]
-        finals = [action for action in own if action.kind in FINAL_KINDS]
-        # The action that completes a stage's gradients of an update, and per microbatch how many
-        # of this rank's stages have not yet completed its gradients.
-        self._last = {(a.stage, self._schedule.update_of(a.microbatch)): a for a in finals}
-        self._stages_left = Counter(action.microbatch for action in finals)
-        self._following = dict(pairwise(own))
 
     def run(self, update: Update | None) -> None:
         """Perform the plan; the gradients of a synchronous one are final afterwards.
@@ -66,9 +50,9 @@ class TrainingStep(ScheduleRun):
                 a synchronous one.
         """
         self._update = update
-        self._state.progress.follow_schedule(self._schedule)
+        self._state.progress.follow_schedule(self.schedule)
         self._start()
-        self.perform()
+        self.run_plan()
         self._state.reducer.wait()
         self._state.tied.finish()
         self._state.stage_io.finish()
@@ -90,32 +74,27 @@ class TrainingStep(ScheduleRun):
         )
         for number, stage in self._state.stages.items():
             if isinstance(stage.weights, StashedWeights):
-                stage.weights.start_step(self._schedule.weight_versions[number])
+                stage.weights.start_step(self.schedule.weight_versions[number])
         if self._state.fsdp is not None:
             self._state.fsdp.start(self.unshards())
 
     def _reductions(self) -> list[int]:
-        steps = self._plan.steps[self._rank]
+        steps = self._plan.steps[self.rank]
         return [task.stage for task in steps if isinstance(task, ReduceGradients)]
 
     # ---- handlers of steps ----
 
-    def _compute(self, task: Compute) -> None:
-        with self._state.progress.action(task.action):
-            self._attempt(task.action)
-        if task.action.kind in FINAL_KINDS:
-            self._complete(task.action)
+    def reduce(self, step: ReduceGradients) -> None:
+        """Start the reduction of a stage's gradients."""
+        self._state.reducer.complete(step.stage)
 
-    def _reduce(self, task: ReduceGradients) -> None:
-        self._state.reducer.complete(task.stage)
-
-    def _step_optimizer(self, task: OptimizerStep) -> None:
-        """Step the optimizer inside an asynchronous schedule; else the caller does it."""
-        if self._schedule.is_synchronous:
+    def step_optimizer(self, step: OptimizerStep) -> None:
+        """Step the optimizer in an asynchronous schedule; else the caller does, after clipping."""
+        if self.schedule.is_synchronous:
             return
         assert self._update is not None
         self._state.reducer.wait()
-        stages = [self._state.stages[stage] for stage in task.stages]
+        stages = [self._state.stages[stage] for stage in step.stages]
         written = {id(leaf) for stage in stages for leaf in stage.weights.live.values()}
         others = [p for p in self._state.parameters.values() if id(p) not in written]
         hidden = [parameter.grad for parameter in others]
@@ -132,6 +111,11 @@ class TrainingStep(ScheduleRun):
 
     # ---- actions ----
 
+    def perform(self, action: Action) -> None:
+        """Perform an action and record it."""
+        with self._state.progress.action(action):
+            self._attempt(action)
+
     def _attempt(self, action: Action) -> None:
         """Perform an action; if memory runs out, drain its rest and all that follow."""
         oom_guard = self._state.oom_guard
@@ -143,8 +127,7 @@ class TrainingStep(ScheduleRun):
             return
         num_before = num_tp_collectives(self._state.mesh) if oom_guard.is_armed else 0
         try:
-            self._prefetch(action)
-            _ACTIONS[action.kind](self, action)
+            super().perform(action)
             return
         except Exception as error:
             if not oom_guard.handles(error):
@@ -153,11 +136,9 @@ class TrainingStep(ScheduleRun):
         oom_guard.abort_step(reason)
         self._drain(action, num_tp_collectives(self._state.mesh) - num_before)
 
-    def _prefetch(self, action: Action) -> None:
-        """Prefetch offloaded activations that the next action reads, while this one runs."""
-        following = self._following.get(action)
-        if following is not None and following.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            self._state.stages[following.stage].prefetch(following.microbatch)
+    def prefetch(self, action: Action) -> None:
+        """Begin to copy back the offloaded activations that a backward reads first."""
+        self._state.stages[action.stage].prefetch(action.microbatch)
 
     def _drain(self, action: Action, num_done: int) -> None:
         with self._state.oom_guard.no_retry():
@@ -174,11 +155,11 @@ class TrainingStep(ScheduleRun):
             state.mesh,
             state.stages,
             state.stage_io,
-            self._schedule,
+            self.schedule,
             self._microbatches,
             state.fsdp,
         )
-        own = self._schedule.actions[self._rank]
+        own = self.schedule.actions[self.rank]
         self._drain_step.fast_forward(own[: own.index(action)])
         return self._drain_step
 
@@ -193,23 +174,26 @@ class TrainingStep(ScheduleRun):
             reducer.ready(action.stage, self._untied(segment))
         self._collected.add(segment.segment.index)
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
+        """Run a stage forward, and collect the loss that it makes."""
         microbatch = self._microbatches[action.microbatch]
-        made = self.forward(action, microbatch)
+        made = self.run_forward(action, microbatch)
         if (loss := _loss_made_by(action.stage, microbatch)) is not None:
             self.losses[action.microbatch] = made[loss] * microbatch.scale
 
     def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
         """Run a stage for a backward to come."""
-        saves = not self._schedule.recompute[action.stage]
+        saves = not self.schedule.recompute[action.stage]
         stage = self._state.stages[action.stage]
         return stage.forward(action.microbatch, microbatch, received, saves)
 
-    def _recompute(self, action: Action) -> None:
+    def recompute(self, action: Action) -> None:
+        """Recompute the activations of a stage and microbatch."""
         microbatch = self._microbatches[action.microbatch]
         self._state.stages[action.stage].recompute(action.microbatch, microbatch)
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
+        """Run a stage backward."""
         stage = self._state.stages[action.stage]
 
         def segment_done(segment: SegmentProgram) -> None:
@@ -218,10 +202,12 @@ class TrainingStep(ScheduleRun):
 
         self._run_backward(action, segment_done)
 
-    def _input_gradient(self, action: Action) -> None:
+    def input_gradient(self, action: Action) -> None:
+        """Run a stage backward without the gradients of weights."""
         self._run_backward(action, partial(self._segment_done, action))
 
-    def _weight_gradient(self, action: Action) -> None:
+    def weight_gradient(self, action: Action) -> None:
+        """Compute the gradients of weights that the backward has left out."""
         self._state.stages[action.stage].weight_gradients.run(action.microbatch)
 
     def _run_backward(self, action: Action, segment_done: Callable[[SegmentProgram], None]) -> None:
@@ -232,7 +218,7 @@ class TrainingStep(ScheduleRun):
             dtype = microbatch.program.values[loss].dtype
             scale = microbatch.scale * microbatch.loss_scale * self._update_factor(number)
             gradients[loss] = torch.full((), scale, dtype=dtype, device=self._state.mesh.device)
-        pipe = self._schedule.microbatch_pipes[number]
+        pipe = self.schedule.microbatch_pipes[number]
         made = self._state.stages[stage].backward(
             number,
             microbatch,
@@ -243,31 +229,32 @@ class TrainingStep(ScheduleRun):
         if stage > 0:
             self._state.stage_io.give(Payload.GRADIENT, stage, number, made)
 
-    def _complete(self, action: Action) -> None:
-        """Count a stage's complete gradients of a microbatch; free it after its last stage."""
+    def complete(self, action: Action) -> None:
+        """Release the weight version of a stage and microbatch, whose gradients are complete."""
         weights = self._state.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
             weights.release(action.microbatch)
         if not self._is_last(action):
             self._state.reducer.microbatch_done(action.stage)
-        self._stages_left[action.microbatch] -= 1
-        if not self._stages_left[action.microbatch]:
-            self._microbatches[action.microbatch].batch_only = {}
+        super().complete(action)
+
+    def microbatch_done(self, microbatch: int) -> None:
+        """Release the batch-only values of a microbatch."""
+        self._microbatches[microbatch].batch_only = {}
 
     # ---- what the actions need ----
 
     def _collect(self, segment: SegmentProgram, action: Action) -> None:
-        pipe = self._schedule.microbatch_pipes[action.microbatch]
+        pipe = self.schedule.microbatch_pipes[action.microbatch]
         self._state.tied.collect(segment, pipe, action.microbatch)
 
     def _is_last(self, action: Action) -> bool:
-        """Whether an action completes its stage's gradients of the step on this rank."""
-        is_synchronous = self._schedule.is_synchronous
-        return is_synchronous and self._last[action.stage, 0] == action
+        """Whether an action completes its stage's gradients of the step, here."""
+        return self.schedule.is_synchronous and self.completes_update(action)
 
     def _update_factor(self, number: int) -> float:
-        """The step's microbatches divided by those of an update, which takes its own mean."""
-        schedule = self._schedule
+        """The step's microbatches for each of an update's: an update takes its own mean."""
+        schedule = self.schedule
         per_update, count = schedule.microbatches_per_update, schedule.num_microbatches
         first = schedule.update_of(number) * per_update
         return count / min(per_update, count - first)
@@ -283,20 +270,3 @@ def _loss_made_by(stage: int, microbatch: Microbatch) -> str | None:
     loss = microbatch.program.loss
     made = microbatch.program.stages[stage].results.values()
     return loss if loss in made else None
-
-
-TrainingStep.handlers = {
-    Compute: TrainingStep._compute,
-    Send: TrainingStep.send,
-    Receive: TrainingStep.receive,
-    ReduceGradients: TrainingStep._reduce,
-    OptimizerStep: TrainingStep._step_optimizer,
-}
-
-_ACTIONS: dict[Kind, Callable[[TrainingStep, Action], None]] = {
-    Kind.FORWARD: TrainingStep._forward,
-    Kind.RECOMPUTE: TrainingStep._recompute,
-    Kind.BACKWARD: TrainingStep._backward,
-    Kind.INPUT_GRADIENT: TrainingStep._input_gradient,
-    Kind.WEIGHT_GRADIENT: TrainingStep._weight_gradient,
-}

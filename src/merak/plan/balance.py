@@ -25,7 +25,7 @@ from merak.plan.partition import Partition
 IntArray = NDArray[np.int64]
 
 _TIES = 1e-9
-"""Times that differ by less than this share of an iteration are equal."""
+"""Times that differ by less than this fraction of an iteration are equal."""
 
 _MOST_STAGES_FOR_PAIRS = 8
 """Up to here the search tries two shifts at once: 3,000 neighbours, quickly bounded."""

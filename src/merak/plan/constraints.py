@@ -1,4 +1,4 @@
-"""Layouts that a model or its schedule does not allow, each with its sentence."""
+"""Constraints on a layout by the model and its schedule, each with its error message."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from merak.schedule.ir import Kind, Schedule
 
 
 def refuse_zero(schedule: Schedule, zero: int) -> None:
-    """An optimizer can be shared where all replicas of a stage have the same weights.
+    """Refuse ZeRO where replicas of a stage have several copies or versions of its weights.
 
     Args:
         schedule: that of a step.
-        zero: what replicas share.
+        zero: the ZeRO stage.
 
     Raises:
-        ScheduleError: the schedule keeps other copies.
+        ScheduleError: the schedule keeps several copies or versions, or splits backwards.
     """
     if zero not in (0, 1, 2, 3):
         raise ScheduleError(f"zero={zero} is not a choice; use 0, 1, 2 or 3.")
     if zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
         raise ScheduleError(
-            f"zero={zero} shares the optimizer among the replicas of a stage, but "
+            f"zero={zero} shards the optimizer over the replicas of a stage, but "
             f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
             "zero=0, or a schedule such as '1f1b'."
         )
@@ -42,7 +42,7 @@ def refuse_zero(schedule: Schedule, zero: int) -> None:
 
 
 def refuse_tied_stages(layout: Layout, owners: Mapping[str, frozenset[int]]) -> None:
-    """Stages that are updated at different times cannot hold one parameter between them.
+    """Refuse parameters tied across stages that are updated at different times.
 
     Args:
         layout: the model, laid out over such stages.
@@ -61,30 +61,36 @@ def refuse_tied_stages(layout: Layout, owners: Mapping[str, frozenset[int]]) -> 
 
 
 def refuse_gradient_hooks(
-    model: nn.Module, layout: Layout, options: EngineOptions, split: Container[str], halves: bool
+    model: nn.Module,
+    layout: Layout,
+    options: EngineOptions,
+    split: Container[str],
+    sub_pipelined: bool,
 ) -> None:
-    """A hook on a parameter's gradient is called where autograd gives the parameter a whole one.
+    """Refuse hooks on gradients that autograd never accumulates whole on the parameter.
 
     Args:
         model: the model before its parameters are laid out.
         layout: as it is laid out.
         options: how it is run.
-        split: names of the parameters of which this rank holds a share.
-        halves: whether microbatches run in halves.
+        split: names of the parameters that tensor parallelism shards.
+        sub_pipelined: whether microbatches run as sub-microbatches.
 
     Raises:
-        ScheduleError: there is a hook, and a parameter that would not.
+        ScheduleError: there is such a hook.
     """
     for name, parameter in model.named_parameters():
         if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             continue
         reason = _why_unhooked(name, layout, options)
         if parameter.is_meta:
-            reason = "gets its numbers in another tensor; register it once the model has weights"
+            reason = (
+                "is replaced when it gets its weights; register the hook once the model has weights"
+            )
         if name in split:
             reason = f"is split over tp; give it Replicate() in the feature dict: {name}"
-        if halves:
-            reason = "gets it in two halves; use sub_pipelining='off'"
+        if sub_pipelined:
+            reason = "gets one from each sub-microbatch; use sub_pipelining='off'"
         if reason:
             raise ScheduleError(f"{name} has a hook on its gradient, but it {reason}.")
 
@@ -94,30 +100,30 @@ def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
     if sum(name in segment.parameters for segment in layout.graph.segments) > 1:
         return "is read by several segments, which sum what they give; do it in the model"
     if options.zero == 3:
-        return "is held in shares under zero=3; use zero=2"
+        return "is sharded under zero=3; use zero=2"
     if not schedule.is_synchronous or layout.plans.splits_backwards:
         return f"is computed apart under schedule={schedule.name!r}; use '1f1b'"
     return ""
 
 
 def refuse_optional_layers(layout: Layout, zero: int) -> None:
-    """What a step may leave out has parameters without a gradient; not every layout can do that.
+    """Refuse optional layers, which a step may skip, where every gradient is expected.
 
     Args:
         layout: the model, laid out.
-        zero: what replicas share.
+        zero: the ZeRO stage.
 
     Raises:
-        ScheduleError: the layout cannot.
+        ScheduleError: the layout does not allow them.
     """
     optional = {s.index: frozenset(optional_parameters(s)) for s in layout.graph.segments}
     if not any(optional.values()):
         return
     if zero == 3:
         raise ScheduleError(
-            "zero=3 sums the gradients of a segment alike on all replicas, but the model drops "
-            "layers by chance, or has modules that use their parameters for some values alone "
-            "(kept whole), each replica its own; use zero=2, or switch the dropping off in the "
+            "zero=3 reduces the gradients of a segment on all replicas, but the model drops "
+            "layers at random, or has opaque modules that use their parameters for some values "
+            "alone, each replica its own; use zero=2, or switch the dropping off in the "
             "model's config."
         )
     if not layout.schedule.is_synchronous:
@@ -127,7 +133,7 @@ def refuse_optional_layers(layout: Layout, zero: int) -> None:
         for name, holders in find_holders(layout.readers(pipe)).items():
             if len(holders) > 1 and name not in always:
                 raise ScheduleError(
-                    f"the parameter {name!r} is shared by layers at pipeline positions "
+                    f"the parameter {name!r} is shared by layers on pp ranks "
                     f"{', '.join(str(h.rank) for h in reversed(holders))}, all of which a step "
                     "may leave out, by chance or by the values of a batch; use pp=1, or switch the "
                     "dropping off in the model's config."

@@ -1,4 +1,4 @@
-"""The iteration time of 1F1B, and the critical path that makes it."""
+"""The iteration time of 1F1B, and its critical path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which segments form which stage: the result of balancing, or the user's own list."""
+"""Partitions of segments into stages: the result of balancing, or the user's own list."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def from_cuts(cuts: Sequence[int], num_segments: int) -> Partition:
     Raises:
         PlanError: the cuts do not increase, or lie outside 1 … num_segments - 1.
     """
-    if not _whole(cuts):
+    if not _are_integers(cuts):
         raise PlanError(f"The cuts {list(cuts)} are not all whole numbers; give segment positions.")
     if any(a >= b for a, b in pairwise(cuts)):
         raise PlanError(
@@ -77,7 +77,7 @@ def from_sizes(sizes: Sequence[int], num_segments: int) -> Partition:
     Raises:
         PlanError: a size below 1, or sizes that do not add up to the model's segments.
     """
-    if not sizes or not _whole(sizes) or min(sizes) < 1:
+    if not sizes or not _are_integers(sizes) or min(sizes) < 1:
         raise PlanError(
             f"The segments per stage {list(sizes)} leave a stage empty; give every stage a whole "
             "number of 1 or more."
@@ -90,5 +90,5 @@ def from_sizes(sizes: Sequence[int], num_segments: int) -> Partition:
     return from_cuts(tuple(accumulate(sizes))[:-1], num_segments)
 
 
-def _whole(numbers: Sequence[int]) -> bool:
+def _are_integers(numbers: Sequence[int]) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)

@@ -1,4 +1,4 @@
-"""The schedule of a job: built by name or read from a file, and lowered to every rank's steps."""
+"""Step plans of a job: its schedule, lowered to every rank's steps, for any microbatch count."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from merak.schedule.truncate import truncate
 from merak.schedule.with_recompute import recomputing
 
 _CHOSEN = {"recompute": False, "early_everywhere": True, "max_copies": 1}
-"""What a job asks of schedules that have the option: keep activations and one copy of weights."""
+"""Options of a job's schedules, where they exist: save activations, one copy of the weights."""
 
 _SLACK = 2
-"""Sends that may be open beyond those that a schedule needs."""
+"""Open sends beyond those that a schedule needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A schedule for some number of microbatches, and every rank's steps of it."""
+    """Schedule for a number of microbatches, with every rank's steps."""
 
     schedule: Schedule
     steps: tuple[tuple[Step, ...], ...]
     _ahead: dict[tuple[int, int, int], int] = field(default_factory=dict, compare=False)
 
     def open_sends(self, pipe: int, stage: int, behind: int) -> int:
-        """How many sends of a pipe's backwards to another stage may be open at a time.
+        """Limit on the open sends of a pipe's backwards to another stage.
 
-        With as many as one stage may be ahead of the other nothing can wait for ever; a few more
-        keep the one from waiting where transfers take their time.
+        With as many as the lead of one stage over the other nothing can deadlock; a few more keep
+        the rank from waiting for slow transfers.
         """
         key = (pipe, stage, behind)
         if key not in self._ahead:
@@ -42,7 +42,7 @@ class StepPlan:
         return self._ahead[key]
 
     def order(self, stage: int, pipe: int, kinds: Collection[Kind]) -> tuple[int, ...]:
-        """The order in which a pipe's microbatches meet actions of some kinds on a stage."""
+        """Microbatches of a pipe in the order of a stage's actions of some kinds."""
         schedule = self.schedule
         return tuple(
             action.microbatch
@@ -54,7 +54,7 @@ class StepPlan:
 
 
 class StepPlans:
-    """A job's plan for any number of microbatches: the last step of an epoch may have fewer.
+    """Step plans of a job by number of microbatches: the last step of an epoch may have fewer.
 
     Args:
         name: of a schedule, or the path of a schedule file.
@@ -87,13 +87,13 @@ class StepPlans:
         self._plans = {num_microbatches: StepPlan(self._whole, lower(self._whole))}
 
     def recomputing(self, recompute: Sequence[bool]) -> StepPlans:
-        """The same schedule, whose stages recompute something or not as is said here."""
+        """Step plans of the same schedule with other recompute flags of its stages."""
         whole = self._whole
         counts = (whole.num_ranks, whole.num_microbatches)
         return StepPlans(self._name, *counts, tuple(recompute), self._chosen)
 
     def of_as_many(self, num_microbatches: int) -> Schedule:
-        """The schedule of another number of microbatches, as if the job were planned for it.
+        """The schedule of a job with another number of microbatches.
 
         Raises:
             ScheduleError: it is not defined for so many, or comes from a file.
@@ -111,7 +111,7 @@ class StepPlans:
         return any(a.kind is Kind.WEIGHT_GRADIENT for own in self._whole.actions for a in own)
 
     def __call__(self, num_microbatches: int) -> StepPlan:
-        """The plan for a number of microbatches; with fewer than usual, the usual one's part."""
+        """The plan for a number of microbatches; with fewer than usual, the usual one truncated."""
         if num_microbatches not in self._plans:
             schedule = self._of(num_microbatches)
             self._plans[num_microbatches] = StepPlan(schedule, lower(schedule))

@@ -19,10 +19,10 @@ from merak.schedule.ir import Schedule
 from merak.schedule.simulator.simulate import simulate
 
 IDLE = 0.5
-"""The bubble fraction from which on a user is told that more microbatches would help."""
+"""Bubble fraction from which a message recommends more microbatches."""
 
 _ENOUGH = 4
-"""Microbatches for each pipeline rank that leave the common schedules idle a fifth of a step."""
+"""Microbatches per pp rank with which common schedules idle a fifth of a step."""
 
 
 def describe_mesh(mesh: Mesh) -> str:
@@ -117,7 +117,7 @@ def bubble(schedule: Schedule) -> float:
 
 
 def idle_pipeline(plans: StepPlans, option: str) -> str | None:
-    """What to tell a user whose steps have too few microbatches for the pipeline.
+    """The message about steps with too few microbatches for the pipeline.
 
     Args:
         plans: of the job.

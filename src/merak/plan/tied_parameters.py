@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A pipeline position that reads a shared parameter.
+    """A pp rank that reads a tied parameter.
 
     Args:
-        rank: the pipeline position.
+        rank: the pp rank.
         first: the lowest segment there that reads it.
         last: the highest.
         stage: the stage of the lowest.
@@ -25,7 +25,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A segment, where it is, and the parameters it reads."""
+    """A segment with its pp rank, its stage, and the parameters it reads."""
 
     rank: int
     stage: int
@@ -34,7 +34,7 @@ class Reader:
 
 
 def find_holders(readers: Sequence[Reader]) -> dict[str, tuple[Holder, ...]]:
-    """The parameters that more than one segment reads: their holders, last reader first."""
+    """Tied parameters, which several segments read: their holders, last reader first."""
     by_name: dict[str, list[Reader]] = {}
     for reader in readers:
         for name in reader.parameters:

@@ -1,4 +1,4 @@
-"""A schedule's actions as flat arrays, with what each one waits for on another stage."""
+"""The action table: a schedule's actions as flat arrays, each with the action it depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class ActionTable:
-    """Every action of a schedule, rank after rank, in list order.
+    """Table of a schedule's actions, rank after rank, in list order.
 
     `source[i]` is the action on a neighbouring stage whose output action i takes: the previous
     stage's forward, or the next stage's input gradient; NONE where there is no such action.
@@ -44,7 +44,7 @@ class ActionTable:
         return len(self.kind)
 
     def is_kind(self, *kinds: Kind) -> BoolArray:
-        """Where the actions are of one of some kinds."""
+        """Boolean mask of the actions of some kinds."""
         result = np.zeros(self.num_actions, dtype=np.bool_)
         for kind in kinds:
             result |= self.kind == ord(kind.value)
@@ -52,7 +52,7 @@ class ActionTable:
 
 
 def tabulate(schedule: Schedule) -> ActionTable:
-    """Flatten a schedule; actions out of its ranges simply have no source."""
+    """Table of a schedule's actions; those out of its ranges have no source."""
     lengths = [len(actions) for actions in schedule.actions]
     every = list(chain.from_iterable(schedule.actions))
     letters = "".join(map(attrgetter("kind._value_"), every))

@@ -1,4 +1,4 @@
-"""The schedules that are one formula each, by name; `auto`, which compares them, is apart."""
+"""Catalog of the schedules that are one formula each, by name; `auto` compares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule's actions, transfers and reductions cost: the simulator's input."""
+"""Costs of a schedule's actions, transfers and reductions: the simulator's input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from merak.core.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way between the ranks of two neighbouring stages, the same in both directions."""
+    """Link between the ranks of two neighbouring stages, the same in both directions."""
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
@@ -23,12 +23,12 @@ class Costs:
     forward_s: tuple[float, ...]
     # Of a stage that recomputes, in its R.
     recompute_s: tuple[float, ...]
-    # What it adds to a B, or to an I, that has no R before it.
+    # Recomputation inside a B, or an I, that has no R before it.
     recompute_in_backward_s: tuple[float, ...]
     recompute_in_input_gradient_s: tuple[float, ...]
     # Without any recomputation.
     backward_s: tuple[float, ...]
-    # The two halves of a split backward.
+    # The two parts of a split backward.
     input_gradient_s: tuple[float, ...]
     weight_gradient_s: tuple[float, ...]
     # Between stage i and stage i + 1.
@@ -38,10 +38,10 @@ class Costs:
     overlap: bool
     # Reduction of a stage's gradients over its replicas and over data parallel ranks.
     reduction_s: tuple[float, ...]
-    # All that the backward needs, and of it what is left between I and W.
+    # Saved activations, and those of them that are left between I and W.
     activation_bytes: tuple[float, ...]
     weight_gradient_bytes: tuple[float, ...]
-    # What of it a stage that recomputes keeps from the forward on: its input.
+    # Of them, the saved input of a stage that recomputes.
     checkpoint_bytes: tuple[float, ...]
     # Weights, gradients and optimizer state; and of it one version of the weights.
     state_bytes: tuple[float, ...]
@@ -58,14 +58,14 @@ def stage_costs(
     backward_s: tuple[float, ...],
     **others: object,
 ) -> Costs:
-    """Costs with the usual values where nothing is said.
+    """Costs of stages, with defaults for every field that is not given.
 
     Args:
         forward_s: duration of a forward, one per stage.
         backward_s: duration of a backward without recomputation, one per stage.
         **others: any other field of `Costs`. Left out, recomputation takes as long as a forward
             wherever it is done, either half of a split backward takes half of it, transfers and
-            reductions take no time, activations count 1 per microbatch and stage (kept whole until
+            reductions take no time, activations count 1 per microbatch and stage (all saved until
             W), and checkpoints and weights count nothing.
 
     Raises:
@@ -105,7 +105,7 @@ def uniform(
     recompute_s: float = 1.0,
     transfer_s: float = 0.0,
 ) -> Costs:
-    """Costs of equal stages, whose transfers take a fixed time that any number can share.
+    """Costs of equal stages, whose transfers take a fixed time and never queue up.
 
     A microbatch in flight counts 1, recomputed or not: memory is the number in flight.
     """
@@ -140,7 +140,7 @@ def _check(costs: Costs) -> None:
         if any(p > whole for p, whole in zip(part, costs.activation_bytes)):
             raise ScheduleError(
                 f"{field} is {part}, more than all of a microbatch's activations, "
-                f"{costs.activation_bytes}; count in it only what is left of them."
+                f"{costs.activation_bytes}; count only those that are left of them."
             )
     for link in costs.links:
         if not (0 <= link.latency_s < math.inf and link.bandwidth_bytes_per_s > 0):

@@ -1,4 +1,4 @@
-"""The action IR: what a pipeline schedule is, as frozen data.
+"""The schedule IR: pipeline schedules as frozen data.
 
 A schedule is, for every rank, the ordered list of its actions. Transfers, gradient reductions and
 optimizer steps are not part of it: `merak.schedule.lower` derives them.
@@ -14,7 +14,7 @@ from merak.core.errors import ScheduleError
 
 
 class Kind(Enum):
-    """What an action computes on one stage and one microbatch."""
+    """Kind of computation of an action, on one stage and one microbatch."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
@@ -53,7 +53,7 @@ class Action:
 
 
 def parse_action(text: str, only_stage: int | None = None) -> Action:
-    """Read an action back from its text.
+    """Parse the text of an action.
 
     Args:
         text: such as `1F0`, or `F0` where `only_stage` is given.
@@ -81,7 +81,7 @@ def parse_action(text: str, only_stage: int | None = None) -> Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every rank of one pipeline does in one iteration (or one asynchronous run).
+    """Lists of actions of every rank of a pipeline, for an iteration or an asynchronous run.
 
     A pipe is one complete copy of the model laid over the ranks. Most schedules have one; Chimera
     and GEMS have several, so that a stage lives on several ranks and a microbatch passes through
@@ -95,8 +95,8 @@ class Schedule:
     microbatch_pipes: tuple[int, ...]
     # actions[rank] in the order in which the rank performs them.
     actions: tuple[tuple[Action, ...], ...]
-    # recompute[stage]: the forward keeps the stage's input only. Its activations come back with the
-    # microbatch's own R or, without one, inside its B or I.
+    # recompute[stage]: the forward saves the stage's input only. Its activations are recomputed by
+    # the microbatch's own R or, without one, inside its B or I.
     recompute: tuple[bool, ...]
     # eager_reduction[stage]: gradients are reduced as soon as they are complete on the rank, rather
     # than after the rank's last action.
@@ -106,7 +106,7 @@ class Schedule:
     # weight_versions[stage][microbatch]: how many updates had been applied to the weights that the
     # microbatch's actions use. Empty in synchronous schedules, where it is 0 throughout.
     weight_versions: tuple[tuple[int, ...], ...] = ()
-    # What a builder had to change about a request, in sentences for the user.
+    # Changes that the builder had to make to a request, in sentences for the user.
     notes: tuple[str, ...] = ()
 
     @property
@@ -154,7 +154,7 @@ class Schedule:
         return tuple(sorted({pipe[stage] for pipe in self.pipes}))
 
     def weight_version(self, stage: int, microbatch: int) -> int:
-        """How many updates the weights used for a microbatch on a stage had received."""
+        """Weight version of a microbatch on a stage: the number of updates applied before."""
         return self.weight_versions[stage][microbatch] if self.weight_versions else 0
 
     def update_of(self, microbatch: int) -> int:

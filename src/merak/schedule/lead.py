@@ -1,4 +1,4 @@
-"""How far one stage's backwards run ahead of another's."""
+"""Lead of one stage's backwards over another's, in microbatches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from merak.schedule.lower import total_order
 
 
 def max_lead(schedule: Schedule, stage: int, behind: int, pipe: int = 0) -> int:
-    """The most microbatches whose backward one stage has run and another has not, at a time.
+    """The largest lead: microbatches whose backward one stage has run and another has not.
 
     It is counted in an order of all actions that every rank and every transfer obeys. So a rank
-    that gives the other something with each backward may wait, when it has given more than that,
-    for the oldest to be taken: whatever the other has to do before comes earlier in that order.
+    that sends to the other with each backward cannot deadlock by waiting, with more open sends than
+    that, for the oldest: the actions that the other runs before come earlier in that order.
 
     Args:
         schedule: any.
-        stage: the one that is ahead.
+        stage: the leading one.
         behind: the other.
         pipe: whose microbatches are counted.
     """

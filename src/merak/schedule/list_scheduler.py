@@ -14,7 +14,7 @@ from merak.schedule.ir import Action, Kind
 
 
 class ForwardRule(Enum):
-    """Which forward goes first where a rank holds several stages."""
+    """Order of ready forwards where a rank holds several stages."""
 
     LATEST_STAGE = "latest stage first, after backwards"
     LATEST_STAGE_BEFORE_BACKWARDS = "all but the rank's first stage before backwards"
@@ -23,12 +23,12 @@ class ForwardRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What has to be done: times, places and memory, one entry per stage unless said otherwise."""
+    """Input of the list scheduler: times, ranks and memory, by stage unless noted."""
 
     num_microbatches: int
     ranks: tuple[int, ...]
     forward_s: tuple[float, ...]
-    # Duration of an R; None on stages that keep their activations.
+    # Duration of an R; None on stages that save their activations.
     recompute_s: tuple[float | None, ...]
     # What recomputing adds to a B or I without an R.
     inside_s: tuple[float, ...]
@@ -39,7 +39,7 @@ class Job:
     # From stage i to i + 1 and back; 0 on one rank.
     transfer_s: tuple[float, ...]
     # Held from the forward on, gained by recomputation, and left between I and W.
-    kept_bytes: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
     recomputed_bytes: tuple[float, ...]
     left_bytes: tuple[float, ...]
     # Per rank, for activations alone.
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a rank chooses among the actions that are ready."""
+    """Priorities of a rank among its ready actions."""
 
     # Most microbatches in flight, per stage.
     in_flight: tuple[int, ...]
@@ -61,7 +61,7 @@ class Policy:
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank while the list is made."""
+    """State of one rank while its list is made."""
 
     stages: tuple[int, ...]
     free_at: float = 0.0
@@ -74,7 +74,7 @@ class _Rank:
 
 @dataclass(slots=True)
 class _State:
-    """All ranks while the lists are made."""
+    """State of all ranks while their lists are made."""
 
     job: Job
     policy: Policy
@@ -89,11 +89,11 @@ class _State:
 
 
 def list_schedule(job: Job, policy: Policy) -> tuple[tuple[Action, ...], ...] | None:
-    """Make every rank's list.
+    """Lists of actions of every rank, by list scheduling.
 
     Args:
-        job: what has to be done.
-        policy: how ranks choose.
+        job: times, ranks and memory.
+        policy: priorities of the ranks.
 
     Returns:
         One list per rank; None where the ranks got stuck on the memory limit.
@@ -135,7 +135,7 @@ def _start(job: Job, policy: Policy) -> _State:
 
 
 def _choose(state: _State, rank: _Rank, now: float, number: int) -> Action | None:
-    """The best ready action: backwards, then forwards, then what fills a wait."""
+    """The best ready action: backwards, then forwards, then recomputations and weight gradients."""
     forward = _next_forward(state, rank, now)
     first_stage = rank.stages[0]
     rule = state.policy.forward_rule
@@ -174,25 +174,25 @@ def _next_forward(state: _State, rank: _Rank, now: float) -> Action | None:
 
 
 def _fits_forward(state: _State, rank: _Rank, stage: int) -> bool:
-    """Whether a forward leaves room for what must come before its memory is free again."""
+    """Whether a forward leaves memory for the actions up to its own backward."""
     job = state.job
     if state.num_forwards[stage] - state.num_backwards[stage] >= state.policy.in_flight[stage]:
         return False
     back = rank.recomputed.stage if rank.recomputed is not None else None
     reserve = _reserve_bytes(job, rank, stage, back)
-    return rank.used_bytes + job.kept_bytes[stage] + reserve <= job.limit_bytes[job.ranks[stage]]
+    return rank.used_bytes + job.saved_bytes[stage] + reserve <= job.limit_bytes[job.ranks[stage]]
 
 
 def _reserve_bytes(job: Job, rank: _Rank, stage: int, back: int | None) -> float:
-    """Room for one microbatch on the rank's later stages, and for one more recomputation.
+    """Memory of one microbatch on the rank's later stages, and of one more recomputation.
 
     Args:
-        job: what has to be done.
-        rank: whose room.
+        job: times, ranks and memory.
+        rank: the rank.
         stage: the stage from which on the microbatch has still to pass.
-        back: a stage whose activations are back, and need no room any more.
+        back: a stage that is recomputed already, and needs no more memory.
     """
-    later = sum(job.kept_bytes[s] for s in rank.stages if s > stage)
+    later = sum(job.saved_bytes[s] for s in rank.stages if s > stage)
     again = max((job.recomputed_bytes[s] for s in rank.stages if s != back), default=0.0)
     return later + again
 
@@ -232,7 +232,7 @@ def _next_recompute(state: _State, rank: _Rank) -> Action | None:
 
 
 def _perform(state: _State, rank: _Rank, action: Action, now: float) -> float:
-    """Book an action; returns its duration."""
+    """Append an action to the rank's list; returns its duration."""
     rank.actions.append(action)
     return _BOOK[action.kind](state, rank, action, now)
 
@@ -242,7 +242,7 @@ def _book_forward(state: _State, rank: _Rank, action: Action, now: float) -> flo
     end = now + job.forward_s[stage]
     state.inputs[stage].popleft()
     state.num_forwards[stage] += 1
-    rank.used_bytes += job.kept_bytes[stage]
+    rank.used_bytes += job.saved_bytes[stage]
     if stage + 1 < len(job.ranks):
         _deliver(state, state.inputs[stage + 1], stage + 1, end + job.transfer_s[stage])
     else:
@@ -266,7 +266,7 @@ def _book_backward(state: _State, rank: _Rank, action: Action, now: float) -> fl
         rank.used_bytes -= job.recomputed_bytes[stage]
     elif job.recompute_s[stage] is not None:
         duration += job.inside_s[stage]
-    rank.used_bytes -= job.kept_bytes[stage]
+    rank.used_bytes -= job.saved_bytes[stage]
     state.gradients[stage].popleft()
     state.num_backwards[stage] += 1
     if action.kind is Kind.INPUT_GRADIENT:

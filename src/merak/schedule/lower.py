@@ -38,7 +38,7 @@ _UNIT_DURATION = {
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An output that travels from the rank of one action to the rank of another."""
+    """Transfer of an output from the rank of one action to the rank of another."""
 
     payload: Payload
     stage: int
@@ -74,7 +74,7 @@ def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
 
 def total_order(schedule: Schedule, table: ActionTable) -> IntArray:
-    """Each action's place in one order of all actions that every rank and every transfer obeys.
+    """Position of each action in a total order that every rank and every transfer obeys.
 
     Raises:
         ScheduleError: there is none, because ranks wait for one another.
@@ -91,7 +91,7 @@ def total_order(schedule: Schedule, table: ActionTable) -> IntArray:
 
 
 def transfers(table: ActionTable) -> list[Transfer]:
-    """Every output that must travel; neighbouring stages on one rank need none."""
+    """Transfers of all outputs that another rank needs."""
     result = []
     for consumer in np.flatnonzero(table.crosses).tolist():
         producer = int(table.source[consumer])

@@ -1,4 +1,4 @@
-"""When gradients are reduced: the communication that runs beside the actions."""
+"""Times of gradient reductions, which run beside the actions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Reduction:
 
 
 def reduction_points(schedule: Schedule, rank: int) -> list[tuple[int, int, int]]:
-    """Where a rank starts its reductions: (position to start after, stage, update), in order.
+    """Starts of a rank's reductions: (position to start after, stage, update), in order.
 
     Later stages come first on every rank, since their gradients are complete first: ranks that
-    share several stages thus start their reductions in one order. A rank without actions gives its
+    share several stages thus start their reductions in one order. A rank without actions reduces
     zeros at position -1.
     """
     if not schedule.has_backwards:
@@ -52,7 +52,7 @@ def reduction_points(schedule: Schedule, rank: int) -> list[tuple[int, int, int]
 def time_reductions(
     schedule: Schedule, table: ActionTable, end: FloatArray, seconds: tuple[float, ...]
 ) -> tuple[Reduction, ...]:
-    """When the reductions of a synchronous schedule run; none where they take no time.
+    """Reductions of a synchronous schedule with their times; none where they take no time.
 
     A reduction starts when all its ranks have reached it; a rank runs one at a time, beside its
     actions. Asynchronous schedules wait for theirs inside the action that completes an update.

@@ -1,4 +1,4 @@
-"""Schedules by name."""
+"""Registry of schedules by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType({**FORMULAS, 
 
 
 MOST_RANKS = 4096
-"""Ranks of the largest schedule that is laid out: what checks it takes their square."""
+"""Most ranks of a schedule; the time of its checks grows with their square."""
 
 MOST_FORWARDS = 2**20
-"""Ranks × microbatches of the largest schedule that is laid out, which takes a minute or more."""
+"""Most ranks × microbatches of a schedule, which takes a minute or more to build."""
 
 
 def names() -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def _check_types(name: str, builder: Callable[..., Schedule], chosen: dict[str, 
             kinds = tuple(get_origin(part) or part for part in get_args(hints[option]))
         else:
             kinds = (hints[option],)
-        # Whole numbers are numbers, but truth values are not whole numbers.
+        # Integers are numbers, but booleans are not integers.
         allowed = (*kinds, int) if float in kinds else kinds
         if not isinstance(value, allowed) or (type(value) is bool and bool not in allowed):
             wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
@@ -120,7 +120,7 @@ def resolve(name_or_file: str, num_ranks: int, num_microbatches: int, **chosen: 
 
 
 def check_size(num_ranks: int, num_microbatches: int, most_ranks: int, most_forwards: int) -> None:
-    """Refuse a schedule that would take minutes to lay out, and be of no use to anyone.
+    """Refuse a schedule that is too large to build.
 
     Args:
         num_ranks: pipeline degree.

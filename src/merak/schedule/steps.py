@@ -1,4 +1,4 @@
-"""What an engine executes: the steps that `merak.schedule.lower` derives from a schedule."""
+"""The steps that an engine runs, which `merak.schedule.lower` derives from a schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from merak.schedule.ir import Action
 
 
 class Payload(Enum):
-    """What a transfer carries; each payload has its own channel between two ranks."""
+    """Content of a transfer; each payload has its own channel between two ranks."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -17,14 +17,14 @@ class Payload(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Perform an action; first wait for whatever it takes from another rank."""
+    """Perform an action; first wait for its input from another rank."""
 
     action: Action
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send what the action just performed gave.
+    """Send the output of the action before.
 
     `stage` is the stage that produced it, here and in the matching `Receive`: activations go from
     `stage` to `stage + 1`, gradients of a stage's input from `stage` to `stage - 1`.

@@ -1,4 +1,4 @@
-"""A part of a schedule: what remains when an iteration has fewer microbatches than usual."""
+"""Truncation of a schedule to fewer microbatches, as in the last step of an epoch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from merak.schedule.ir import Schedule
 
 
 def truncate(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The same schedule without its later microbatches; all else keeps its order.
+    """The schedule without its later microbatches, in the same order.
 
-    What remains depends on nothing that is left out, and every pair of ranks keeps the order of
-    its transfers, so the part of a valid schedule is valid.
+    The actions that remain depend on none of the others, and every pair of ranks keeps the order of
+    its transfers, so the truncation of a valid schedule is valid.
 
     Args:
         schedule: any schedule.

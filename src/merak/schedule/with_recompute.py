@@ -1,4 +1,4 @@
-"""A schedule whose stages recompute, or not, as somebody else decides."""
+"""Recompute flags of a schedule's stages, replaced by others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from merak.schedule.ir import Kind, Schedule
 
 
 def recomputing(schedule: Schedule, recompute: Sequence[bool]) -> Schedule:
-    """The same schedule with other stages that recompute.
+    """The schedule with other recompute flags.
 
     The order of forwards and backwards stays. A stage that recomputes nothing has no R; one that
     has none of its own recomputes inside its backwards.
@@ -24,8 +24,8 @@ def recomputing(schedule: Schedule, recompute: Sequence[bool]) -> Schedule:
     """
     if len(recompute) != schedule.num_stages:
         raise ScheduleError(
-            f"{schedule.name} has {schedule.num_stages} stages, and {len(recompute)} were said to "
-            "recompute or not; give one value per stage."
+            f"{schedule.name} has {schedule.num_stages} stages, but {len(recompute)} recompute "
+            "flags were given; give one per stage."
         )
     actions = tuple(
         tuple(a for a in own if a.kind is not Kind.RECOMPUTE or recompute[a.stage])

@@ -1,4 +1,4 @@
-"""Whether a job runs in halves, by the simulation of its schedule."""
+"""The decision on sub-pipelining: the user's option, and the gain in the simulated schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_what_takes_no_time_gains_nothing() -> None:
     assert sub_pipelining_gain(build("1f1b", 1, 1), (Layers(2, 0.0, 0.0),), hidden=1.0) == 1.0
 
 
-def test_it_is_refused_with_sequence_parallelism() -> None:
+def test_sub_pipelining_is_refused_with_sequence_parallelism() -> None:
     both = EngineOptions(sub_pipelining="on", sequence_parallel=True)
     with pytest.raises(PlanError, match=r"hides all-reduces, of which sequence_parallel=True"):
         requested_sub_pipelining(both)

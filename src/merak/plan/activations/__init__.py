@@ -1,1 +1,1 @@
-"""Activations: which are saved, recomputed or offloaded, so that each stage fits its device."""
+"""Activation policies: segments save, recompute or offload, so that each rank fits."""

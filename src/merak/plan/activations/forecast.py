@@ -97,7 +97,7 @@ class Forecast:
 
     @property
     def untrained(self) -> frozenset[int]:
-        """Segments without a backward, which keep nothing and are never run twice."""
+        """Segments without a backward, which save nothing and are never recomputed."""
         graph = self.layout.graph
         return frozenset(
             segment.index

@@ -1,1 +1,1 @@
-"""Cost of operators and segments on a device: seconds, bytes, and what is saved for backward."""
+"""Cost of operators and segments on a device: seconds, bytes, and saved activations."""

@@ -1,4 +1,4 @@
-"""The speeds of the device at hand, measured in about a second and kept on disk."""
+"""Benchmark of this machine's device, which takes about a second and is cached on disk."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
         return _measure(device)
     path = cache_dir / f"profile-{_machine_key(device)}.json"
     try:
-        kept = path.read_text()
+        cached = path.read_text()
     except OSError:
-        kept = None
-    if kept is not None:
-        return from_json(kept, str(path))
+        cached = None
+    if cached is not None:
+        return from_json(cached, str(path))
     profile = _measure(device)
     try:
-        _write_whole(path, to_json(profile))
+        _write_atomically(path, to_json(profile))
     except OSError as error:
         warn_unusable(cache_dir, error.strerror or str(error))
     else:
-        logger.info("Measured %s; kept in %s", profile.name, path)
+        logger.info("Measured %s; cached in %s", profile.name, path)
     return profile
 
 
 def _machine_key(device: torch.device) -> str:
-    """What a measurement depends on."""
+    """Cache key of a measurement: device, torch version, threads, and fields of a profile."""
     machine = (device.type, device_name(device), torch.__version__, str(torch.get_num_threads()))
     parts = [
         *machine,
@@ -85,8 +85,8 @@ def device_name(device: torch.device) -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that other processes see whole or not at all; the last writer wins."""
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically; the last writer wins."""
     private_folder(path.parent)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
@@ -110,7 +110,7 @@ def _measure(device: torch.device) -> DeviceProfile:
     copy = torch.empty_like(large)
     small = torch.randn(2**22 if on_gpu else 2**14, device=device)
     one = torch.zeros(1, device=device)
-    # Of a GPU's, a part: torch never gives pinned memory back.
+    # A GPU copies a fraction: torch never gives pinned memory back.
     part = large[: large.numel() // (8 if on_gpu else 1)]
     overhead_s = _seconds(device, one.add, 1.0)
     function_s = _seconds(device, torch.nn.functional.gelu, small)
@@ -128,16 +128,16 @@ def _measure(device: torch.device) -> DeviceProfile:
 
 
 def _both_ways(large: torch.Tensor, copy: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Copies a tensor to pinned host memory, and meanwhile as much back into another."""
+    """Function that copies a tensor to pinned host memory, and as much back at the same time."""
     on_gpu = large.device.type == "cuda"
     out, back = (torch.empty(large.shape, pin_memory=on_gpu) for _ in range(2))
     if not on_gpu:
         return lambda: back.copy_(large)
-    ways = [torch.cuda.Stream(large.device) for _ in range(2)]
+    streams = [torch.cuda.Stream(large.device) for _ in range(2)]
 
     def both() -> torch.Tensor:
-        for way, target, source in zip(ways, (out, copy), (large, back), strict=True):
-            with torch.cuda.stream(way):
+        for stream, target, source in zip(streams, (out, copy), (large, back), strict=True):
+            with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
         return out
 

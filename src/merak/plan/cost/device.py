@@ -1,4 +1,4 @@
-"""What a device can do: measured (see `merak.plan.cost.benchmark`) or from its data sheet."""
+"""Device profiles: speeds, measured (see `merak.plan.cost.benchmark`) or from a data sheet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from merak.core.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """The speeds that operators are held against. Build with `preset` or `measure`.
+    """Speeds of a device, for the cost of operators. Build with `preset` or `measure`.
 
     Args:
         name: the device, for people to read.
@@ -25,7 +25,7 @@ class DeviceProfile:
         memory_bytes_per_s: rate of a large copy, reads and writes together.
         functions_per_s: elements per second of a function such as gelu or exp.
         randoms_per_s: random bits per second, as dropout draws them.
-        overhead_s: what an operator takes that has nothing to do.
+        overhead_s: seconds of an operator on one element.
         host_bytes_per_s: rate of copies to pinned host memory, and of as many back meanwhile.
     """
 
@@ -83,8 +83,8 @@ def preset(name: str) -> DeviceProfile:
     """The profile of a common GPU, from its maker's data sheet.
 
     Data sheets give peaks. A large matrix product reaches about 0.7 of the peak and a large copy
-    about 0.85 of the memory's; copies to the host and back at once reach about 0.7 of the way's.
-    The profile holds these shares of them.
+    about 0.85 of the memory's; copies to the host and back at once reach about 0.7 of the link's.
+    The profile holds these fractions.
 
     Args:
         name: one of `PRESETS`.
@@ -95,17 +95,17 @@ def preset(name: str) -> DeviceProfile:
     if name not in PRESETS:
         raise PlanError(f"There is no device {name!r}; choose one of: {', '.join(PRESETS)}.")
     sheet = PRESETS[name]
-    rates = {dtype: tera * 1e12 * _GEMM_SHARE for dtype, tera in sheet.teraflops.items()}
+    rates = {dtype: tera * 1e12 * _GEMM_FRACTION for dtype, tera in sheet.teraflops.items()}
     functions_per_s = rates["float32"] / _FLOPS_PER_FUNCTION
     return DeviceProfile(
         name=name,
         device_type="cuda",
         flops_per_s=MappingProxyType(rates),
-        memory_bytes_per_s=sheet.memory_gigabytes_per_s * 1e9 * _MEMORY_SHARE,
+        memory_bytes_per_s=sheet.memory_gigabytes_per_s * 1e9 * _MEMORY_FRACTION,
         functions_per_s=functions_per_s,
         randoms_per_s=functions_per_s,
         overhead_s=_GPU_OVERHEAD_S,
-        host_bytes_per_s=sheet.host_gigabytes_per_s * 1e9 * _HOST_SHARE,
+        host_bytes_per_s=sheet.host_gigabytes_per_s * 1e9 * _HOST_FRACTION,
     )
 
 
@@ -116,7 +116,7 @@ class DataSheet:
     Args:
         teraflops: by element type, accumulating in float32; float32 without TF32.
         memory_gigabytes_per_s: of the device's own memory.
-        host_gigabytes_per_s: of its way to the host, in one direction.
+        host_gigabytes_per_s: of its link to the host, in one direction.
     """
 
     teraflops: Mapping[str, float]
@@ -124,9 +124,9 @@ class DataSheet:
     host_gigabytes_per_s: float
 
 
-_GEMM_SHARE = 0.7
-_MEMORY_SHARE = 0.85
-_HOST_SHARE = 0.7
+_GEMM_FRACTION = 0.7
+_MEMORY_FRACTION = 0.85
+_HOST_FRACTION = 0.7
 _FLOPS_PER_FUNCTION = 30.0
 _GPU_OVERHEAD_S = 5e-6
 

@@ -1,4 +1,4 @@
-"""Measured times of segments in a file, which balancing takes instead of estimates."""
+"""Measured times of segments in a file, which replace the estimated ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from merak.core.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class SegmentTimes:
-    """What a segment took for one microbatch.
+    """Measured times of a segment for one microbatch.
 
     Args:
         name: the segment's name.
@@ -40,7 +40,7 @@ def load_times(path: Path, names: Sequence[str]) -> tuple[SegmentTimes, ...]:
     """Read the times of a model's segments.
 
     Args:
-        path: a file that `save_times` wrote, or that says the same.
+        path: a file of the format of `save_times`.
         names: names of the model's segments, in order.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What one operator of a graph has to do, forward and backward, from shapes alone.
+"""Work of one operator of a graph, forward and backward, from shapes alone.
 
 FLOPs are those of matrix products, counted as `torch.utils.flop_counter` counts them; each of a
 product's gradients is another product of the same size. Views do nothing. Everything else is
@@ -34,7 +34,7 @@ from merak.graph.trace.opaque.operator import cost_of
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one kernel has to do.
+    """Work of one kernel.
 
     Args:
         num_bytes: bytes read and written.
@@ -42,7 +42,7 @@ class Work:
         dtype: the product's element type.
         functions: elements on which a function such as exp is evaluated.
         randoms: elements for which a random bit is drawn.
-        kernels: how many do it together.
+        kernels: number of kernels that do it together.
     """
 
     num_bytes: float
@@ -95,7 +95,7 @@ _UNDECLARED_VIEWS |= {"aten::unsafe_split_with_sizes"}
 
 
 def node_work(node: fx.Node, device_type: str) -> NodeWork:
-    """What a node has to do.
+    """Work of a node.
 
     Args:
         node: an operator, with shapes in its meta.
@@ -177,7 +177,7 @@ def _gradients(operands: tuple[TensorMeta | None, ...]) -> list[TensorMeta]:
 
 
 def _does_nothing(node: fx.Node, name: str) -> bool:
-    """Whether the output is the input, seen otherwise. Reshapes are taken not to copy."""
+    """Whether the output is a view of the input. Reshapes are assumed not to copy."""
     if name == "dropout":
         return not _argument(node, 2, "train") or _argument(node, 1, "p") == 0
     if name in ("detach", "contiguous"):
@@ -193,7 +193,7 @@ def _does_nothing(node: fx.Node, name: str) -> bool:
 
 
 def _view_backward(node: fx.Node, name: str) -> tuple[Work, ...]:
-    """Gradients of pieces are put into zeros or together; those of copies are summed."""
+    """Work of a view's backward: gradients of pieces are written, those of copies summed."""
     whole, pieces = _num_bytes(*_inputs(node)), _num_bytes(*outputs(node))
     if name in _CUTTING_VIEWS and pieces < whole:
         return (Work(whole), Work(2 * pieces))
@@ -261,14 +261,14 @@ def _attention(node: fx.Node, device_type: str) -> NodeWork:
     mask = _tensor(_argument(node, 3, "attn_mask"))
     fused = device_type != "cpu" or not _argument(node, 4, "dropout_p", 0.0)
     scores = _size(query) // query.shape[-1] * key.shape[-2]
-    kept = 1.0
+    fraction = 1.0
     if fused and _argument(node, 5, "is_causal", False):
-        kept = _causal_share(query.shape[-2], key.shape[-2])
+        fraction = _causal_fraction(query.shape[-2], key.shape[-2])
     sizes, values = query.shape[-1], value.shape[-1]
     num_bytes = _num_bytes(query, key, value, mask, *outputs(node))
     if fused:
-        flops = 2.0 * scores * kept
-        forward = Work(num_bytes, flops * (sizes + values), query.dtype, scores * kept)
+        flops = 2.0 * scores * fraction
+        forward = Work(num_bytes, flops * (sizes + values), query.dtype, scores * fraction)
         backward_flops = flops * (3 * sizes + 2 * values)
         return NodeWork((forward,), (Work(2 * num_bytes, backward_flops, query.dtype),))
     traffic = 3.0 * scores * query.dtype.itemsize
@@ -277,8 +277,8 @@ def _attention(node: fx.Node, device_type: str) -> NodeWork:
     return NodeWork((*products, *passes), (*products, *products, *([Work(traffic)] * 3)))
 
 
-def _causal_share(num_queries: int, num_keys: int) -> float:
-    """Share of scores on and below the diagonal that starts at the first query and key."""
+def _causal_fraction(num_queries: int, num_keys: int) -> float:
+    """Fraction of scores on and below the diagonal that starts at the first query and key."""
     full = max(0, num_queries - num_keys)
     rising = num_queries - full
     return (rising * (rising + 1) / 2 + full * num_keys) / (num_queries * num_keys)

@@ -1,4 +1,4 @@
-"""What an optimizer holds for its parameters, found by letting it step on fake ones."""
+"""Memory of an optimizer, measured by a step on fake parameters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _UNKNOWN_COPIES = 2
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """What an optimizer holds and takes.
+    """Memory of an optimizer.
 
     Args:
-        state_bytes: for each parameter, what it keeps from step to step.
-        taken_bytes: the most it takes beyond that while it steps.
+        state_bytes: optimizer state of each parameter.
+        taken_bytes: peak of its step beyond the state.
     """
 
     state_bytes: tuple[int, ...]
@@ -39,7 +39,7 @@ class OptimizerMemory:
 def optimizer_memory(
     factory: OptimizerFactory | None, parameters: Sequence[TensorMeta], device: torch.device
 ) -> OptimizerMemory:
-    """What an optimizer holds and takes for some parameters.
+    """Memory of an optimizer for some parameters.
 
     Args:
         factory: makes the optimizer; None where there is none.
@@ -51,7 +51,7 @@ def optimizer_memory(
     try:
         return _step(factory, parameters, device)
     except Exception as error:
-        # Somebody's own optimizer may look at numbers, which fakes do not have.
+        # A user's own optimizer may read values, which fake tensors do not have.
         log = logger.warning if is_rank0() else logger.debug
         log(
             "The memory of the optimizer is not known before it runs (%s: %s); counted are %d "
@@ -74,12 +74,12 @@ def _step(
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
     known = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-    # Outside of the mode: counts of steps are then real numbers, which optimizers look at.
+    # Outside of the mode: counts of steps are then real tensors, whose values optimizers read.
     optimizer = factory(parameters)
     optimizer.step()
     state = [_state_bytes(optimizer, parameter) for parameter in parameters]
-    kept = [t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, torch.Tensor)]
-    with Storages([*known, *kept]) as storages:
+    held = [t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, torch.Tensor)]
+    with Storages([*known, *held]) as storages:
         optimizer.step()
     return OptimizerMemory(tuple(state), storages.peak_bytes)
 

@@ -15,7 +15,7 @@ from merak.plan.cost.operators import Work, node_work, outputs
 
 @dataclass(frozen=True, slots=True)
 class SegmentCost:
-    """What a segment costs for one microbatch.
+    """Cost of a segment for one microbatch.
 
     Args:
         forward_s: estimated seconds of the forward.
@@ -40,7 +40,7 @@ class SegmentCost:
 def segment_costs(
     segments: Sequence[Segment], profile: DeviceProfile, *, autocast: torch.dtype | None = None
 ) -> tuple[SegmentCost, ...]:
-    """Estimate what every segment costs for one microbatch.
+    """Estimate the cost of every segment for one microbatch.
 
     A kernel takes the longer of its computation and its memory traffic, and the device's overhead
     per operator. Segments rewritten for tensor parallelism are costed by their local shapes;
@@ -92,7 +92,7 @@ def _segment_cost(
 
 
 def _gradient_sums(graph: fx.Graph) -> Iterator[Work]:
-    """Sums of a value's gradients from several readers, and with earlier microbatches."""
+    """Work of adding a value's gradients from several readers, and from earlier microbatches."""
     for node in graph.nodes:
         found = outputs(node)
         if len(found) != 1 or not found[0].requires_grad:
@@ -115,7 +115,7 @@ def _parameter_bytes(graph: fx.Graph) -> int:
 
 
 def _boundary_bytes(segments: Sequence[Segment]) -> list[int]:
-    """Bytes that cross the cut after every segment: made up to it, read behind it."""
+    """Bytes of the values that cross the cut after every segment."""
     maker = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
     reader: dict[str, tuple[int, int]] = {}
     for index, segment in enumerate(segments):

@@ -1,1 +1,1 @@
-"""Schedules by name: each file builds one, as a pure function."""
+"""Builders of schedules: each file builds one, as a pure function."""

@@ -43,7 +43,7 @@ def chimera(
         pairs: f, a divisor of P / 2.
         method: how more than P microbatches are scheduled: direct (concatenation),
             forward_doubling or backward_halving.
-        recompute: keep only stage inputs. Unless given, only forward_doubling does, which holds
+        recompute: save only stage inputs. Unless given, only forward_doubling does, which holds
             twice the microbatches.
         eager_middle: reduce the middle stages' gradients eagerly too, though no bubble hides it.
 
@@ -148,9 +148,9 @@ def _by_rank(placed: list[_Placed], num_ranks: int) -> list[list[_Placed]]:
 
 
 def _eager(lists: list[list[_Placed]]) -> tuple[bool, ...]:
-    """Stages whose reduction has an idle slot to hide in, before the rank's last action.
+    """Eager-reduction flags: stages with an idle slot after their gradients are complete.
 
-    The middle stages have none: their reduction would only slow the last actions down.
+    The middle stages have no such slot: their reduction would only slow the last actions down.
     """
     eager = [True] * len(lists)
     for own in lists:

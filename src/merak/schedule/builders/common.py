@@ -1,4 +1,4 @@
-"""What the builders share: short constructors, checks of their arguments, and assembly."""
+"""Helpers of the builders: constructors of actions, checks of arguments, and assembly."""
 
 from __future__ import annotations
 

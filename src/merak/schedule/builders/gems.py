@@ -15,7 +15,7 @@ def gems(num_ranks: int, num_microbatches: int, *, recompute: bool = False) -> S
     Args:
         num_ranks: pipeline degree; rank r holds stages r and P - 1 - r.
         num_microbatches: microbatches per iteration.
-        recompute: keep only stage inputs; every backward recomputes inside.
+        recompute: save only stage inputs; every backward recomputes inside.
 
     Raises:
         ScheduleError: a count is below 1.

@@ -12,7 +12,7 @@ def gpipe(num_ranks: int, num_microbatches: int, *, recompute: bool = True) -> S
     Args:
         num_ranks: pipeline degree, one stage per rank.
         num_microbatches: microbatches per iteration.
-        recompute: keep only stage inputs between forward and backward.
+        recompute: save only stage inputs between forward and backward.
 
     Raises:
         ScheduleError: a count is below 1.

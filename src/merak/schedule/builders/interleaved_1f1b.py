@@ -18,7 +18,7 @@ def interleaved_1f1b(
         num_ranks: pipeline degree P.
         num_microbatches: microbatches per iteration, a multiple of P.
         chunks: stages per rank, at least 2.
-        recompute: keep only stage inputs; every backward recomputes inside.
+        recompute: save only stage inputs; every backward recomputes inside.
 
     Raises:
         ScheduleError: fewer than 2 chunks, or microbatches that are no multiple of P.

@@ -1,4 +1,4 @@
-"""1F1B with early recomputation everywhere but on the last stage, which keeps its activations."""
+"""1F1B with early recomputation everywhere but on the last stage, which saves its activations."""
 
 from __future__ import annotations
 

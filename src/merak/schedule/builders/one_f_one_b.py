@@ -12,7 +12,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, *, recompute: bool = True
     Args:
         num_ranks: pipeline degree, one stage per rank.
         num_microbatches: microbatches per iteration.
-        recompute: keep only stage inputs; every backward recomputes inside.
+        recompute: save only stage inputs; every backward recomputes inside.
 
     Raises:
         ScheduleError: a count is below 1.

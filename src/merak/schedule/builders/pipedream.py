@@ -17,7 +17,7 @@ def pipedream(num_ranks: int, num_microbatches: int, *, recompute: bool = False)
     Args:
         num_ranks: pipeline degree, one stage per rank.
         num_microbatches: microbatches of the run, each an update.
-        recompute: keep only stage inputs; every backward recomputes inside.
+        recompute: save only stage inputs; every backward recomputes inside.
 
     Raises:
         ScheduleError: a count is below 1.

@@ -25,7 +25,7 @@ def pipedream_2bw(
         num_ranks: pipeline degree, one stage per rank.
         num_microbatches: microbatches of the run.
         microbatches_per_update: m, a divisor of them of at least P; unless given, the smallest.
-        recompute: keep only stage inputs; every backward recomputes inside.
+        recompute: save only stage inputs; every backward recomputes inside.
 
     Raises:
         ScheduleError: there are less than P microbatches, or m is no such divisor.

@@ -1,4 +1,4 @@
-"""The shifted critical path: stage P - 1 keeps its activations, and P - 2 sets the pace."""
+"""The shifted critical path: stage P - 1 saves its activations, and P - 2 sets the pace."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from merak.schedule.ir import Schedule
 def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build ZB-H1: backwards split in two, and stage s runs its W s microbatches late.
 
-    Stage s thus keeps its activations as long as stage 0 does, P microbatches on every rank. With
+    Stage s thus holds its activations as long as stage 0 does, P microbatches on every rank. With
     equal stages, F = I = W = 1 and M ≥ P it takes 3M + P - 1.
 
     Args:

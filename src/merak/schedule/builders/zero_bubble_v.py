@@ -52,7 +52,7 @@ def _equal_stages(num_ranks: int, num_microbatches: int) -> Job:
         gradient_s=one,
         weight_s=one,
         transfer_s=(0.0,) * (num_stages - 1),
-        kept_bytes=one,
+        saved_bytes=one,
         recomputed_bytes=(0.0,) * num_stages,
         left_bytes=one,
         limit_bytes=(float(num_stages),) * num_ranks,

@@ -56,7 +56,7 @@ def render_png(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 class _Canvas:
-    """A white picture to draw on, in the SVG's pixels.
+    """Canvas of a white picture, in the SVG's pixels.
 
     Args:
         width: of the picture.

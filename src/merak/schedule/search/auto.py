@@ -1,4 +1,4 @@
-"""auto: a schedule made for given times and a given memory."""
+"""Synthesis of a schedule for given times and memory: `auto`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NUM_STARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A schedule that fits, and how it does."""
+    """A schedule that fits, with its simulation."""
 
     simulation: Simulation
 
@@ -107,7 +107,7 @@ def auto(
 
 
 def _best(request: Request, work: Sequence[Job], enough_s: float) -> _Candidate | None:
-    """The best of formulas, list schedules and local search, which begin while it is too long."""
+    """The best of formulas, list schedules and local search, tried until one is short enough."""
     found: list[_Candidate] = []
     for source in (_formulas(request), _list_schedules(request, work)):
         found = sorted((*found, *source), key=lambda c: c.key)
@@ -169,7 +169,7 @@ def _list_schedules(request: Request, work: Sequence[Job]) -> Iterator[_Candidat
 
 
 def _evenly(every: list[tuple[Job, Any]], most: int) -> list[tuple[Job, Any]]:
-    """At most so many, an equal share of every job's, the first of each."""
+    """A limited number of policies, as many of every job, the first of each."""
     per_job = itertools.groupby(every, key=lambda pair: id(pair[0]))
     in_turn = itertools.zip_longest(*(list(group) for _, group in per_job))
     return [pair for turn in in_turn for pair in turn if pair is not None][:most]
@@ -182,7 +182,7 @@ def _candidate(request: Request, schedule: Schedule) -> Iterator[_Candidate]:
 
 
 def _improved(request: Request, candidate: _Candidate) -> _Candidate:
-    """The candidate or, where local search shortens it, what comes out."""
+    """The candidate, shortened by local search where that is possible."""
     schedule = candidate.simulation.schedule
     if len(schedule.pipes) > 1:
         return candidate

@@ -1,4 +1,4 @@
-"""Where `auto` starts from: jobs for the list scheduler, with rules to try on them."""
+"""Candidates of `auto`: jobs for the list scheduler, and policies to try on them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from merak.schedule.list_scheduler import ForwardRule, Job, Policy
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `auto` was asked for."""
+    """Arguments of `auto`."""
 
     num_ranks: int
     num_microbatches: int
     costs: Costs
     # Per rank, for weights and activations together.
     memory_limit_bytes: float
-    # Whether backwards are split into I and W, and which stages recompute; None: whatever is best.
+    # Whether backwards are split into I and W, and which stages recompute; None: the best.
     split: bool | None
     recompute: tuple[bool, ...] | None
     max_copies: int
@@ -35,7 +35,7 @@ def placements(request: Request) -> tuple[tuple[int, ...], ...]:
 
 
 def activation_limits(request: Request, ranks: Sequence[int]) -> tuple[float, ...]:
-    """What every rank has left for activations beside its stages' weights."""
+    """Memory for activations on every rank, beside its stages' weights."""
     limits = [request.memory_limit_bytes] * request.num_ranks
     for stage, rank in enumerate(ranks):
         limits[rank] -= request.costs.state_bytes[stage]
@@ -43,21 +43,21 @@ def activation_limits(request: Request, ranks: Sequence[int]) -> tuple[float, ..
 
 
 def least_limit(request: Request, ranks: Sequence[int]) -> float:
-    """The least memory limit with which one microbatch at a time can pass."""
+    """The smallest memory limit with which one microbatch at a time can pass."""
     costs = request.costs
     flags = request.recompute or (True,) * costs.num_stages
     needed = [0.0] * request.num_ranks
     extra = [0.0] * request.num_ranks
     for stage, rank in enumerate(ranks):
         full = costs.activation_bytes[stage]
-        kept = costs.checkpoint_bytes[stage] if flags[stage] else full
-        needed[rank] += costs.state_bytes[stage] + kept
-        extra[rank] = max(extra[rank], full - kept)
+        saved = costs.checkpoint_bytes[stage] if flags[stage] else full
+        needed[rank] += costs.state_bytes[stage] + saved
+        extra[rank] = max(extra[rank], full - saved)
     return max(a + b for a, b in zip(needed, extra))
 
 
 def jobs(request: Request, ranks: tuple[int, ...]) -> Iterator[Job]:
-    """The ways to do the work on a placement: which stages recompute, and whether to split."""
+    """Jobs on a placement: every choice of recomputing stages and of split backwards."""
     splits = (True, False) if request.split is None else (request.split,)
     for flags in _recompute_choices(request, ranks):
         for split in splits:
@@ -65,7 +65,7 @@ def jobs(request: Request, ranks: tuple[int, ...]) -> Iterator[Job]:
 
 
 def policies(job: Job) -> Iterator[Policy]:
-    """Rules to try on a job, the most promising first."""
+    """Policies to try on a job, the most promising first."""
     num_stages, num_ranks = len(job.ranks), len(job.limit_bytes)
     num_microbatches = job.num_microbatches
     several = num_stages > num_ranks
@@ -105,9 +105,9 @@ def _recompute_choices(request: Request, ranks: Sequence[int]) -> list[tuple[boo
 
 
 def make_job(request: Request, ranks: tuple[int, ...], flags: tuple[bool, ...], split: bool) -> Job:
-    """The work on a placement, with the recomputing stages and the kind of backward given."""
+    """Job on a placement, with given recomputing stages and kind of backward."""
     costs = request.costs
-    kept = tuple(
+    saved = tuple(
         checkpoint if flag else full
         for flag, checkpoint, full in zip(flags, costs.checkpoint_bytes, costs.activation_bytes)
     )
@@ -124,8 +124,8 @@ def make_job(request: Request, ranks: tuple[int, ...], flags: tuple[bool, ...], 
         gradient_s=costs.input_gradient_s if split else costs.backward_s,
         weight_s=costs.weight_gradient_s if split else (None,) * costs.num_stages,
         transfer_s=transfer,
-        kept_bytes=kept,
-        recomputed_bytes=tuple(full - k for full, k in zip(costs.activation_bytes, kept)),
+        saved_bytes=saved,
+        recomputed_bytes=tuple(full - k for full, k in zip(costs.activation_bytes, saved)),
         left_bytes=costs.weight_gradient_bytes,
         limit_bytes=activation_limits(request, ranks),
     )

@@ -21,7 +21,7 @@ def has_own_recompute(schedule: Schedule, table: ActionTable) -> BoolArray:
 
 
 def recomputes_inside(schedule: Schedule, table: ActionTable) -> BoolArray:
-    """Where a B or I has to recompute first, because its stage kept nothing."""
+    """Where a B or I has to recompute first, because its stage saved its input only."""
     stage_recomputes = np.array(schedule.recompute, dtype=np.bool_)[table.stage]
     gradient = table.is_kind(Kind.BACKWARD, Kind.INPUT_GRADIENT)
     return gradient & stage_recomputes & ~has_own_recompute(schedule, table)
@@ -40,14 +40,16 @@ def activation_changes(
 ) -> tuple[FloatArray, FloatArray]:
     """Bytes of activations that every action gains at its start, and those it releases at its end.
 
-    A stage that recomputes keeps its input only; recomputation brings back the rest.
+    A stage that recomputes saves its input only; recomputation restores the rest.
     """
     full = np.array(costs.activation_bytes)[table.stage]
     left = np.array(costs.weight_gradient_bytes)[table.stage]
     stage_recomputes = np.array(schedule.recompute, dtype=np.bool_)[table.stage]
-    kept = np.where(stage_recomputes, np.array(costs.checkpoint_bytes)[table.stage], full)
+    saved = np.where(stage_recomputes, np.array(costs.checkpoint_bytes)[table.stage], full)
     returns = table.is_kind(Kind.RECOMPUTE) | recomputes_inside(schedule, table)
-    gained = np.where(table.is_kind(Kind.FORWARD), kept, 0.0) + np.where(returns, full - kept, 0.0)
+    gained = np.where(table.is_kind(Kind.FORWARD), saved, 0.0) + np.where(
+        returns, full - saved, 0.0
+    )
     released = np.where(table.is_kind(Kind.BACKWARD), full, 0.0)
     released += np.where(table.is_kind(Kind.INPUT_GRADIENT), full - left, 0.0)
     released += np.where(table.is_kind(Kind.WEIGHT_GRADIENT), left, 0.0)

@@ -111,7 +111,7 @@ def transfer_delays(table: ActionTable, costs: Costs) -> FloatArray:
 def _time(
     schedule: Schedule, table: ActionTable, duration: FloatArray, costs: Costs
 ) -> tuple[Timing, FloatArray]:
-    """The timing, and until when each action keeps its rank from the next one."""
+    """Timing of the actions, and the time until which each occupies its rank."""
     if all(link.latency_s == 0 for link in costs.links) and not any(costs.boundary_bytes):
         timing = time_actions(schedule, table, duration)
         return timing, timing.end

@@ -1,4 +1,4 @@
-"""The validator: a table of rules that yield sentences about what is wrong with a schedule."""
+"""The validator: a table of rules that yield sentences about problems of a schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rule = Callable[[Schedule], Iterator[str]]
 
 
 def validate(schedule: Schedule) -> tuple[str, ...]:
-    """Find what would keep a schedule from running, or from giving the right gradients.
+    """Find the problems that keep a schedule from running or from right gradients.
 
     Rules come in steps, each of which relies on the ones before: a step's problems end the search.
 
@@ -156,11 +156,11 @@ def _every_action_once(schedule: Schedule) -> Iterator[str]:
             if "B" in found and found & {"I", "W"}:
                 yield f"{on} has a B beside an I or W on rank {rank}; keep one or the other."
             if "R" in found and not schedule.recompute[stage]:
-                yield f"{on} has an R on rank {rank}, but the stage keeps its activations."
+                yield f"{on} has an R on rank {rank}, but the stage saves its activations."
 
 
 def _own_order(schedule: Schedule) -> Iterator[str]:
-    """F, then R, then B or I, then W."""
+    """Order of a microbatch's actions: F, then R, then B or I, then W."""
     places = {Kind.FORWARD: 0, Kind.RECOMPUTE: 1, Kind.WEIGHT_GRADIENT: 3}
     done: dict[tuple[int, int], tuple[int, Action]] = {}
     for rank, position, action in _each(schedule):
@@ -185,7 +185,7 @@ def _ranks_do_not_wait_for_one_another(schedule: Schedule) -> Iterator[str]:
 
 
 def _weight_versions_exist(schedule: Schedule) -> Iterator[str]:
-    """A version used has been made when its forward runs, and never gets older again."""
+    """Weight versions exist when their forward runs, and never get older again."""
     if schedule.is_synchronous:
         return
     for stage, eager in enumerate(schedule.eager_reduction):

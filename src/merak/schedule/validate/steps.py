@@ -22,11 +22,11 @@ StepRule = Callable[[Schedule, Steps], Iterator[str]]
 
 
 def check_steps(schedule: Schedule, steps: Steps) -> tuple[str, ...]:
-    """Find what would make an engine hang on these steps, or reduce gradients wrongly.
+    """Find the problems that make an engine hang on these steps, or reduce gradients wrongly.
 
     Args:
         schedule: what the steps were lowered from.
-        steps: one sequence per rank.
+        steps: of every rank.
 
     Returns:
         Sentences; none for steps that are right.
@@ -55,7 +55,7 @@ def _transfers_match(schedule: Schedule, steps: Steps) -> Iterator[str]:
 
 
 def _inputs_are_received(schedule: Schedule, steps: Steps) -> Iterator[str]:
-    """Whatever an action takes from another rank has been asked for before the action."""
+    """Receives are posted before the action that takes their data."""
     for rank, own in enumerate(steps):
         posted = set()
         for step in own:
@@ -69,7 +69,7 @@ def _inputs_are_received(schedule: Schedule, steps: Steps) -> Iterator[str]:
 
 
 def _needed(schedule: Schedule, action: Action) -> tuple[Payload, int, int] | None:
-    """What an action takes from another rank, if anything."""
+    """The transfer that an action takes from another rank, if any."""
     if action.kind is Kind.FORWARD:
         payload, producer = Payload.ACTIVATION, action.stage - 1
     elif action.kind in GRADIENT_KINDS:
