@@ -1,4 +1,4 @@
-"""Which optimizers, by name, are right for parameters that lie on many ranks.
+"""Optimizers by name: which are right for parameters that are sharded over ranks.
 
 A stage's optimizer sees the parameters of its own segments, and under tensor parallelism a slice
 of each. One whose update is elementwise is right on slices; one that takes norms, factors or

@@ -68,7 +68,7 @@ def single_process_accelerate() -> Iterator[None]:
 
 
 def fresh_state() -> PartialState:
-    """Accelerate's process state, made anew: one process, on this rank's device.
+    """Make Accelerate's process state anew: one process, on this rank's device.
 
     Raises:
         MeshError: `merak.init` has not been called.
