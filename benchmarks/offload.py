@@ -26,10 +26,8 @@ from tools import report
 
 from merak.core.mesh import current_mesh
 from merak.data import signature
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
+from merak.engine import Engine, GraphSource, build_engine
 from merak.engine.segments.copy_streams import Pair
-from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
 from merak.plan import EngineOptions, SegmentTimes, load_times, save_times
 from merak.plan.activation_policy import ActivationPolicy

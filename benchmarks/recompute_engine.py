@@ -30,10 +30,8 @@ from torch import nn
 from merak.core.mesh import current_mesh
 from merak.core.storages import Storages
 from merak.data import signature
-from merak.engine.build import build_engine, forecast_of
-from merak.engine.engine import Engine
+from merak.engine import Engine, GraphSource, build_engine, forecast_of
 from merak.graph.program.program import SegmentProgram
-from merak.graph.segment.build import GraphSource
 from merak.parallel import ParallelModel, split_batch
 from merak.plan import EngineOptions, Forecast, SegmentTimes, save_times
 from merak.plan.activation_policy import ActivationPolicy

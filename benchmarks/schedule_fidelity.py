@@ -34,7 +34,7 @@ from torch import nn
 
 import merak
 from merak.core.errors import ScheduleError
-from merak.engine.engine import Engine
+from merak.engine import Engine
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import HostClock, StepRecord
 from merak.parallel import ParallelModel
@@ -260,7 +260,7 @@ def seconds_per_action() -> float:
         with progress.action(action):
             with progress.weight_gradients(f"the activation of microbatch {count}", (1,)):
                 pass
-            progress.started()
+            progress.inputs_ready()
     return (time.perf_counter() - start) / count
 
 

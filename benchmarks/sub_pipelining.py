@@ -36,7 +36,7 @@ from tools import report
 from torch import nn
 
 import merak
-from merak.engine.engine import Engine
+from merak.engine import Engine
 from merak.graph.program.program import SegmentProgram, SubPipelinedRun, SubPipelinedSegment
 from merak.graph.tensor_parallel import features
 from merak.ops import collectives

@@ -17,8 +17,7 @@ import merak
 from merak.core.mesh import current_mesh
 from merak.core.storages import Storages
 from merak.data import signature
-from merak.engine.build import build_engine, forecast_of
-from merak.graph.segment.build import GraphSource
+from merak.engine import GraphSource, build_engine, forecast_of
 from merak.parallel import ParallelModel
 from merak.plan import EngineOptions, preset
 from merak.plan.cost.benchmark import measure

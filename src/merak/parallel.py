@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from merak.core.errors import ArgumentsError, DataError, ScheduleError, TrainingError
@@ -15,10 +14,9 @@ from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import drop_non_tensors, signature, split_non_tensors
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
-from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
+from merak.engine import Engine, build_engine
 from merak.engine.loss_scale import MAX_SKIPPED_STEPS, LossScale
+from merak.engine.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
 from merak.plan.engine_options import EngineOptions
@@ -55,11 +53,10 @@ class ParallelModel:
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
         self.plain: Mapping[str, Any] = {}  # arguments in every batch that are no tensors
-        optimizer_params = list(engine.optimizer_params.named.values())
-        self.optimizer = (
-            optimizer(optimizer_params) if optimizer is not None and optimizer_params else None
-        )
-        engine.check_optimizer(self.optimizer)
+        self._finite_check = FiniteCheck(scaler)
+        own = list(engine.optimizer_params.named.values())
+        self.optimizer = optimizer(own) if optimizer is not None and own else None
+        engine.connect_optimizer(self.optimizer)
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
 
@@ -90,43 +87,37 @@ class ParallelModel:
             microbatches,
             scale,
             self._update,
-            1.0 if self.scaler is None else self.scaler.scale,
+            1.0 if self.scaler is None else self.scaler.get_scale(),
         )
         loss = losses.sum()
-        group = self.engine.mesh.group("dp")
-        if group is not None:
-            peers = self.engine.mesh.peers("dp")
-            with self.engine.progress.waiting("the sum of losses over dp with", peers):
-                dist.all_reduce(loss, group=group)
+        self.engine.all_reduce(loss, "dp", "losses")
         if not self._clip_gradients() and not self.engine.updates_inside:
             self._step_optimizer()
         self.num_steps += 1
         return loss
 
     def _clip_gradients(self) -> bool:
-        """Clip the gradients; whether one of them has overflowed, which every rank knows."""
-        engine = self.engine
-        norm = None
+        """Clip the gradients, and check them for overflow; every rank gets the same answer."""
+        engine, check, norm = self.engine, self._finite_check, None
         if self.max_grad_norm is not None:
             norm = engine.clip_gradients(self.max_grad_norm)
         if self.scaler is None:
             return False
-        overflow = not bool(torch.isfinite(engine.gradient_norm() if norm is None else norm))
-        self.scaler.update(overflow)
-        if self.scaler.num_vain_steps > MAX_SKIPPED_STEPS:
+        overflow = check.fails(engine.gradient_norm() if norm is None else norm)
+        if check.num_failed > MAX_SKIPPED_STEPS:
             raise TrainingError(
                 f"step {self.num_steps} and the {MAX_SKIPPED_STEPS} before it have gradients that "
-                f"are not finite, also with a loss scale of {self.scaler.scale:g}, so the model "
-                "has diverged; go on from earlier weights with a lower learning rate, or look at "
-                "the data."
+                f"are not finite, also with a loss scale of {self.scaler.get_scale():g}, so the "
+                "model has diverged; go on from earlier weights with a lower learning rate, or "
+                "look at the data."
             )
         return overflow
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
-            with explain_oom("the optimizer's step", OPTIMIZER_FIX):
-                self.optimizer.step()
-        self.engine.optimizer_params.sync_model_params()
+            self.optimizer.step()
+        else:  # a rank without parameters gathers those of others all the same
+            self.engine.optimizer_params.sync_model_params()
 
     def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The loss of one batch, without training.
@@ -148,11 +139,7 @@ class ParallelModel:
         )
         total = total / (self.num_microbatches * engine.mesh.dp)
         for axis in ("pp", "dp"):
-            group = engine.mesh.group(axis)
-            if group is not None:
-                peers = engine.mesh.peers(axis)
-                with engine.progress.waiting(f"the sum of losses over {axis} with", peers):
-                    dist.all_reduce(total, group=group)
+            engine.all_reduce(total, axis, "losses")
         return total
 
 

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merak.core.mesh import init
 from merak.core.storages import Storages
 from merak.data import signature
-from merak.engine.build import build_engine, forecast_of
-from merak.engine.engine import Engine
+from merak.engine import Engine, build_engine, forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.plan.memory.ledger import Category

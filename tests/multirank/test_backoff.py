@@ -16,9 +16,7 @@ from torch import nn
 from merak.core.errors import TrainingError
 from merak.core.mesh import init
 from merak.data import signature
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
-from merak.engine.health.oom import explain_optimizer_oom
+from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from tests.multirank.ranks import RankError
@@ -276,7 +274,7 @@ def ending(jobs: list[Final], cache: Path) -> list[str]:
         sample = signature(every[0]).columns
         engine = build_engine(GraphSource(model, cache_dir=cache), sample, mesh, options)
         optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1)
-        explain_optimizer_oom(optimizer)
+        engine.connect_optimizer(optimizer)
         # As transformers does, whose schedules wrap the step once more.
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         fault = Fault(job.function, (0,), 1, 10**6)
@@ -294,9 +292,9 @@ def ending(jobs: list[Final], cache: Path) -> list[str]:
 def test_where_a_step_cannot_be_run_again_the_error_says_what_to_do(pool, tmp_path):
     step = "torch.optim.sgd._single_tensor_sgd"
     jobs = [
-        Final("1f1b", CALL, "step 3 on pipeline position 0 ran out of memory (CUDA out of"),
+        Final("1f1b", CALL, "step 3 on pp rank 0 ran out of memory (CUDA out of"),
         Final("pipedream", CALL, "has updated weights by then, so that the step cannot be run"),
-        Final("1f1b", CALL, "the evaluation of a microbatch on pipeline position 0 ran out of"),
+        Final("1f1b", CALL, "the evaluation of a microbatch on pp rank 0 ran out of"),
         Final("pipedream", step, "the optimizer's step ran out of memory (CUDA out of memory."),
     ]
     (said,) = pool.run(ending, 1, jobs, tmp_path)
@@ -312,4 +310,4 @@ def test_memory_that_stays_short_does_not_collect_a_tied_gradient_twice(pool, tm
         pool.run(compare, 2, (1, 1, 2), [fault], tmp_path)
     text = str(caught.value)
     assert "TrainingError: memory ran out (CUDA out of memory." in text
-    assert "although all activations of the step had been let go before" in text
+    assert "although all activations of the step had been freed before" in text

@@ -11,8 +11,7 @@ import torch
 from merak import parallelize
 from merak.core.mesh import init
 from merak.data import signature
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
+from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from tests.multirank.memory_jobs import MODELS, MemoryJob, batch_of, measure

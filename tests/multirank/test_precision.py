@@ -71,13 +71,14 @@ def half(folder: str, layout: Layout, resume: str | None, cache: str) -> dict[st
         "learning_rate": 1e-3,
     }  # fmt: skip
     trainer = make_merak(Setup("gpt2", arguments=arguments), dp, cache)
-    trainer.scaler.scale, trainer.scaler.growth_interval = 2.0**22, 2
+    trainer.scaler.update(2.0**22)
+    trainer.scaler.set_growth_interval(2)
     seen: dict[str, Any] = {"scales": [], "moved": [], "place": mesh.pp_rank}
-    end, update = trainer.callback_handler.on_step_end, trainer.scaler.update
+    end, update = trainer.callback_handler.on_step_end, trainer.scaler.adapt
     before: dict[str, torch.Tensor] = {}
 
     def note(overflow: bool) -> None:
-        seen["scales"].append(trainer.scaler.scale)
+        seen["scales"].append(trainer.scaler.get_scale())
         before.update({n: p.detach().clone() for n, p in trainer.engine.parameters.items()})
         update(overflow)
 
@@ -86,7 +87,7 @@ def half(folder: str, layout: Layout, resume: str | None, cache: str) -> dict[st
         seen["moved"].append(any(not torch.equal(p, before[n]) for n, p in named))
         return end(*args, **kwargs)
 
-    trainer.scaler = trainer._skipped.scaler = _Noted(trainer.scaler, note)
+    trainer.scaler = trainer._skipped.check.scaler = _Noted(trainer.scaler, note)
     trainer.callback_handler.on_step_end = ended
     trainer.train(resume_from_checkpoint=resume)
     seen["losses"] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -97,8 +98,8 @@ def half(folder: str, layout: Layout, resume: str | None, cache: str) -> dict[st
 class _Noted:
     """A loss scale whose updates are written down."""
 
-    def __init__(self, scaler: Any, update: Any) -> None:
-        self.scaler, self.update = scaler, update
+    def __init__(self, scaler: Any, adapt: Any) -> None:
+        self.scaler, self.adapt = scaler, adapt
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scaler, name)

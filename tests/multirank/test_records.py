@@ -9,7 +9,7 @@ import torch.distributed as dist
 from merak.core.health.timeouts import extend_timeouts
 from merak.core.mesh import init
 from merak.data import signature
-from merak.engine.build import build_engine
+from merak.engine import build_engine
 from merak.engine.health.step_records import StepRecord
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions

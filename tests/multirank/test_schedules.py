@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from merak.core.mesh import init
 from merak.core.shards import join
 from merak.data import signature
-from merak.engine.build import build_engine
+from merak.engine import build_engine
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.plan.recompute_spec import Recompute

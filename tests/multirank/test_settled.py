@@ -137,7 +137,7 @@ def test_replicas_that_share_the_optimizer_or_the_weights(pool: RankPool) -> Non
         assert torch.allclose(value, single[1][name], atol=5e-3), name
     expected = [*[single] * 3, *[single_half] * 3, normed]
     for *own, refused in pool.run(train, 2, (2, 1, 1), shared):
-        assert "zero=3 holds shares of '0.weight', into which the model writes" in refused
+        assert "zero=3 holds shards of '0.weight', into which the model writes" in refused
         for (losses, parameters), (wanted, others) in zip(own, expected, strict=True):
             assert losses == pytest.approx(wanted, rel=1e-5)
             for name, value in parameters.items():

@@ -14,7 +14,7 @@ from torch import nn
 from merak.core.mesh import init, reset
 from merak.core.shards import join
 from merak.data import signature
-from merak.engine.build import build_engine
+from merak.engine import build_engine
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.schedule.registry import build, names

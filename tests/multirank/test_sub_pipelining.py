@@ -11,7 +11,7 @@ from torch import nn
 
 from merak.core.mesh import init
 from merak.data import signature
-from merak.engine.build import build_engine
+from merak.engine import build_engine
 from merak.graph.program.program import SubPipelinedRun
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan import sub_pipelining as overlap

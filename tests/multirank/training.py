@@ -229,7 +229,7 @@ def make_merak(setup: Setup, dp: int, cache: str, **kwargs: Any) -> Any:
         **arguments_of(setup, tempfile.mkdtemp()),
     )
     kwargs.setdefault("train_dataset", Texts(setup.num_samples, padded=_padded(setup)))
-    trainer = merak.MerakTrainer(args=args, **kwargs)
+    trainer = kwargs.pop("trainer_class", merak.MerakTrainer)(args=args, **kwargs)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -243,7 +243,8 @@ def make_reference(setup: Setup, **kwargs: Any) -> Trainer:
         **arguments_of(setup, tempfile.mkdtemp()),
     )
     kwargs.setdefault("train_dataset", Texts(setup.num_samples, padded=_padded(setup)))
-    trainer = Trainer(model=model_of(setup), args=args, **kwargs)
+    trainer_class = kwargs.pop("trainer_class", Trainer)
+    trainer: Trainer = trainer_class(model=model_of(setup), args=args, **kwargs)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 

@@ -1,18 +1,18 @@
-"""Optimizers by name: which are right for parameters that are sharded over ranks.
+"""Optimizers by name, and the layouts in which each of them is correct.
 
-A stage's optimizer sees the parameters of its own segments, and under tensor parallelism a slice
-of each. One whose update is elementwise is right on slices; one that takes norms, factors or
-blocks over a parameter is right only on whole parameters; one that looks for modules or for the
-whole model is right on neither.
+A stage's optimizer sees the parameters of its own segments, and under tensor parallelism a shard
+of each. An elementwise update is correct on shards. An update that takes norms, factors or blocks
+over a parameter is correct only on whole parameters. An optimizer that looks for modules or for the
+whole model is correct on neither.
 """
 
 from __future__ import annotations
 
 from merak.arguments.rules import Layout, Rule, honoured, refused
 
-_ELEMENTWISE = honoured("its update is elementwise, so it is right on every slice of a parameter")
+_ELEMENTWISE = honoured("its update is elementwise, so it is correct on every shard of a parameter")
 _BNB = honoured("its update is elementwise; it needs bitsandbytes")
-_WHOLE = "tensor parallel ranks hold a slice of each parameter; use 'adamw_torch', or tp=1"
+_WHOLE = "tensor parallel ranks hold a shard of each parameter; use 'adamw_torch', or tp=1"
 _PER_PARAMETER = refused(
     f"its update depends on norms or factors of a whole parameter, and {_WHOLE}",
     layout=Layout.TENSOR_PARALLEL,

@@ -1,7 +1,7 @@
 """Every field of `transformers.TrainingArguments`, and what Merak does with it.
 
-The page docs/arguments.md is made from this table, and a test walks the fields of the installed
-transformers: a field without a decision here fails it, and is refused when it is set.
+The page docs/arguments.md is made from this table. A test compares the table with the fields of the
+installed transformers: a field without a decision here fails it, and is refused when it is set.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from merak.arguments.rules import Layout, Rule, honoured, no_effect, refused
 
 _FULL_EVAL = "evaluation uses the weights that are trained; bf16=True or fp16=True autocasts it too"
 _RECOMPUTE = "Merak recomputes segments of the traced model, not modules; use recompute='full', a"
-_RECOMPUTE += " share of them, or 'auto'"
+_RECOMPUTE += " fraction of them, or 'auto'"
 _COMPILE = "segments run as traced, without torch.compile, in this release; leave it unset"
-_DEGREES = "Merak lays parameters out itself; use merak.init(dp=…, tp=…, pp=…)"
+_DEGREES = "Merak places and shards parameters itself; use merak.init(dp=…, tp=…, pp=…)"
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"
 _GENERATES = "evaluation runs the model once a batch, on its labels, and generates no words; save "
 _GENERATES += "the model, and call generate on it in one process"
@@ -49,7 +49,7 @@ LENGTH = {
 }
 
 OPTIMIZATION = {
-    "optim": honoured("by name; the second table says which optimizers are right in which job"),
+    "optim": honoured("by name; the table of optimizers says which are correct with which degrees"),
     "optim_args": honoured("given to the optimizer"),
     "optim_target_modules": refused(
         "only GaLore and APOLLO read it, which cannot be honoured; leave it unset"
@@ -58,7 +58,7 @@ OPTIMIZATION = {
     "lr_scheduler_type": honoured("every rank steps the same schedule"),
     "lr_scheduler_kwargs": honoured("given to the schedule"),
     "warmup_steps": honoured("as in transformers"),
-    "weight_decay": honoured("parameters are told apart by their names in your model"),
+    "weight_decay": honoured("the names of parameters in your model decide which of them decay"),
     "adam_beta1": _ADAM,
     "adam_beta2": _ADAM,
     "adam_epsilon": _ADAM,
@@ -78,7 +78,7 @@ OPTIMIZATION = {
 PRECISION = {
     "bf16": honoured("autocast inside the traced graph; parameters and gradients stay float32"),
     "fp16": honoured(
-        "as bf16, with a loss scale: all ranks see an overflow alike and skip the same steps"
+        "as bf16, with a loss scale: all ranks agree on an overflow and skip the same steps"
     ),
     "bf16_full_eval": refused(_FULL_EVAL),
     "fp16_full_eval": refused(_FULL_EVAL),
@@ -207,7 +207,7 @@ DISTRIBUTION = {
     ),
     "ddp_static_graph": no_effect("a traced graph is static"),
     "ddp_broadcast_buffers": refused(
-        "buffers that forward writes are brought together after every step; leave it unset",
+        "replicas synchronise the buffers that forward writes after every step; leave it unset",
         False,
         layout=Layout.DATA_PARALLEL,
     ),
@@ -227,11 +227,13 @@ ACCELERATOR = {
     "dispatch_batches": refused(
         "every rank reads the columns that its own segments use; leave it unset", False
     ),
-    "even_batches": no_effect("no sample is ever duplicated; a ragged end is as in one process"),
+    "even_batches": no_effect(
+        "no sample is ever duplicated; the end of an epoch is as in one process"
+    ),
     "use_seedable_sampler": honoured("as in one process"),
     "non_blocking": honoured("as in one process, in the loader of every rank"),
     "gradient_accumulation_kwargs": refused(
-        "accumulation is the pipeline's; set gradient_accumulation_steps", {}
+        "the pipeline accumulates gradients; set gradient_accumulation_steps", {}
     ),
     "use_configured_state": refused("the state of each rank's Accelerate is made by Merak"),
 }

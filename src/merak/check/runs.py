@@ -17,8 +17,7 @@ from merak.core.mesh import Mesh, init
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.data import signature
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
+from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.observe import Observed, Observer
 from merak.graph.trace.call import Call, call_model

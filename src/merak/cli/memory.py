@@ -65,7 +65,7 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
     """
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
-    from merak.engine.build import forecast_of
+    from merak.engine import forecast_of
     from merak.graph.segment.build import GraphSource
     from merak.zoo.batches.batch import example_arguments, example_columns
 

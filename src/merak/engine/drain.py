@@ -1,8 +1,8 @@
-"""The rest of a step that a rank has given up: it takes part in what others wait for, with zeros.
+"""Draining an aborted step: this rank performs the communication of its rest, and no computation.
 
-What it sends and receives is in the plan, and how large that is in the program. What the ranks of a
-tensor parallel group sum inside their segments is in the segments alone; so these run on, on
-tensors without numbers, and only their collectives are carried out.
+What it sends and receives is in the plan, and its sizes are in the program: it sends zeros. The
+collectives of tensor parallelism are inside the segments alone; so these run on, on fake tensors,
+and only their collectives are carried out.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from merak.schedule.steps import Payload, Receive
 SegmentDone = Callable[[SegmentProgram], None]
 
 
-def num_begun(mesh: Mesh) -> int:
-    """How many collectives this rank has begun with its tensor parallel peers."""
+def num_tp_collectives(mesh: Mesh) -> int:
+    """The number of collectives that this rank has begun with its tensor parallel peers."""
     group = mesh.group("tp")
     # torch's stubs leave it out; every backend counts.
     return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 class DrainStep:
-    """Performs actions without computing anything.
+    """Performs the communication of actions, without their computation.
 
     Args:
         mesh: the grid of ranks.
         stages: this rank's.
-        exchange: the values between stages.
+        exchange: activations and gradients between stages.
         schedule: of the step.
         microbatches: of the step.
-        fsdp: the parameters of which replicas hold shares; None for none.
+        fsdp: the parameters that are sharded over replicas; None for none.
     """
 
-    def __init__(  # one argument for each thing that it takes part in
+    def __init__(  # one argument for each thing that communicates
         self,
         mesh: Mesh,
         stages: Mapping[int, Stage],
@@ -66,68 +66,68 @@ class DrainStep:
         self._exchange = exchange
         self._schedule = schedule
         self._microbatches = microbatches
-        self._shares = None if fsdp is None else DrainedParameters(fsdp)
-        self._shadow: FakeStages | None = None
+        self._fsdp = None if fsdp is None else DrainedParameters(fsdp)
+        self._fake_stages: FakeStages | None = None
         if mesh.group("tp") is not None:
-            self._shadow = FakeStages(mesh.device, stages, schedule, microbatches, self._shares)
+            self._fake_stages = FakeStages(mesh.device, stages, schedule, microbatches, self._fsdp)
 
     def fast_forward(self, before: Sequence[Action]) -> None:
-        """Come to where the rank stands.
+        """Bring the fake stages to where the rank is in the step.
 
         Args:
             before: the actions that the rank has performed, in order.
         """
-        if self._shadow is not None:
-            done = [(a.stage, a.microbatch) for a in before if a.kind in _GOING_BACK]
+        if self._fake_stages is not None:
+            done = [(a.stage, a.microbatch) for a in before if a.kind in GRADIENT_KINDS]
             for action in before:
                 if (action.stage, action.microbatch) not in done:
-                    self._shadow.perform(action, lambda segment: None, None)
+                    self._fake_stages.perform(action, lambda segment: None, None)
 
-    def act(self, action: Action, segment_done: SegmentDone, num_done: int = 0) -> None:
-        """Perform an action, or the rest of one.
+    def perform(self, action: Action, segment_done: SegmentDone, num_done: int = 0) -> None:
+        """Perform the communication of an action, or the rest of it.
 
         Args:
             action: what to perform.
             segment_done: called after each segment of a backward, last segment first.
-            num_done: how many of its collectives over tp the rank has begun already.
+            num_done: collectives of the action over tp that the rank has begun already.
         """
         stage, number = action.stage, action.microbatch
-        goes_back = action.kind in _GOING_BACK
+        goes_back = action.kind in GRADIENT_KINDS
         if action.kind is Kind.FORWARD:
-            self._drop(Payload.ACTIVATION, stage - 1, number)
+            self._discard(Payload.ACTIVATION, stage - 1, number)
         elif goes_back:
-            self._drop(Payload.GRADIENT, stage + 1, number)
-        if self._shadow is not None:
-            self._shadow.perform(action, segment_done, num_done)
+            self._discard(Payload.GRADIENT, stage + 1, number)
+        if self._fake_stages is not None:
+            self._fake_stages.perform(action, segment_done, num_done)
         else:
-            self._take_part(action, segment_done)
+            self._join_collectives(action, segment_done)
         if action.kind is Kind.FORWARD and stage + 1 < self._schedule.num_stages:
-            self._give(Payload.ACTIVATION, action, self._program(number).stages[stage].sent)
+            self._give_zeros(Payload.ACTIVATION, action, self._program(number).stages[stage].sent)
         elif goes_back and stage > 0:
             received = self._program(number).stages[stage].received
-            self._give(Payload.GRADIENT, action, self._program(number).gradients_of(received))
+            self._give_zeros(Payload.GRADIENT, action, self._program(number).gradients_of(received))
 
-    def _take_part(self, action: Action, segment_done: SegmentDone) -> None:
-        """Gather and sum with the replicas, segment by segment, and tell of every backward."""
-        goes_back = action.kind in _GOING_BACK
+    def _join_collectives(self, action: Action, segment_done: SegmentDone) -> None:
+        """Join the replicas' collectives, segment by segment, and report every backward."""
+        goes_back = action.kind in GRADIENT_KINDS
         recomputes = self._schedule.recompute[action.stage]
         segments = self._program(action.microbatch).stages[action.stage].segments
         for segment in reversed(segments) if goes_back else segments:
-            if self._shares is not None and needs_parameters(segment, action.kind, recomputes):
-                self._shares.begin(segment.segment.parameters)
-                self._shares.end(segment.segment.parameters)
+            if self._fsdp is not None and needs_parameters(segment, action.kind, recomputes):
+                self._fsdp.begin(segment.segment.parameters)
+                self._fsdp.end(segment.segment.parameters)
             if goes_back:
                 segment_done(segment)
 
     def _program(self, number: int) -> Program:
         return self._microbatches[number].program
 
-    def _drop(self, payload: Payload, producer: int, number: int) -> None:
+    def _discard(self, payload: Payload, producer: int, number: int) -> None:
         if 0 <= producer < self._schedule.num_stages:
             peer = self._schedule.rank_of(producer, number)
-            self._exchange.drop(Receive(payload, producer, number, peer), self._program(number))
+            self._exchange.discard(Receive(payload, producer, number, peer), self._program(number))
 
-    def _give(self, payload: Payload, action: Action, names: Sequence[str]) -> None:
+    def _give_zeros(self, payload: Payload, action: Action, names: Sequence[str]) -> None:
         metas = {name: self._program(action.microbatch).values[name] for name in names}
         zeros = {
             name: torch.zeros(meta.shape, dtype=meta.dtype, device=self._mesh.device)
@@ -136,24 +136,24 @@ class DrainStep:
         self._exchange.give(payload, action.stage, action.microbatch, zeros)
 
 
-_GOING_BACK = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))
+GRADIENT_KINDS = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))
 
 
 class DrainedParameters:
-    """Parameters in shares as a rank gathers them that computes nothing: for its replicas alone.
+    """FSDP parameters whose collectives this rank joins for its replicas alone.
 
     Args:
-        fsdp: those parameters.
+        fsdp: the parameters.
     """
 
     def __init__(self, fsdp: FsdpParameters) -> None:
         self._fsdp = fsdp
-        self.takes_part = True
+        self.participates = True
         fsdp.abort_step()
 
     def begin(self, names: Sequence[str]) -> None:
-        """Gather with the others what nobody reads here."""
-        if self.takes_part:
+        """Join the all-gathers of parameters that nobody reads here."""
+        if self.participates:
             with _disable_current_modes():
                 self._fsdp.begin(names, drained=True)
 
@@ -163,25 +163,25 @@ class DrainedParameters:
         weights: ParamLeaves,
         compute: Callable[[ParamLeaves], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
-        """Call a segment with parameters that have no numbers."""
+        """Call a segment with fake parameters."""
         return compute(weights)
 
     def end(self, names: Sequence[str]) -> None:
-        """Give zeros to the sums of gradients."""
-        if self.takes_part:
+        """Join the reduce-scatters of gradients, with zeros."""
+        if self.participates:
             with _disable_current_modes():
                 self._fsdp.end(names, drained=True)
 
 
 class FakeStages:
-    """A rank's stages on tensors without numbers, whose collectives others take part in.
+    """A rank's stages on fake tensors, whose collectives are carried out.
 
     Args:
-        device: where the tensors claim to be.
+        device: of the fake tensors.
         stages: the rank's own.
         schedule: of the step.
         microbatches: of the step.
-        shares: what gathers the parameters of which replicas hold shares; None for none.
+        fsdp: joins the collectives of sharded parameters; None for none.
     """
 
     def __init__(
@@ -190,23 +190,23 @@ class FakeStages:
         stages: Mapping[int, Stage],
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
-        shares: DrainedParameters | None,
+        fsdp: DrainedParameters | None,
     ) -> None:
         self._device = device
-        self._shares = shares
+        self._fsdp = fsdp
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives = _Collectives(device)
         self._schedule = schedule
-        self._stages = {number: self._imitate(stage) for number, stage in stages.items()}
+        self._stages = {number: self._fake_stage(stage) for number, stage in stages.items()}
         self._microbatches = [self._microbatch(microbatch) for microbatch in microbatches]
 
     def perform(self, action: Action, segment_done: SegmentDone, num_done: int | None) -> None:
-        """Perform an action.
+        """Perform an action on fake tensors.
 
         Args:
             action: what to perform.
-            segment_done: as of `DrainStep.act`.
-            num_done: how many of its collectives are left out at first; None for all of them.
+            segment_done: as of `DrainStep.perform`.
+            num_done: how many of its collectives are skipped at first; None for all of them.
         """
 
         def done(segment: SegmentProgram) -> None:
@@ -216,16 +216,16 @@ class FakeStages:
         stage, number = self._stages[action.stage], action.microbatch
         microbatch = self._microbatches[number]
         program = microbatch.program.stages[action.stage]
-        self._collectives.num_left_out = num_done
-        if self._shares is not None:
-            self._shares.takes_part = num_done is not None
+        self._collectives.num_skipped = num_done
+        if self._fsdp is not None:
+            self._fsdp.participates = num_done is not None
         with self._mode, self._collectives:
             if action.kind is Kind.FORWARD:
                 keep = not self._schedule.recompute[action.stage]
                 stage.forward(number, microbatch, self._values(program.received, microbatch), keep)
             elif action.kind is Kind.RECOMPUTE:
                 stage.recompute(number, microbatch)
-            elif action.kind in _GOING_BACK:
+            elif action.kind in GRADIENT_KINDS:
                 names = microbatch.program.gradients_of(program.sent)
                 gradients = self._values(names, microbatch)
                 loss = microbatch.program.loss
@@ -240,15 +240,15 @@ class FakeStages:
         with self._mode:
             return torch.empty(tuple(like.shape), dtype=like.dtype, device=self._device)
 
-    def _imitate(self, stage: Stage) -> Stage:
+    def _fake_stage(self, stage: Stage) -> Stage:
         weights = {}
         with self._mode:
             for name, real in stage.weights.live.items():
                 weights[name] = torch.nn.Parameter(self._fake(real), real.requires_grad)
         buffers = {name: self._fake(real) for name, real in stage.buffers.items()}
         own = LiveWeights(weights, ())
-        shares = self._shares
-        return Stage(stage.index, own, buffers, WeightGradients(), self._device, shares)
+        fsdp = self._fsdp
+        return Stage(stage.index, own, buffers, WeightGradients(), self._device, fsdp)
 
     def _microbatch(self, real: Microbatch) -> Microbatch:
         columns: TensorDict = {}
@@ -266,7 +266,7 @@ class FakeStages:
 
 
 class _Collectives(TorchDispatchMode):
-    """Carries out the collectives of tensors without numbers, with zeros in their place.
+    """Carries out the collectives of fake tensors, with zeros in their place.
 
     Args:
         device: where the zeros are.
@@ -274,7 +274,7 @@ class _Collectives(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_left_out: int | None = 0
+        self.num_skipped: int | None = 0
         self._device = device
 
     def __torch_dispatch__(
@@ -284,12 +284,12 @@ class _Collectives(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call an operator; a collective on zeros, or not at all where it is to be left out."""
+        """Call an operator; a collective on zeros, or not at all where it is skipped."""
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
-        if self.num_left_out is None or self.num_left_out > 0:
-            if self.num_left_out is not None:
-                self.num_left_out -= 1
+        if self.num_skipped is None or self.num_skipped > 0:
+            if self.num_skipped is not None:
+                self.num_skipped -= 1
             work: Any = FakeWork().boxed()
             return (args[0], work) if len(func._schema.returns) == 2 else work
         with _disable_current_modes():

@@ -1,84 +1,120 @@
-"""Forward of one microbatch through all stages, without randomness or gradients."""
+"""Evaluation: a forward-only schedule, without randomness or gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
-from merak.engine.comm.stage_io import StageIO
+from merak.engine.schedule_run import ScheduleRun
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
-from merak.engine.zero.unshard_order import unshards_of
 from merak.graph.program.program import Program
-from merak.schedule.ir import Kind
-from merak.schedule.steps import Payload, Receive, Send
+from merak.plan.step_plans import StepPlan
+from merak.schedule.builders.forward_only import forward_only
+from merak.schedule.ir import Action
+from merak.schedule.lower import lower
+from merak.schedule.steps import Compute, Receive, Send
 
 
-def evaluate_microbatch(
-    state: EngineState, exchange: StageIO, number: int, microbatch: Microbatch
-) -> TensorDict:
-    """Run this rank's stages of the first pipe on a microbatch.
+@lru_cache(maxsize=64)
+def evaluation_plan(
+    stage_ranks: tuple[int, ...], num_ranks: int, num_microbatches: int
+) -> StepPlan:
+    """The forward-only schedule of an evaluation, and every rank's steps of it.
 
     Args:
-        state: what the engine is made of.
-        exchange: the values between stages.
-        number: tells the microbatch from others under way.
-        microbatch: with its batch-only values.
+        stage_ranks: the pp rank of each stage in the first pipe, which evaluates.
+        num_ranks: pipeline degree.
+        num_microbatches: microbatches of a replica.
+    """
+    schedule = forward_only(stage_ranks, num_ranks, num_microbatches)
+    return StepPlan(schedule, lower(schedule))
+
+
+class EvaluationRun(ScheduleRun):
+    """Forward of some microbatches through all stages.
+
+    Args:
+        state: of this rank's engine.
+        programs: of this replica's microbatches, by number; at least one.
+        microbatch: makes the microbatch of a number, when its first action begins.
+    """
+
+    def __init__(
+        self,
+        state: EngineState,
+        programs: Sequence[Program],
+        microbatch: Callable[[int], Microbatch],
+    ) -> None:
+        plan = evaluation_plan(state.stage_rank, state.mesh.pp, len(programs))
+        super().__init__(state, plan, programs)
+        self.outputs: list[TensorDict] = [{} for _ in programs]
+        self._make = microbatch
+        # Of the microbatches that are under way: columns and derived values take memory.
+        self._microbatches: dict[int, Microbatch] = {}
+        own = plan.schedule.actions[self._rank]
+        self._last = {action.microbatch: action for action in own}
+
+    def compute(self, step: Compute) -> None:
+        """Run a stage on a microbatch, and collect the model's outputs made there."""
+        action, number = step.action, step.action.microbatch
+        with self._state.progress.action(action):
+            if number not in self._microbatches:
+                self._microbatches[number] = self._make(number)
+            made = self.forward(action, self._microbatches[number])
+        results = self._programs[number].stages[action.stage].results
+        self.outputs[number] |= {name: made[value] for name, value in results.items()}
+        if self._last[number] is action:
+            del self._microbatches[number]
+
+    def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
+        """Run a stage without a backward to come."""
+        return self._state.stages[action.stage].evaluate(microbatch, received)
+
+
+EvaluationRun.handlers = {
+    Compute: EvaluationRun.compute,
+    Send: EvaluationRun.send,
+    Receive: EvaluationRun.receive,
+}
+
+
+def evaluate(
+    state: EngineState,
+    programs: Sequence[Program],
+    most: int,
+    microbatch: Callable[[int], Microbatch],
+) -> list[TensorDict]:
+    """Evaluate this replica's microbatches; all ranks call it together.
+
+    Args:
+        state: of this rank's engine.
+        programs: of this replica's microbatches, by number; may be none.
+        most: the most microbatches that a replica has. FSDP gathers parameters on all replicas
+            together, so those with fewer take part for the others.
+        microbatch: makes the microbatch of a number.
 
     Returns:
-        The model's outputs by name that these stages make.
+        Per microbatch the model's outputs by name that this rank's stages make.
     """
-    outputs: TensorDict = {}
-    for stage, rank in enumerate(state.stage_rank):
-        if rank == state.mesh.pp_rank:
-            outputs |= _run_stage(state, exchange, stage, number, microbatch)
+    rest: list[tuple[str, ...]] = []
+    if state.fsdp is not None and most:
+        # Of what others have alone, all is known that matters: they are microbatches as well.
+        some = programs[-1] if programs else state.base
+        padded = [*programs, *[some] * (most - len(programs))]
+        order = list(EvaluationRun(state, padded, microbatch).unshards())
+        state.fsdp.start(order)
+        own = len(list(EvaluationRun(state, programs, microbatch).unshards())) if programs else 0
+        rest = [names for names, _ in order[own:]]
+    outputs: list[TensorDict] = []
+    if programs:
+        run = EvaluationRun(state, programs, microbatch)
+        run.perform()
+        outputs = run.outputs
+    state.stage_io.finish()
+    for names in rest:
+        assert state.fsdp is not None
+        state.fsdp.begin(names)
+        state.fsdp.end(names)
     return outputs
-
-
-def start_gathers(
-    state: EngineState, programs: Sequence[Program], most: int
-) -> list[tuple[str, ...]]:
-    """Say in which order an evaluation gathers the parameters that replicas hold in shards.
-
-    Args:
-        state: of an engine with zero=3.
-        programs: of this replica's microbatches, in order.
-        most: the most microbatches that a replica has.
-
-    Returns:
-        The parameters of microbatches that only other replicas have, who need this one's shards.
-    """
-    assert state.fsdp is not None
-    # Of what others have alone, all is known that matters: they are microbatches as well.
-    some = programs[-1] if programs else state.base
-    each = [
-        [
-            turn
-            for _, stage in sorted(program.stages.items())
-            for turn in unshards_of(Kind.FORWARD, stage, False)
-        ]
-        for program in [*programs, *(some for _ in range(most - len(programs)))]
-    ]
-    state.fsdp.start(turn for turns in each for turn in turns)
-    return [names for turns in each[len(programs) :] for names, _ in turns]
-
-
-def _run_stage(
-    state: EngineState, exchange: StageIO, stage: int, number: int, microbatch: Microbatch
-) -> TensorDict:
-    here = state.mesh.pp_rank
-    program = microbatch.program
-    own = program.stages[stage]
-    received: TensorDict = {}
-    if stage > 0:
-        source = Receive(Payload.ACTIVATION, stage - 1, number, state.stage_rank[stage - 1])
-        if source.peer != here:
-            exchange.post(source, program)
-        received = exchange.take(source, program)
-    made = state.stages[stage].evaluate(microbatch, received)
-    if stage + 1 < len(state.stage_rank):
-        sent = {name: made[name] for name in own.sent}
-        exchange.give(Payload.ACTIVATION, stage, number, sent)
-        if (taker := state.stage_rank[stage + 1]) != here:
-            exchange.send(Send(Payload.ACTIVATION, stage, number, taker))
-    return {name: made[value] for name, value in own.results.items()}

@@ -55,7 +55,7 @@ class ProgramCache:
         mesh: the grid of ranks.
         layout: which segments form which stage.
         parallel: what tensor parallelism does to segments; None for nothing.
-        in_halves: whether microbatches run in halves, where they can.
+        is_sub_pipelined: whether microbatches run in halves, where they can.
         options: how many shapes are kept beside the planned one (of more, those met last), and
             what looks into segments.
     """
@@ -66,7 +66,7 @@ class ProgramCache:
         mesh: Mesh,
         layout: Layout,
         parallel: TensorParallel | None,
-        in_halves: bool,
+        is_sub_pipelined: bool,
         options: EngineOptions,
     ) -> None:
         self.source = source
@@ -79,7 +79,7 @@ class ProgramCache:
         self._writers = find_writers(layout) if options.trains else {}
         self._stage_rank = layout.stage_rank
         self._choices = _choices(layout)
-        self._in_halves = in_halves
+        self._is_sub_pipelined = is_sub_pipelined
         self.weight_gradients = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
         self._observer = options.observer
@@ -96,7 +96,7 @@ class ProgramCache:
             )
             for mode in (True, False)
         }
-        self._others = lru_cache(maxsize=options.max_shapes)(self._make)
+        self._compiled = lru_cache(maxsize=options.max_shapes)(self._make)
         self._max_shapes = options.max_shapes
         self._num_made = 0
         self._seconds = 0.0
@@ -108,7 +108,9 @@ class ProgramCache:
             if self.densified:
                 rewrites[stage].append(partial(densify, self.densified))
             if self._splits_backwards:
-                rewrites[stage].append(partial(_defer, self._shared, self.weight_gradients[stage]))
+                rewrites[stage].append(
+                    partial(_split_weight_gradients, self._shared, self.weight_gradients[stage])
+                )
             if self._observer is not None:
                 rewrites[stage].append(self._observer)
         return rewrites
@@ -121,7 +123,7 @@ class ProgramCache:
         """What to run for a signature, in training or evaluation."""
         if (signature, training) == self._base_key:
             return self.base
-        return self._others(signature, training)
+        return self._compiled(signature, training)
 
     def _make(self, signature: Signature, training: bool) -> Program:
         started = time.perf_counter()
@@ -145,11 +147,11 @@ class ProgramCache:
             self._max_shapes,
         )
 
-    def choose(self, layout: Layout) -> None:
+    def set_activation_choices(self, layout: Layout) -> None:
         """From now on other segments, and operators of others, keep what they compute."""
         self._choices = _choices(layout)
         self.base = self._compile(self._graph, self._base_key[1])
-        self._others.cache_clear()
+        self._compiled.cache_clear()
 
     def _compile(self, graph: ModelGraph, training: bool) -> Program:
         bounds = stage_bounds(graph, self.owners, self._partition)
@@ -158,7 +160,7 @@ class ProgramCache:
         is_same = len(graph.segments) == self._partition.num_segments
         choices = self._choices if is_same and training else RECOMPUTE_ALL
         arrange: Arrange = arrange_whole
-        if self._in_halves and graph.loss is not None:
+        if self._is_sub_pipelined and graph.loss is not None:
             samples = find_sample_dims(graph.segments, batch_size(graph))
             arrange = partial(arrange_sub_pipelined, samples)
         parallel = self._parallel
@@ -217,20 +219,20 @@ def check_max_shapes(max_shapes: int) -> None:
         )
 
 
-def rewriter(
+def tensor_parallel_rewrite(
     graph: ModelGraph, features: Features | None, tp: int, *, sequence: bool = False
 ) -> TensorParallel | None:
     """How this job makes segments tensor parallel; every rank checks the whole model."""
     if tp == 1:
         return None
     parallel = tensor_parallel(graph, features, tp, sequence=sequence)
-    left = replication_warning(graph, parallel)
-    if left is not None and not (dist.is_initialized() and dist.get_rank()):
-        logger.warning("%s", left)
+    warning = replication_warning(graph, parallel)
+    if warning is not None and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning("%s", warning)
     return parallel
 
 
-def _defer(
+def _split_weight_gradients(
     kept: frozenset[str], weight_gradients: WeightGradients, segment: Segment
 ) -> tuple[Segment, dict[str, ParameterShard]]:
     return split_weight_gradients(segment, kept, weight_gradients), {}

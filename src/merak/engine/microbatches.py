@@ -13,7 +13,7 @@ from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program, SegmentProgram
 
 
-class Microbatches:
+class MicrobatchFactory:
     """Makes the microbatches of this rank.
 
     Args:
@@ -44,7 +44,7 @@ class Microbatches:
         place = number * self._mesh.dp + self._mesh.dp_rank
         return Microbatch(program, columns, {}, (self._seed, "microbatch", step, place))
 
-    def derive(self, microbatch: Microbatch) -> None:
+    def compute_batch_only(self, microbatch: Microbatch) -> None:
         """Give it its masks, position ids and the like, as far as this rank's stages read them."""
         program = microbatch.program
         versions = [

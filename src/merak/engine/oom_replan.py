@@ -1,21 +1,25 @@
-"""After a step that ran out of memory: a plan that keeps fewer activations, the same on all ranks.
+"""Replanning after a step that ran out of memory: fewer saved activations, the same on all ranks.
 
-The estimate that the plan rests on does not see what a kernel takes inside, what fragments of the
-allocator lose, and what other programs take of the device. So a position that ran out gets a
-smaller budget, and what it keeps is chosen again.
+The estimate that the plan rests on does not include the workspace of kernels, fragments of the
+allocator, and other programs on the device. So a pp rank that ran out of memory gets a smaller
+budget, for which its saved activations are chosen again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import torch.distributed as dist
+import torch
 
 from merak.core.errors import PlanError
-from merak.core.health.status import phase, waiting_for_first
+from merak.core.health.status import phase
+from merak.core.rank0 import decide_on_rank0, warn_on_rank0
+from merak.core.tensor_meta import Signature
 from merak.engine.local_programs import ProgramCache
+from merak.engine.state import EngineState
+from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.decide import Profile, find_fitting_pp, gigabytes, selective_operators
@@ -26,30 +30,22 @@ from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.layout import Layout
 from merak.plan.step_plans import StepPlans
 
-_SHARE_LEFT = 0.9
-"""Of the peak with which a position ran out of memory, what it may hold next."""
+_BUDGET_FRACTION = 0.9
+"""The next budget of a pp rank, as a part of the peak with which it ran out of memory."""
 
-_MOST_WORDS = 160
+_MAX_CHARACTERS = 160
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _FewerSaved:
-    """The policy that saves fewer activations, or the reason why there is none."""
-
-    policy: ActivationPolicy = field(default_factory=ActivationPolicy)
-    problem: str | None = None
-
-
 class OomReplanner:
-    """Gives up kept activations, step by step, where memory runs out.
+    """Saves fewer activations where a step ran out of memory.
 
     Args:
         forecast: the job as it was laid out.
         times: of the segments.
         profile: of the devices.
-        programs: what this rank runs.
+        programs: of this rank.
     """
 
     def __init__(
@@ -61,11 +57,11 @@ class OomReplanner:
         self._programs = programs
 
     def save_fewer(self, step: int, reasons: Mapping[int, str]) -> tuple[StepPlans, Program]:
-        """Let some segments recompute that kept their activations; called alike on every rank.
+        """Let some segments recompute whose activations were saved; all ranks call it together.
 
         Args:
             step: the job's step that ran out of memory.
-            reasons: by pp rank that did, the words of the error.
+            reasons: by pp rank that did, the message of the error.
 
         Returns:
             The plans to go on with, and the program of an ordinary microbatch.
@@ -73,52 +69,40 @@ class OomReplanner:
         Raises:
             PlanError: everything recomputes already where memory ran out.
         """
-        mesh, layout = self._forecast.mesh, self._forecast.layout
-        decided: list[_FewerSaved] = [_FewerSaved()]
-        if mesh.rank == 0:
-            try:
-                with phase("choosing what to keep less of"):
-                    decided = [self._fewer_saved(step, reasons)]
-            except PlanError as error:
-                decided = [_FewerSaved(problem=str(error))]
-        if mesh.device_mesh is not None:
-            with waiting_for_first("what to keep less of"):
-                dist.broadcast_object_list(decided, src=0)
-        less = decided[0]
-        if less.problem is not None:
-            raise PlanError(less.problem)
-        plans = layout.plans.recomputing(recomputing_stages(layout.partition, less.policy.saved))
-        layout = replace(layout, plans=plans, activations=less.policy)
-        if mesh.rank == 0:
-            self._say(step, reasons, layout)
+        layout = self._forecast.layout
+        what = "the activations to save after memory ran out"
+        policy = decide_on_rank0(self._forecast.mesh, what, lambda: self._policy(step, reasons))
+        plans = layout.plans.recomputing(recomputing_stages(layout.partition, policy.saved))
+        layout = replace(layout, plans=plans, activations=policy)
+        self._log(step, reasons, layout)
         self._forecast = replace(self._forecast, layout=layout)
-        self._programs.choose(layout)
+        self._programs.set_activation_choices(layout)
         return plans, self._programs.base
 
-    def _fewer_saved(self, step: int, reasons: Mapping[int, str]) -> _FewerSaved:
-        forecast = self._forecast
-        policy = forecast.policy
-        selective = {**selective_operators(forecast, self._profile), **policy.selective}
-        saved, partly = policy.saved, frozenset(policy.selective)
-        for rank, reason in sorted(reasons.items()):
-            own = frozenset(forecast.segments_of(rank)) - forecast.untrained
-            if not own & (saved | partly):
-                raise PlanError(self._hopeless(step, rank, reason))
-            whole, some = self._choose_fewer(rank, selective)
-            # What another position has to give up on a stage of both, this one may as well.
-            saved -= own - whole
-            partly = (partly - own) | (some - saved)
-        some_ops = {index: selective[index] for index in partly - saved}
-        return _FewerSaved(ActivationPolicy(saved, some_ops, policy.offloaded & saved))
+    def _policy(self, step: int, reasons: Mapping[int, str]) -> ActivationPolicy:
+        forecast, policy = self._forecast, self._forecast.policy
+        with phase("choosing which activations to save"):
+            selective = {**selective_operators(forecast, self._profile), **policy.selective}
+            saved, partly = policy.saved, frozenset(policy.selective)
+            for rank, reason in sorted(reasons.items()):
+                own = frozenset(forecast.segments_of(rank)) - forecast.untrained
+                if not own & (saved | partly):
+                    raise PlanError(self._nothing_left(step, rank, reason))
+                whole, some = self._choose_fewer(rank, selective)
+                # A stage that another pp rank holds as well recomputes there, too.
+                saved -= own - whole
+                partly = (partly - own) | (some - saved)
+            some_ops = {index: selective[index] for index in partly - saved}
+            return ActivationPolicy(saved, some_ops, policy.offloaded & saved)
 
     def _choose_fewer(
         self, rank: int, selective: Mapping[int, SelectiveOps]
     ) -> tuple[frozenset[int], frozenset[int]]:
-        """The best choice for a position that needs less than the present one."""
+        """The segments of a pp rank that save everything, or something, in less memory than now."""
         forecast = self._forecast
         schedule = forecast.layout.schedule
         most = forecast.ranks(schedule)[rank].peak.total_bytes
-        budget = int(_SHARE_LEFT * most)
+        budget = int(_BUDGET_FRACTION * most)
         while True:
             whole, some = forecast.fill_rank(
                 rank, schedule, self._times(), budget, selective, self._offloaded
@@ -131,35 +115,36 @@ class OomReplanner:
             needed = forecast.ranks(schedule, policy)[rank].peak
             if needed.total_bytes < most or not whole | some:
                 return whole, some
-            budget = int(_SHARE_LEFT * budget)
+            budget = int(_BUDGET_FRACTION * budget)
 
-    def _offloaded(self, kept: frozenset[int]) -> frozenset[int]:
-        """Of segments that keep their activations, those that do so in host memory."""
-        return kept & self._forecast.layout.activations.offloaded
+    def _offloaded(self, saved: frozenset[int]) -> frozenset[int]:
+        """The segments whose saved activations are offloaded to host memory."""
+        return saved & self._forecast.layout.activations.offloaded
 
-    def _hopeless(self, step: int, rank: int, reason: str) -> str:
+    def _nothing_left(self, step: int, rank: int, reason: str) -> str:
         forecast = self._forecast
         peak = forecast.ranks(forecast.layout.schedule)[rank].peak
         needed = peak.total_bytes
-        pp = find_fitting_pp(forecast, int(_SHARE_LEFT * needed), self._times)
+        pp = find_fitting_pp(forecast, int(_BUDGET_FRACTION * needed), self._times)
         fix = f"use pp={pp} or" if pp else "use"
         return (
-            f"step {step} ran out of memory on pp rank {rank} ({_first(reason)}), where "
+            f"step {step} ran out of memory on pp rank {rank} ({_beginning(reason)}), where "
             f"every segment recomputes and {gigabytes(needed)} were foreseen at {peak.at}; {fix} a "
             "larger tp or a smaller microbatch."
         )
 
-    def _say(self, step: int, reasons: Mapping[int, str], layout: Layout) -> None:
+    def _log(self, step: int, reasons: Mapping[int, str], layout: Layout) -> None:
         before = self._forecast
         for rank, reason in sorted(reasons.items()):
             own = frozenset(before.segments_of(rank))
             some = len(own & frozenset(layout.activations.selective))
-            logger.warning(
+            warn_on_rank0(
+                logger,
                 "step %d ran out of memory on pp rank %d (%s); it runs again with the "
-                "activations of %d of its %d segments kept, and no longer of %d%s.",
+                "activations of %d of its %d segments saved, and no longer of %d%s.",
                 step,
                 rank,
-                _first(reason),
+                _beginning(reason),
                 len(own & layout.activations.saved),
                 len(own),
                 len(own & before.saved),
@@ -167,7 +152,47 @@ class OomReplanner:
             )
 
 
-def _first(reason: str) -> str:
+def _beginning(reason: str) -> str:
     """The beginning of an error's words."""
     line = " ".join(reason.split())
-    return line if len(line) <= _MOST_WORDS else line[:_MOST_WORDS] + "…"
+    return line if len(line) <= _MAX_CHARACTERS else line[:_MAX_CHARACTERS] + "…"
+
+
+def written_buffers(state: EngineState, signatures: Sequence[Signature]) -> TensorDict:
+    """Copies of the buffers that a step writes; none where a step cannot be aborted.
+
+    Args:
+        state: of this rank's engine.
+        signatures: of the step's microbatches.
+    """
+    if not state.oom_guard.is_armed:
+        return {}
+    names = {
+        name
+        for signature in set(signatures)
+        for stage in state.program_for(signature, True).stages.values()
+        for segment in stage.segments
+        for name in segment.written
+    }
+    return {name: buffer.clone() for name, buffer in state.buffers.items() if name in names}
+
+
+@torch.no_grad()
+def restore(state: EngineState, written: TensorDict) -> None:
+    """Undo a step that was aborted: its writes into buffers, and its gradients."""
+    for name, before in written.items():
+        state.buffers[name].copy_(before)
+    state.optimizer_params.clear_gradients()
+
+
+def replan(state: EngineState, step: int, reasons: Mapping[int, str]) -> EngineState:
+    """An engine's state with a plan that saves fewer activations; all ranks call it together.
+
+    Args:
+        state: of this rank's engine.
+        step: the step that ran out of memory.
+        reasons: by pp rank that did, the message of the error.
+    """
+    assert state.save_fewer is not None
+    plans, base = state.save_fewer(step, reasons)
+    return replace(state, plan_for=plans, base=base)

@@ -1,10 +1,18 @@
-"""The optimizer's step: the norm of all gradients, overflow, clipping and the update."""
+"""The end of a training step: the norm of all gradients, overflow, clipping and the optimizer."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from types import MethodType
+from typing import Any
 
 import torch
 
 from merak.engine.comm.gradient_norm import global_norm, pipeline_norm
+from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
+from merak.engine.loss_scale import LossScale
 from merak.engine.state import EngineState
 
 
@@ -14,12 +22,12 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
     Args:
         state: of this rank's engine, whose step is over.
     """
-    mesh, optimizer_params, shards = state.mesh, state.optimizer_params, state.base.shards
-    counted = {n: item for n, item in optimizer_params.items.items() if n in state.owned}
-    axes = ("tp", "pp", "dp") if optimizer_params.is_sharded else ("tp", "pp")
+    mesh, params, shards = state.mesh, state.optimizer_params, state.base.shards
+    counted = {n: item for n, item in params.items.items() if n in state.owned}
+    axes = ("tp", "pp", "dp") if params.is_sharded else ("tp", "pp")
     peers = tuple(peer for axis in axes for peer in mesh.peers(axis))
     with state.progress.waiting(f"the gradient norm over {' and '.join(axes)} with", peers):
-        if mesh.tp == 1 and not optimizer_params.is_sharded:
+        if mesh.tp == 1 and not params.is_sharded:
             gradients = {n: item.tensor.grad for n, item in counted.items()}
             return pipeline_norm(
                 {name: g for name, g in gradients.items() if g is not None},
@@ -35,3 +43,61 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
             mesh.device,
             {id(i.tensor): i.rows for i in counted.values() if i.rows is not None},
         )
+
+
+@dataclass(slots=True)
+class FiniteCheck:
+    """Finds the steps whose gradients are not finite; all ranks find the same ones.
+
+    Args:
+        scaler: the loss scale of fp16, whose overflows are no fault of the model; None without.
+    """
+
+    scaler: LossScale | None
+    num_failed: int = field(default=0, init=False)
+    """Contiguous steps that were not finite, without the overflows of the loss scale."""
+    is_overflow: bool = field(default=False, init=False)
+    """Whether the last step was an overflow that a lower loss scale may avoid."""
+
+    def fails(self, norm: torch.Tensor, losses: torch.Tensor | None = None) -> bool:
+        """Check a step, and adapt the loss scale to it.
+
+        Args:
+            norm: of all gradients of the model.
+            losses: of the step's microbatches; None leaves them unchecked.
+
+        Returns:
+            Whether something is NaN or infinite, so that the step must not reach the optimizer.
+        """
+        finite = torch.isfinite(norm)
+        is_finite = bool(finite if losses is None else finite & torch.isfinite(losses).all())
+        self.is_overflow = False
+        if self.scaler is not None:
+            self.is_overflow = not is_finite and self.scaler.may_overflow
+            self.scaler.adapt(overflow=not is_finite)
+        if is_finite:
+            self.num_failed = 0
+        elif not self.is_overflow:
+            self.num_failed += 1
+        return not is_finite
+
+
+def connect_optimizer(
+    optimizer: torch.optim.Optimizer, sync_model_params: Callable[[], None]
+) -> None:
+    """Let an optimizer's step reach the model, and say what to do when it runs out of memory.
+
+    Args:
+        optimizer: of an engine's optimizer tensors.
+        sync_model_params: copies them into the model's parameters.
+    """
+    step: Callable[..., Any] = type(optimizer).step
+
+    @wraps(step)
+    def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with explain_oom("the optimizer's step", OPTIMIZER_FIX):
+            return step(self, *args, **kwargs)
+
+    # A method, as learning rate schedulers, which wrap it as well, expect it to be.
+    optimizer.step = MethodType(explained_step, optimizer)  # type: ignore[method-assign]
+    optimizer.register_step_post_hook(lambda *_: sync_model_params())

@@ -1,4 +1,4 @@
-"""What a model writes into its parameters while it runs, done before the microbatches run."""
+"""Parameter writes of the model's forward, done before the microbatches run."""
 
 from __future__ import annotations
 
@@ -22,116 +22,124 @@ Batch = Mapping[str, torch.Tensor]
 def apply_parameter_writes(
     state: EngineState, programs: Sequence[Program], batches: Sequence[Batch]
 ) -> None:
-    """Write into this rank's parameters what the model would; called alike on all replicas.
+    """Write into this rank's parameters as the model's forward would; replicas call it together.
 
     Args:
-        state: what the engine is made of.
+        state: of this rank's engine.
         programs: of this replica's microbatches.
         batches: their columns.
 
     Raises:
-        ScheduleError: replicas hold shares of a parameter that is not written share by share.
+        ScheduleError: a sharded parameter is not written element by element.
     """
     every = {
-        one.parameter: (one, program) for program in programs for one in program.parameter_writes
+        write.parameter: (write, program)
+        for program in programs
+        for write in program.parameter_writes
     }
     own = [found for name, found in every.items() if name in state.parameters]
     if not own:
         return
     if state.fsdp is not None:
-        refuse_sharded_writes([one for one, _ in own])
+        refuse_sharded_writes([write for write, _ in own])
     state.optimizer_params.wait()
-    for one, program in own:
-        lookups = _lookups(state, one, batches)
+    for write, program in own:
+        lookups = _gather_columns(state, write, batches)
         buffers = {**state.buffers, **program.constants}
-        _apply(state, one, [{**buffers, **batch} for batch in lookups])
+        _apply(state, write, [{**buffers, **batch} for batch in lookups])
 
 
-def _lookups(state: EngineState, one: ParameterWrites, batches: Sequence[Batch]) -> list[Batch]:
-    """The columns that are read for it, of every microbatch of all replicas; else nothing, once."""
-    if not one.columns:
+def _gather_columns(
+    state: EngineState, write: ParameterWrites, batches: Sequence[Batch]
+) -> list[Batch]:
+    """The columns that a write reads, of every microbatch of all replicas; else one empty batch."""
+    if not write.columns:
         return [{}]
-    own = [{name: batch[name] for name in one.columns} for batch in batches]
+    own = [{name: batch[name] for name in write.columns} for batch in batches]
     group = state.mesh.group("dp")
     if group is None:
         return list(own)
     found: list[list[Batch]] = [[] for _ in range(dist.get_world_size(group))]
-    with state.progress.waiting(f"what is looked up in {one.parameter} by", state.mesh.peers("dp")):
+    with state.progress.waiting(
+        f"the columns that write into {write.parameter} of", state.mesh.peers("dp")
+    ):
         dist.all_gather_object(found, own, group=group)
     device = state.mesh.device
     return [{n: t.to(device) for n, t in batch.items()} for each in found for batch in each]
 
 
 @torch.no_grad()
-def _apply(state: EngineState, one: ParameterWrites, given: Sequence[Batch]) -> None:
-    """Write one parameter, and what the optimizer steps for it."""
-    name = one.parameter
+def _apply(state: EngineState, write: ParameterWrites, values: Sequence[Batch]) -> None:
+    """Write one parameter, and its optimizer tensor."""
+    name = write.parameter
     item = state.optimizer_params.items.get(name)
-    if state.fsdp is not None and name in state.fsdp.drained:
-        share = state.fsdp.share(name)
-        low = share.to(state.parameters[name].dtype)
-        _follow(share, low, _run(one, low.clone(), given))
+    if state.fsdp is not None and name in state.fsdp.meta_parameters:
+        own = state.fsdp.shard(name)
+        low = own.to(state.parameters[name].dtype)
+        _update_master(own, low, _run(write, low.clone(), values))
         return
     data = state.parameters[name].detach()
     rows = None if item is None or not item.is_master else item.own_rows()
     before = None if rows is None else rows.clone()
     shard = state.base.shards.get(name)
-    if shard is None or one.elementwise:
-        _run(one, data, given)
+    if shard is None or write.elementwise:
+        _run(write, data, values)
     else:
-        data.copy_(take(_run(one, _whole(state, data, shard), given), shard, state.mesh.tp_rank))
+        data.copy_(
+            take(_run(write, _unsharded(state, data, shard), values), shard, state.mesh.tp_rank)
+        )
     if item is not None and rows is not None and before is not None:
-        _follow(item.tensor.detach(), before, rows)
+        _update_master(item.tensor.detach(), before, rows)
 
 
-def _run(one: ParameterWrites, value: torch.Tensor, given: Sequence[Batch]) -> torch.Tensor:
-    write = runnable(one.graph)
-    for batch in given:
-        write(value, *(batch[name] for name in (*one.buffers, *one.columns)))
+def _run(write: ParameterWrites, value: torch.Tensor, values: Sequence[Batch]) -> torch.Tensor:
+    function = runnable(write.graph)
+    for batch in values:
+        function(value, *(batch[name] for name in (*write.buffers, *write.columns)))
     return value
 
 
-def _follow(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
-    """What was written is the new value of a master; it knows more of the rest."""
+def _update_master(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+    """Copy the written elements to a float32 master, which is more precise in the others."""
     torch.where(before == after, master, after.to(master.dtype), out=master)
 
 
-def _whole(state: EngineState, share: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
-    """A parameter that is split over tp, put together for a moment."""
+def _unsharded(state: EngineState, own: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
+    """A parameter that is split over tp, gathered from all shards."""
     group = state.mesh.group("tp")
-    shares = [torch.empty_like(share) for _ in range(shard.degree)]
-    with state.progress.waiting("the shares of a parameter of", state.mesh.peers("tp")):
-        dist.all_gather(shares, share.contiguous(), group=group)
-    return join(shares, shard)
+    shards = [torch.empty_like(own) for _ in range(shard.degree)]
+    with state.progress.waiting("the shards of a parameter of", state.mesh.peers("tp")):
+        dist.all_gather(shards, own.contiguous(), group=group)
+    return join(shards, shard)
 
 
 def refuse_sharded_writes(parameter_writes: Collection[ParameterWrites]) -> None:
-    """Shares of a parameter know nothing of each other.
+    """Refuse writes into sharded parameters that need more than one element at a time.
 
     Raises:
-        ScheduleError: one of those is not written element by element.
+        ScheduleError: a parameter is not written element by element.
     """
-    for one in parameter_writes:
-        if not one.elementwise:
+    for write in parameter_writes:
+        if not write.elementwise:
             raise ScheduleError(
-                f"zero=3 holds shares of {one.parameter!r}, into which the model writes more than "
-                "one share at a time while it runs; use zero=2."
+                f"zero=3 holds shards of {write.parameter!r}, into which the model writes more "
+                "than one shard at a time while it runs; use zero=2."
             )
 
 
-def refuse_parameter_writes(layout: Layout, *, in_shares: bool) -> None:
-    """What the model writes into its parameters is written before a step, on all that hold them.
+def refuse_parameter_writes(layout: Layout, *, is_sharded: bool) -> None:
+    """Refuse a layout in which parameters cannot be written before a step.
 
     Args:
         layout: the model, laid out.
-        in_shares: whether replicas hold shares of parameters.
+        is_sharded: whether parameters are sharded over replicas.
 
     Raises:
-        ScheduleError: the layout's steps do not allow that.
+        ScheduleError: the model writes into parameters, and the layout does not allow that.
     """
-    if in_shares:
+    if is_sharded:
         refuse_sharded_writes(layout.graph.parameter_writes)
-    names = {one.parameter for one in layout.graph.parameter_writes}
+    names = {write.parameter for write in layout.graph.parameter_writes}
     if names and not layout.schedule.is_synchronous:
         raise ScheduleError(
             f"schedule={layout.schedule.name!r} updates weights inside a step, and the model "

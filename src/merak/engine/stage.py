@@ -124,7 +124,7 @@ class Stage:
             The values of `sent`, and the model's outputs made here.
         """
         program = microbatch.program.stages[self.index]
-        ctx = self._context(self.weights.of(number), microbatch)
+        ctx = self._context(self.weights.for_microbatch(number), microbatch)
         values = dict(received)
         saved = self._saved[number] = []
         for run in program.runs:
@@ -145,7 +145,7 @@ class Stage:
     def recompute(self, number: int, microbatch: Microbatch) -> None:
         """Bring back the activations that the forward of a microbatch did not keep."""
         program = microbatch.program.stages[self.index]
-        ctx = self._context(self.weights.of(number), microbatch)
+        ctx = self._context(self.weights.for_microbatch(number), microbatch)
         for run, saved in zip(program.runs, self._saved[number], strict=True):
             RUNNERS[type(run)].recompute(run, saved, ctx)
 
@@ -174,7 +174,7 @@ class Stage:
         """
         program = microbatch.program.stages[self.index]
         saved = self._saved.pop(number)
-        ctx = self._context(self.weights.of(number), microbatch)
+        ctx = self._context(self.weights.for_microbatch(number), microbatch)
         ctx = replace(ctx, leaf_gradients=leaf_gradients)
         self.weight_gradients.start(number)
         self._prefetch(saved)

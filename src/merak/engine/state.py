@@ -12,9 +12,11 @@ from merak.core.tensor_meta import Signature
 from merak.engine.comm.gradient_buckets import GradientReducer
 from merak.engine.comm.p2p import Transfers
 from merak.engine.comm.replica_buffers import ReplicaBuffers
+from merak.engine.comm.stage_io import StageIO
 from merak.engine.comm.tied_gradients import TiedGradients
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
+from merak.engine.microbatches import MicrobatchFactory
 from merak.engine.stage import Stage
 from merak.engine.zero.fsdp import FsdpParameters
 from merak.engine.zero.optimizer_params import OptimizerParams
@@ -46,13 +48,14 @@ class EngineState:
         base: the program of the shape that the job was planned with.
         program_for: what to run for a signature, in training or evaluation.
         plan_for: the schedule for a number of microbatches.
-        transfers: the traffic between pipeline positions.
+        microbatches: makes microbatches of batches.
+        transfers: the point-to-point traffic between pp ranks.
+        stage_io: activations and gradients between stages.
         reducer: the sums over data parallel replicas.
         tied: the exchange of shared parameters' gradients.
         optimizer_params: what the optimizer steps.
         fsdp: the parameters of which replicas hold shares; None for none.
         zero: what is sharded over dp; see `EngineOptions`.
-        seed: the job's seed.
         progress: told of what the engine does.
         oom_guard: what this rank does where memory runs out inside a step.
         save_fewer: how the ranks then change what they run; None where that is not theirs to do.
@@ -73,13 +76,14 @@ class EngineState:
     base: Program
     program_for: Callable[[Signature, bool], Program]
     plan_for: StepPlans
+    microbatches: MicrobatchFactory
     transfers: Transfers
+    stage_io: StageIO
     reducer: GradientReducer
     tied: TiedGradients
     optimizer_params: OptimizerParams
     fsdp: FsdpParameters | None
     zero: int
-    seed: int
     progress: Progress
     oom_guard: OomGuard
     save_fewer: SaveFewer | None

@@ -1,23 +1,20 @@
-"""One training step of one rank: performs its steps of a schedule, whatever the schedule is."""
+"""One training step of one rank: forwards, backwards, reductions and updates of a schedule."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from merak.engine.comm.stage_io import StageIO
-from merak.engine.drain import DrainStep, num_begun
-from merak.engine.microbatches import Microbatches
+from merak.engine.drain import DrainStep, num_tp_collectives
+from merak.engine.schedule_run import ScheduleRun
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
-from merak.engine.zero.unshard_order import unshards_of
 from merak.graph.program.program import SegmentProgram
 from merak.plan.step_plans import StepPlan
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind
@@ -34,37 +31,25 @@ Update = Callable[[], None]
 """Steps the optimizer for the parameters that have a gradient."""
 
 
-class TrainingStep:
+class TrainingStep(ScheduleRun):
     """Forward and backward of all microbatches, as a plan orders them.
 
     Args:
-        state: what the engine is made of.
-        exchange: the values between stages.
-        prepare: derives from a microbatch what its stages read.
+        state: of this rank's engine.
         plan: the schedule for these microbatches.
         microbatches: of this replica.
     """
 
     def __init__(
-        self,
-        state: EngineState,
-        exchange: StageIO,
-        prepare: Microbatches,
-        plan: StepPlan,
-        microbatches: Sequence[Microbatch],
+        self, state: EngineState, plan: StepPlan, microbatches: Sequence[Microbatch]
     ) -> None:
+        super().__init__(state, plan, [microbatch.program for microbatch in microbatches])
         self.losses = torch.zeros(len(microbatches), device=state.mesh.device)
-        self._state = state
-        self._exchange = exchange
-        self._prepare = prepare
-        self._plan = plan
-        self._schedule = plan.schedule
-        self._rank = state.mesh.pp_rank
         self._microbatches = microbatches
         self._update: Update | None = None
         self._drain_step: DrainStep | None = None
         # Segments whose backward in the action that runs has been told to whoever waits for it.
-        self._told: set[int] = set()
+        self._collected: set[int] = set()
         own = plan.schedule.actions[self._rank]
         finals = [action for action in own if action.kind in FINAL_KINDS]
         # The action that completes a stage's gradients of an update, and per microbatch how many
@@ -81,13 +66,12 @@ class TrainingStep:
                 a synchronous one.
         """
         self._update = update
-        self._state.progress.planned(self._schedule)
+        self._state.progress.follow_schedule(self._schedule)
         self._start()
-        for task in self._plan.steps[self._rank]:
-            _HANDLERS[type(task)](self, task)
+        self.perform()
         self._state.reducer.wait()
         self._state.tied.finish()
-        self._exchange.finish()
+        self._state.stage_io.finish()
 
     def run_empty(self) -> None:
         """Take part in the reductions of a step in which this replica has no microbatch."""
@@ -108,13 +92,7 @@ class TrainingStep:
             if isinstance(stage.weights, StashedWeights):
                 stage.weights.start_step(self._schedule.weight_versions[number])
         if self._state.fsdp is not None:
-            self._state.fsdp.start(self._unshards())
-
-    def _unshards(self) -> Iterator[tuple[tuple[str, ...], bool]]:
-        """When which parameters are gathered, in the whole step."""
-        for action in self._schedule.actions[self._rank]:
-            program = self._microbatches[action.microbatch].program.stages[action.stage]
-            yield from unshards_of(action.kind, program, self._schedule.recompute[action.stage])
+            self._state.fsdp.start(self.unshards())
 
     def _reductions(self) -> list[int]:
         steps = self._plan.steps[self._rank]
@@ -127,12 +105,6 @@ class TrainingStep:
             self._attempt(task.action)
         if task.action.kind in FINAL_KINDS:
             self._complete(task.action)
-
-    def _send(self, task: Send) -> None:
-        self._exchange.send(task)
-
-    def _receive(self, task: Receive) -> None:
-        self._exchange.post(task, self._microbatches[task.microbatch].program)
 
     def _reduce(self, task: ReduceGradients) -> None:
         self._state.reducer.complete(task.stage)
@@ -163,13 +135,13 @@ class TrainingStep:
     def _attempt(self, action: Action) -> None:
         """Perform an action; if memory runs out, its rest and all that follow in name only."""
         oom_guard = self._state.oom_guard
-        self._told.clear()
+        self._collected.clear()
         if self._state.fsdp is not None:
             self._state.fsdp.order.mark()
         if oom_guard.reason is not None:
             self._drain(action, 0)
             return
-        begun = num_begun(self._state.mesh) if oom_guard.is_armed else 0
+        num_before = num_tp_collectives(self._state.mesh) if oom_guard.is_armed else 0
         try:
             self._prefetch(action)
             _ACTIONS[action.kind](self, action)
@@ -179,7 +151,7 @@ class TrainingStep:
                 raise
             reason = str(error)
         oom_guard.abort_step(reason)
-        self._drain(action, num_begun(self._state.mesh) - begun)
+        self._drain(action, num_tp_collectives(self._state.mesh) - num_before)
 
     def _prefetch(self, action: Action) -> None:
         """While an action computes, what the next one reads first comes back from host memory."""
@@ -190,18 +162,18 @@ class TrainingStep:
     def _drain(self, action: Action, num_done: int) -> None:
         with self._state.oom_guard.no_retry():
             drained = self._drain_step or self._start_drain(action)
-            drained.act(action, partial(self._tell, action), num_done)
+            drained.perform(action, partial(self._segment_done, action), num_done)
 
     def _start_drain(self, action: Action) -> DrainStep:
         """What performs an action and all that follow, now that the step is given up."""
         state = self._state
         for microbatch in self._microbatches:
             if microbatch.program.has_random_branches:
-                self._prepare.derive(microbatch)
+                state.microbatches.compute_batch_only(microbatch)
         self._drain_step = DrainStep(
             state.mesh,
             state.stages,
-            self._exchange,
+            state.stage_io,
             self._schedule,
             self._microbatches,
             state.fsdp,
@@ -210,31 +182,28 @@ class TrainingStep:
         self._drain_step.fast_forward(own[: own.index(action)])
         return self._drain_step
 
-    def _tell(self, action: Action, segment: SegmentProgram) -> None:
+    def _segment_done(self, action: Action, segment: SegmentProgram) -> None:
         """Others may have the gradients of a segment; once for each segment of an action."""
-        if segment.segment.index in self._told:
+        if segment.segment.index in self._collected:
             return
         self._collect(segment, action)
         reducer = self._state.reducer
         is_final = self._is_last(action) or reducer.every_microbatch
         if action.kind is Kind.BACKWARD and is_final:
-            reducer.ready(action.stage, self._unshared(segment))
-        self._told.add(segment.segment.index)
+            reducer.ready(action.stage, self._untied(segment))
+        self._collected.add(segment.segment.index)
 
     def _forward(self, action: Action) -> None:
-        stage, number = action.stage, action.microbatch
-        microbatch = self._microbatches[number]
-        if not microbatch.batch_only:
-            self._prepare.derive(microbatch)
-        received = self._taken(Payload.ACTIVATION, stage - 1, number)
-        keep = not self._schedule.recompute[stage]
-        made = self._state.stages[stage].forward(number, microbatch, received, keep)
-        program = microbatch.program.stages[stage]
-        if (loss := _loss_made_by(stage, microbatch)) is not None:
-            self.losses[number] = made[loss] * microbatch.scale
-        if stage + 1 < self._schedule.num_stages:
-            sent = {name: made[name] for name in program.sent}
-            self._exchange.give(Payload.ACTIVATION, stage, number, sent)
+        microbatch = self._microbatches[action.microbatch]
+        made = self.forward(action, microbatch)
+        if (loss := _loss_made_by(action.stage, microbatch)) is not None:
+            self.losses[action.microbatch] = made[loss] * microbatch.scale
+
+    def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
+        """Run a stage for a backward to come."""
+        saves = not self._schedule.recompute[action.stage]
+        stage = self._state.stages[action.stage]
+        return stage.forward(action.microbatch, microbatch, received, saves)
 
     def _recompute(self, action: Action) -> None:
         microbatch = self._microbatches[action.microbatch]
@@ -245,12 +214,12 @@ class TrainingStep:
 
         def segment_done(segment: SegmentProgram) -> None:
             stage.weight_gradients.run(action.microbatch)
-            self._tell(action, segment)
+            self._segment_done(action, segment)
 
         self._run_backward(action, segment_done)
 
     def _input_gradient(self, action: Action) -> None:
-        self._run_backward(action, partial(self._tell, action))
+        self._run_backward(action, partial(self._segment_done, action))
 
     def _weight_gradient(self, action: Action) -> None:
         self._state.stages[action.stage].weight_gradients.run(action.microbatch)
@@ -258,10 +227,10 @@ class TrainingStep:
     def _run_backward(self, action: Action, segment_done: Callable[[SegmentProgram], None]) -> None:
         stage, number = action.stage, action.microbatch
         microbatch = self._microbatches[number]
-        gradients = self._taken(Payload.GRADIENT, stage + 1, number)
+        gradients = self.taken(Payload.GRADIENT, stage + 1, number)
         if (loss := _loss_made_by(stage, microbatch)) is not None:
             dtype = microbatch.program.values[loss].dtype
-            scale = microbatch.scale * microbatch.loss_scale * self._share(number)
+            scale = microbatch.scale * microbatch.loss_scale * self._update_factor(number)
             gradients[loss] = torch.full((), scale, dtype=dtype, device=self._state.mesh.device)
         pipe = self._schedule.microbatch_pipes[number]
         made = self._state.stages[stage].backward(
@@ -272,13 +241,13 @@ class TrainingStep:
             partial(self._state.tied.begin, pipe, number),
         )
         if stage > 0:
-            self._exchange.give(Payload.GRADIENT, stage, number, made)
+            self._state.stage_io.give(Payload.GRADIENT, stage, number, made)
 
     def _complete(self, action: Action) -> None:
         """A stage has a microbatch's gradients; after the last one its batch-only values go."""
         weights = self._state.stages[action.stage].weights
         if isinstance(weights, StashedWeights):
-            weights.finished(action.microbatch)
+            weights.release(action.microbatch)
         if not self._is_last(action):
             self._state.reducer.microbatch_done(action.stage)
         self._stages_left[action.microbatch] -= 1
@@ -286,14 +255,6 @@ class TrainingStep:
             self._microbatches[action.microbatch].batch_only = {}
 
     # ---- what the actions need ----
-
-    def _taken(self, payload: Payload, producer: int, number: int) -> TensorDict:
-        if not 0 <= producer < self._schedule.num_stages:
-            return {}
-        source = Receive(payload, producer, number, self._schedule.rank_of(producer, number))
-        values = self._exchange.take(source, self._microbatches[number].program)
-        self._state.progress.started()
-        return values
 
     def _collect(self, segment: SegmentProgram, action: Action) -> None:
         pipe = self._schedule.microbatch_pipes[action.microbatch]
@@ -304,14 +265,14 @@ class TrainingStep:
         is_synchronous = self._schedule.is_synchronous
         return is_synchronous and self._last[action.stage, 0] == action
 
-    def _share(self, number: int) -> float:
+    def _update_factor(self, number: int) -> float:
         """The step's microbatches for each of an update's: an update takes its own mean."""
         schedule = self._schedule
         per_update, count = schedule.microbatches_per_update, schedule.num_microbatches
         first = schedule.update_of(number) * per_update
         return count / min(per_update, count - first)
 
-    def _unshared(self, segment: SegmentProgram) -> list[torch.nn.Parameter]:
+    def _untied(self, segment: SegmentProgram) -> list[torch.nn.Parameter]:
         state = self._state
         names = segment.segment.parameters
         return [state.parameters[name] for name in names if name not in state.shared]
@@ -324,10 +285,10 @@ def _loss_made_by(stage: int, microbatch: Microbatch) -> str | None:
     return loss if loss in made else None
 
 
-_HANDLERS: dict[type[Any], Callable[[TrainingStep, Any], None]] = {
+TrainingStep.handlers = {
     Compute: TrainingStep._compute,
-    Send: TrainingStep._send,
-    Receive: TrainingStep._receive,
+    Send: TrainingStep.send,
+    Receive: TrainingStep.receive,
     ReduceGradients: TrainingStep._reduce,
     OptimizerStep: TrainingStep._step_optimizer,
 }

@@ -47,7 +47,7 @@ class LiveWeights:
             leaves if param_all_gather is None else AwaitedParams(leaves, param_all_gather)
         )
 
-    def of(self, number: int) -> ParamLeaves:
+    def for_microbatch(self, number: int) -> ParamLeaves:
         """What a microbatch computes with."""
         return self.live
 
@@ -91,11 +91,11 @@ class StashedWeights:
         self._needed = Counter(version_of)
         self._leaves = {0: self._alias()}
 
-    def of(self, number: int) -> ParamLeaves:
+    def for_microbatch(self, number: int) -> ParamLeaves:
         """What a microbatch computes with."""
         return self._leaves[self._version_of[number]]
 
-    def finished(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """A microbatch's last action here is done: add its gradients to the parameters'."""
         version = self._version_of[number]
         for name, leaf in self._leaves[version].items():

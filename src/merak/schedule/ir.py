@@ -134,6 +134,11 @@ class Schedule:
         """Whether every action uses the weights of the iteration's start."""
         return not self.weight_versions
 
+    @property
+    def has_backwards(self) -> bool:
+        """Whether gradients are computed; an evaluation runs forwards alone."""
+        return any(action.kind in FINAL_KINDS for own in self.actions for action in own)
+
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that performs the actions of a microbatch on a stage."""
         return self.pipes[self.microbatch_pipes[microbatch]][stage]

@@ -169,6 +169,6 @@ def _rank_steps(
             steps.append(reduction)
             if not schedule.is_synchronous:
                 steps.append(OptimizerStep((reduction.stage,), reduction.update))
-    if schedule.is_synchronous:
+    if schedule.is_synchronous and schedule.has_backwards:
         steps.append(OptimizerStep(schedule.stages_of(rank), 0))
     return tuple(steps)

@@ -27,6 +27,8 @@ def reduction_points(schedule: Schedule, rank: int) -> list[tuple[int, int, int]
     share several stages thus start their reductions in one order. A rank without actions gives its
     zeros at position -1.
     """
+    if not schedule.has_backwards:
+        return []
     actions = schedule.actions[rank]
     final = {
         (action.stage, schedule.update_of(action.microbatch)): position

@@ -20,17 +20,17 @@ Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class ExchangedBatches:
     """Microbatches as all ranks see them.
 
     Args:
         signatures: per round and data parallel rank, the whole microbatch's columns; empty where
             that replica has none in the round.
-        notes: per round and data parallel rank, what ranks say of the microbatch, merged.
+        metadata: per round and data parallel rank, what ranks say of the microbatch, merged.
     """
 
     signatures: tuple[tuple[BatchSignature, ...], ...]
-    notes: tuple[tuple[dict[str, Any], ...], ...]
+    metadata: tuple[tuple[dict[str, Any], ...], ...]
 
     def own(self, mesh: Mesh) -> list[tuple[int, BatchSignature]]:
         """The rounds in which this replica has a microbatch, and what it is."""
@@ -67,19 +67,19 @@ class BatchExchange:
             with waiting_for_all("a group of ranks with"):
                 self._group, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
 
-    def agree(
-        self, batches: Sequence[Batch], notes: Sequence[Mapping[str, Any]] | None = None
-    ) -> Agreement:
+    def exchange(
+        self, batches: Sequence[Batch], metadata: Sequence[Mapping[str, Any]] | None = None
+    ) -> ExchangedBatches:
         """Compare some rounds of microbatches; called alike on every rank.
 
         Args:
             batches: per round, this rank's columns of its replica's microbatch; may be empty.
-            notes: per round, something to tell the others about it.
+            metadata: per round, something to tell the others about it.
 
         Raises:
             DataError: ranks see one column differently.
         """
-        told = notes or [{} for _ in batches]
+        told = metadata or [{} for _ in batches]
         own = [(signature(batch), dict(note)) for batch, note in zip(batches, told, strict=True)]
         everyone = self._gather(own)
         if len({len(rounds) for rounds in everyone}) > 1:
@@ -88,12 +88,12 @@ class BatchExchange:
                 f"({[len(rounds) for rounds in everyone]}); give every rank the same dataset."
             )
         merged_signatures = []
-        merged_notes = []
+        merged_metadata = []
         for number in range(len(own)):
             columns, said = self._merge([rounds[number] for rounds in everyone])
             merged_signatures.append(columns)
-            merged_notes.append(said)
-        return Agreement(tuple(merged_signatures), tuple(merged_notes))
+            merged_metadata.append(said)
+        return ExchangedBatches(tuple(merged_signatures), tuple(merged_metadata))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order pipeline position, replica."""
@@ -111,9 +111,9 @@ class BatchExchange:
         self, told: Sequence[tuple[BatchSignature, dict[str, Any]]]
     ) -> tuple[tuple[BatchSignature, ...], tuple[dict[str, Any], ...]]:
         columns: list[BatchSignature] = []
-        notes: list[dict[str, Any]] = []
+        metadata: list[dict[str, Any]] = []
         for replica in range(self.mesh.dp):
             own = told[replica :: self.mesh.dp]
             columns.append(union(*(found for found, _ in own)))
-            notes.append({key: value for _, note in own for key, value in note.items()})
-        return tuple(columns), tuple(notes)
+            metadata.append({key: value for _, note in own for key, value in note.items()})
+        return tuple(columns), tuple(metadata)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -17,9 +17,9 @@ from merak.core.errors import DataError
 from merak.core.mesh import Mesh
 from merak.data import BatchSignature, drop_non_tensors, example_batch, shard_loader
 from merak.data.fetch import is_iterable
-from merak.engine.engine import Engine
+from merak.engine import Engine
 from merak.graph.trace.outputs import LOSS, nested
-from merak.trainer.batch_exchange import Agreement, Batch, BatchExchange
+from merak.trainer.batch_exchange import Batch, BatchExchange, ExchangedBatches
 from merak.trainer.tokens import TOKENS, TokenCounter
 
 
@@ -109,32 +109,36 @@ class Evaluation:
 
     Args:
         engine: this rank's engine.
-        council: lets ranks agree on batches and share results.
+        batch_exchange: lets ranks agree on batches and share results.
         loader: the loader of a single process.
         counter: counts label tokens, where the loss takes them.
         options: what to give.
+        prepare_inputs: the trainer's hook, which may change a batch before the model reads it.
     """
 
-    def __init__(
+    def __init__(  # one argument for each thing that an evaluation needs of the trainer
         self,
         engine: Engine,
-        council: BatchExchange,
+        batch_exchange: BatchExchange,
         loader: DataLoader[Any],
         counter: TokenCounter,
         options: EvaluationOptions,
+        prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
         self.dataset = loader.dataset
         self._engine = engine
-        self._council = council
+        self._batch_exchange = batch_exchange
         self._loader = loader
         self._counter = counter
         self._options = options
+        self._prepare_inputs = prepare_inputs
         self._current: dict[str, Any] = {}
+        self._inputs: dict[str, Any] = {}  # as the loop has them
 
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks."""
-        return self._council.mesh
+        return self._batch_exchange.mesh
 
     def __len__(self) -> int:
         """The number of batches of a single process."""
@@ -149,7 +153,8 @@ class Evaluation:
         for computed, is_last in self._computed():
             self._current = computed
             with self._seen_by_accelerate(is_last):
-                yield self._given_back(computed)
+                self._inputs = self._given_back(computed)
+                yield self._inputs
 
     @contextmanager
     def _seen_by_accelerate(self, is_last: bool) -> Iterator[None]:
@@ -172,12 +177,26 @@ class Evaluation:
         plain = self._options.plain if self._options.kept_inputs is None else {}
         return {**computed["inputs"], **plain}
 
-    def result(self, only_loss: bool, ignore_keys: Sequence[str]) -> tuple[Any, Any, Any]:
+    def result(
+        self, inputs: object, only_loss: bool, ignore_keys: Sequence[str]
+    ) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of the current batch, each None where there is none.
 
+        Args:
+            inputs: of the batch, as they came out of the loader.
+            only_loss: no logits or labels.
+            ignore_keys: outputs to leave out.
+
         Raises:
-            DataError: there are labels, and the model makes no loss of them.
+            DataError: there are labels, and the model makes no loss of them; or the inputs are
+                others, with which the model has not been run.
         """
+        if inputs is not self._inputs:
+            raise DataError(
+                "prediction_step of a subclass gives other inputs than the evaluation's, but the "
+                "pipeline has run the batch by then; change it in _prepare_inputs, which an "
+                "evaluation calls before."
+            )
         outputs = nested(self._current["outputs"])
         labels = self._current["labels"]
         has_loss = labels is not None or self._options.returns_loss
@@ -226,21 +245,27 @@ class Evaluation:
         )
 
     def _compute(self, chunk: Sequence[Batch]) -> Iterator[dict[str, Any]]:
-        notes = [self._counter.notes(batch) for batch in chunk]
-        agreement = self._council.agree(chunk, notes)
-        own = agreement.own(self.mesh)
+        prepared = [self._prepare_inputs(dict(batch)) if batch else batch for batch in chunk]
+        metadata = [self._counter.metadata(batch) for batch in prepared]
+        exchanged = self._batch_exchange.exchange(prepared, metadata)
+        own = exchanged.own(self.mesh)
         signatures = [self._counter.with_tokens(found).columns for _, found in own]
-        batches = [self._with_count(chunk[n], agreement.notes[n]) for n, _ in own]
+        batches = [self._with_count(prepared[n], exchanged.metadata[n]) for n, _ in own]
         made = self._engine.evaluate(signatures, batches)
-        told = {n: self._told(chunk[n], outputs) for (n, _), outputs in zip(own, made, strict=True)}
-        return self._share(told, agreement)
+        told = {
+            n: self._results(chunk[n], prepared[n], outputs)
+            for (n, _), outputs in zip(own, made, strict=True)
+        }
+        return self._share(told, exchanged)
 
-    def _with_count(self, batch: Batch, notes: Sequence[Mapping[str, Any]]) -> Batch:
+    def _with_count(self, batch: Batch, metadata: Sequence[Mapping[str, Any]]) -> Batch:
         """Every batch is normalised by its own label tokens, as in one process."""
-        count = notes[self.mesh.dp_rank].get("labels")
+        count = metadata[self.mesh.dp_rank].get("labels")
         return batch if count is None else {**batch, TOKENS: torch.tensor(float(count))}
 
-    def _told(self, batch: Batch, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def _results(
+        self, batch: Batch, prepared: Batch, outputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
         """What this rank knows of a batch: outputs of its stages; labels and inputs it read."""
         options = self._options
         names = [n for n in outputs if n == LOSS or not options.only_loss]
@@ -249,16 +274,16 @@ class Evaluation:
         is_last = self._engine.holds_last_stage
         return {
             "outputs": {name: outputs[name].detach().cpu() for name in names},
-            "labels": {n: batch[n].cpu() for n in labels if is_last and n in batch},
+            "labels": {n: prepared[n].cpu() for n in labels if is_last and n in prepared},
             "inputs": {n: batch[n].cpu() for n in kept if is_last},
         }
 
     def _share(
-        self, told: Mapping[int, dict[str, Any]], agreement: Agreement
+        self, told: Mapping[int, dict[str, Any]], exchanged: ExchangedBatches
     ) -> Iterator[dict[str, Any]]:
-        everyone = self._council.gather(told)
-        for number in range(len(agreement.signatures)):
-            for replica, found in enumerate(agreement.signatures[number]):
+        everyone = self._batch_exchange.gather(told)
+        for number in range(len(exchanged.signatures)):
+            for replica, found in enumerate(exchanged.signatures[number]):
                 if not found.columns:
                     continue
                 known = [said[number] for said in everyone[replica :: self.mesh.dp]]

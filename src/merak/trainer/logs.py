@@ -60,7 +60,7 @@ class Throughput:
 class Logging(Trainer):
     """The part of `MerakTrainer` that logs."""
 
-    _council: BatchExchange | None
+    _batch_exchange: BatchExchange | None
     throughput: Throughput
     # What the ranks have measured for the log that comes; empty where there is none.
     _measured: dict[str, float]
@@ -68,8 +68,8 @@ class Logging(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """As transformers does it; what an evaluation or a checkpoint takes is no training."""
         begin_s = time.perf_counter()
-        if self.control.should_log and self._council is not None:
-            self._measured = self._measure(self._council)
+        if self.control.should_log and self._batch_exchange is not None:
+            self._measured = self._measure(self._batch_exchange)
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.throughput.leave_out(begin_s)
 
@@ -80,14 +80,14 @@ class Logging(Trainer):
         self._measured = {}
         super().log(logs, *args, **kwargs)
 
-    def _measure(self, council: BatchExchange) -> dict[str, float]:
+    def _measure(self, batch_exchange: BatchExchange) -> dict[str, float]:
         """What is logged of the job; called alike on every rank."""
         found: dict[str, float] = {}
         rate = self.throughput.take()
         if rate is not None:
             found["tokens_per_second"] = round(rate, 1)
         name, own = memory_bytes(self.args.device)
-        everyone = [used for used in council.gather(own) if used is not None]
+        everyone = [used for used in batch_exchange.gather(own) if used is not None]
         if everyone:
             found[name] = round(max(everyone) / _GB, 3)
         return found

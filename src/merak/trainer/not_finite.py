@@ -14,22 +14,20 @@ import torch
 from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
 from merak.core.rank0 import warn_on_rank0
-from merak.engine.loss_scale import LossScale
+from merak.engine.optimizer_step import FiniteCheck
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class SkippedSteps:
-    """Counts the training steps that were left out, and says what a log then shows.
+    """Skips training steps that are not finite, and corrects the losses that are then logged.
 
     Args:
-        scaler: the loss scale of fp16, whose overflows are no fault of the model; None without.
+        check: finds these steps.
     """
 
-    scaler: LossScale | None
-    # Steps that were left out one after another; overflows of the loss scale are not counted.
-    _num_in_a_row: int = field(default=0, init=False)
+    check: FiniteCheck
     # Whether a step was skipped, or had a finite loss, since the last log; and since the start.
     _window_has_skip: bool = field(default=False, init=False)
     _window_is_finite: bool = field(default=False, init=False)
@@ -38,7 +36,7 @@ class SkippedSteps:
 
     def start(self) -> None:
         """Begin a run of training."""
-        self._num_in_a_row = 0
+        self.check.num_failed = 0
         self._window_has_skip = self._window_is_finite = self._any_is_finite = False
 
     def skips(
@@ -55,19 +53,14 @@ class SkippedSteps:
         Raises:
             TrainingError: training cannot go on.
         """
-        is_finite = bool(torch.isfinite(norm) & torch.isfinite(losses).all())
-        is_overflow = not is_finite and self.scaler is not None and self.scaler.may_overflow
-        if self.scaler is not None:
-            self.scaler.update(overflow=not is_finite)
-        if is_finite:
-            self._num_in_a_row = 0
+        if not self.check.fails(norm, losses):
             self._window_is_finite = self._any_is_finite = True
             return False
         self._window_has_skip = True
         self._last = float(losses.sum())
         found = f"loss {self._last} and gradient norm {float(norm)}"
-        if not is_overflow:
-            self._count(args, step, found)
+        if not self.check.is_overflow:
+            self._refuse(args, step, found)
         # A loss scale that was too high says nothing of the loss, which may be finite.
         finite_loss = bool(torch.isfinite(losses).all())
         self._window_is_finite |= finite_loss
@@ -75,16 +68,16 @@ class SkippedSteps:
         warn_on_rank0(logger, "step %d skipped: %s", step, found)
         return True
 
-    def _count(self, args: MerakArguments, step: int, found: str) -> None:
+    def _refuse(self, args: MerakArguments, step: int, found: str) -> None:
         if args.nan_policy == "stop":
             raise TrainingError(
                 f"step {step} has {found}; lower the learning rate or look at its data, or leave "
                 "such steps out with nan_policy='skip'."
             )
-        self._num_in_a_row += 1
-        if self._num_in_a_row > args.max_skipped_steps:
+        num_failed = self.check.num_failed
+        if num_failed > args.max_skipped_steps:
             raise TrainingError(
-                f"step {step} has {found}, and the {self._num_in_a_row - 1} steps before it were "
+                f"step {step} has {found}, and the {num_failed - 1} steps before it were "
                 "skipped too, so the model has diverged; go on from an earlier checkpoint with a "
                 "lower learning rate, look at the data, or raise "
                 f"max_skipped_steps={args.max_skipped_steps}."

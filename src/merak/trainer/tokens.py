@@ -53,7 +53,7 @@ class TokenCounter:
         """Dataset columns for the columns that a program reads: labels for their count."""
         return tuple(dict.fromkeys("labels" if c == TOKENS else c for c in columns))
 
-    def notes(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def metadata(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Tokens of a microbatch, by kind, as far as this rank reads it."""
         found: dict[str, int] = {}
         if self.count_labels is not None and "labels" in batch:

@@ -8,14 +8,13 @@ one step's microbatches forward and backward, the gradient norm, evaluation, sav
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -28,16 +27,15 @@ from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
-from merak.engine.build import build_engine
-from merak.engine.engine import Engine
-from merak.engine.health.oom import explain_optimizer_oom
+from merak.engine import Engine, build_engine
 from merak.engine.loss_scale import LossScale
+from merak.engine.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
-from merak.trainer.batch_exchange import Agreement, BatchExchange
+from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
@@ -46,7 +44,7 @@ from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.not_finite import SkippedSteps
 from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
-from merak.trainer.saving import Saving
+from merak.trainer.stepping import Stepping
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
     in_one_sentence,
@@ -57,7 +55,7 @@ from merak.trainer.unsupported import (
 logger = logging.getLogger(__name__)
 
 
-class MerakTrainer(Saving, Logging, Trainer):
+class MerakTrainer(Stepping, Logging, Trainer):
     """Trains a model with data, tensor and pipeline parallelism; used as `transformers.Trainer`.
 
     Args:
@@ -78,23 +76,19 @@ class MerakTrainer(Saving, Logging, Trainer):
     ) -> None:
         self.mesh = current_mesh()
         refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
-        self.engine: Engine | None = None
-        self._council: BatchExchange | None = None
-        self._counter: TokenCounter | None = None
+        self.engine = None
+        self._batch_exchange = None
+        self._counter = None
         self._evaluation: Evaluation | None = None
         self.throughput = Throughput()
         self._measured = {}
         self._flops_per_token = 0.0
         self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
-        # The step that runs: its microbatches, what the ranks agreed on, the losses, and the round
-        # whose loss the loop asks for next.
-        self._batches: list[Any] = []
-        self._agreement: Agreement | None = None
+        self._step = None
         self._losses = torch.zeros(0)
-        self._next_round = 0
         arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
         self.scaler = LossScale() if arguments.fp16 else None
-        self._skipped = SkippedSteps(self.scaler)
+        self._skipped = SkippedSteps(FiniteCheck(self.scaler))
         if arguments.should_save:
             make_output_folder(str(arguments.output_dir))
         show_announcements(announced_level(arguments))
@@ -142,7 +136,7 @@ class MerakTrainer(Saving, Logging, Trainer):
         trains = trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
         self.engine = build_engine(source, columns, self.mesh, options)
-        self._council = BatchExchange(self.mesh, self.engine.progress)
+        self._batch_exchange = BatchExchange(self.mesh, self.engine.progress)
         idle = self.engine.idle_pipeline("gradient_accumulation_steps") if trains else None
         if idle is not None:
             warn_on_rank0(logger, "%s", idle)
@@ -227,116 +221,17 @@ class MerakTrainer(Saving, Logging, Trainer):
             whole_rounds=self.args.dataloader_drop_last and engine.needs_equal_replicas,
         )
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """The step's microbatches, on which all ranks agree, and the label tokens in all."""
-        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        assert self._council is not None and self._counter is not None
-        self._batches, self._next_round = batches, 0
-        self._agreement = self._council.agree(batches, [self._counter.notes(b) for b in batches])
-        across = self.args.average_tokens_across_devices
-        replicas = range(self.mesh.dp) if across else (self.mesh.dp_rank,)
-        rows = self._agreement.notes
-        counts = [row[r]["labels"] for row in rows for r in replicas if "labels" in row[r]]
-        # On the host: the engine sends it with the columns, and nothing waits for the device here.
-        return batches, torch.tensor(float(sum(counts))) if counts else None
-
-    # ---- one step ----
-
-    def training_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor | Any],
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor:
-        """One microbatch's share of the loss; the first call of a step runs all of the step.
-
-        Returns:
-            The loss, a scalar, the same on every rank.
-        """
-        if self._next_round == 0:
-            model.train()
-            if callable(getattr(self.optimizer, "train", None)):
-                self.optimizer.train()
-            self._losses = self._run_step(num_items_in_batch)
-        loss = self._losses[self._next_round]
-        self._next_round = (self._next_round + 1) % len(self._batches)
-        return loss
-
-    def _run_step(self, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
-        """All microbatches' losses; gradients are final afterwards."""
-        agreement, engine, counter = self._agreement, self.engine, self._counter
-        assert agreement is not None and engine is not None and counter is not None
-        own = agreement.own(self.mesh)
-        engine.optimizer_params.clear_gradients()
-        extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
-        losses = engine.train_step(
-            self.state.global_step,
-            [counter.with_tokens(found).columns for _, found in own],
-            [{**self._batches[number], **extra} for number, _ in own],
-            self._loss_scale(agreement, num_items_in_batch is not None),
-            self._inner_optimizer().step if engine.updates_inside else None,
-            1.0 if self.scaler is None else self.scaler.scale,
-        )
-        self.throughput.add(sum(n.get("inputs", 0) for row in agreement.notes for n in row))
-        places = [number for number, _ in own]
-        everything = losses
-        if places != list(range(len(self._batches))):
-            everything = torch.zeros(len(self._batches), device=losses.device)
-            everything[places] = losses
-        group = self.mesh.group("dp")
-        if group is not None:
-            with engine.progress.waiting("the losses of all replicas with", self.mesh.peers("dp")):
-                dist.all_reduce(everything, group=group)
-        return everything
-
-    def _loss_scale(self, agreement: Agreement, counted: bool) -> float:
-        """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""
-        if not counted:
-            # transformers leaves it to a loss function to scale what it sums over microbatches.
-            is_sum = self.compute_loss_func is not None
-            return 1.0 / (self.mesh.dp if is_sum else agreement.num_microbatches)
-        return 1.0 if self.args.average_tokens_across_devices else 1.0 / self.mesh.dp
-
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        assert self.engine is not None
-        return self.engine.clip_gradients(self.args.max_grad_norm)
-
-    def _get_grad_norm(
-        self, model: nn.Module, grad_norm: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        assert self.engine is not None
-        norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
-        step = self.state.global_step + 1
-        skips = self._skipped.skips(self.args, step, self._losses, norm)
-        self.optimizer._is_overflow = skips  # the learning rate then does not move either
-        if self.args.logging_nan_inf_filter:
-            self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
-        if skips:
-            self.engine.optimizer_params.clear_gradients()  # without a gradient nothing is stepped
-        return None if self.engine.updates_inside else norm
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """transformers' own log, with NaN for the loss of steps of which none was finite."""
-        if self.args.logging_nan_inf_filter:
-            self._skipped.logged(logs)
-        super().log(logs, start_time)
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of this rank's own parameters."""
         assert self.engine is not None
-        trained = self.engine.optimizer_params
         is_new = self.optimizer is None  # a second `train` goes on with the one of the first
         kind = str(getattr(self.args.optim, "value", self.args.optim))
         with in_one_sentence(f"optim={kind!r} cannot be made"):
             optimizer: torch.optim.Optimizer = super().create_optimizer(
-                LocalParameters(trained.named)
+                LocalParameters(self.engine.optimizer_params.named)
             )
-        self.engine.check_optimizer(optimizer)
         if is_new:
-            optimizer.register_step_post_hook(lambda *_: trained.sync_model_params())
-            explain_optimizer_oom(optimizer)
+            self.engine.connect_optimizer(optimizer)
         return optimizer
 
     def create_scheduler(
@@ -354,26 +249,9 @@ class MerakTrainer(Saving, Logging, Trainer):
         names: list[str] = super().get_decay_parameter_names(self.model)
         return names
 
-    # ---- bookkeeping ----
-
     def is_local_process_zero(self) -> bool:
         """Whether this rank logs: one of the job, not one of each host."""
         return self.args.should_log
-
-    def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
-        """Floating point operations of the round's microbatches on all replicas."""
-        return int(self._flops_per_token * self._round_tokens("inputs"))
-
-    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
-        kind = str(self.args.include_num_input_tokens_seen)
-        if kind != "no":
-            counted = "non_padding" if kind == "non_padding" else "inputs"
-            self.state.num_input_tokens_seen += self._round_tokens(counted)
-
-    def _round_tokens(self, kind: str) -> int:
-        """Tokens of the microbatches that the last call of `training_step` was for."""
-        assert self._agreement is not None
-        return sum(note.get(kind, 0) for note in self._agreement.notes[self._next_round - 1])
 
     # ---- evaluation ----
 
@@ -392,9 +270,16 @@ class MerakTrainer(Saving, Logging, Trainer):
             self.build_engine(Trainer.get_train_dataloader(self), self.train_dataset)
             check_batch(self, example_batch(dataloader, seed=self.args.seed), dataloader.dataset)
         engine = self.build_engine(dataloader, trains=False)
-        assert self._council is not None and self._counter is not None
+        assert self._batch_exchange is not None and self._counter is not None
         options = evaluation_options(self, dataloader.dataset, prediction_loss_only, self._plain)
-        evaluation = Evaluation(engine, self._council, dataloader, self._counter, options)
+        evaluation = Evaluation(
+            engine,
+            self._batch_exchange,
+            dataloader,
+            self._counter,
+            options,
+            self._prepare_inputs,
+        )
         self._evaluation = evaluation
         self.gather_function = self.accelerator.gather_for_metrics
         batches = cast("DataLoader[Any]", evaluation)  # all of a loader that the loop looks at
@@ -416,4 +301,4 @@ class MerakTrainer(Saving, Logging, Trainer):
             if hasattr(self.model, "config"):
                 config, default = self.model.config, ["past_key_values"]
                 ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
-        return self._evaluation.result(prediction_loss_only, ignore_keys)
+        return self._evaluation.result(inputs, prediction_loss_only, ignore_keys)

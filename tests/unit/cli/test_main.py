@@ -90,7 +90,7 @@ def test_what_is_kept_whole_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert found[0]["parameters"] > 0
     assert main(words) == 0
     page = capsys.readouterr().out
-    assert f"kept whole: {found[0]['module']}" in page
+    assert f"opaque: {found[0]['module']}" in page
     assert found[0]["why"] in page
 
 

@@ -15,7 +15,7 @@ def test_it_grows_and_falls_as_torchs_does() -> None:
         weight.grad = theirs.scale(torch.tensor(float("inf") if overflow else 1.0))
         theirs.step(optimizer)
         theirs.update()
-        ours.update(overflow)
+        ours.adapt(overflow)
         assert ours.state_dict() == theirs.state_dict()
 
 
@@ -24,15 +24,6 @@ def test_a_checkpoint_of_torchs_scale_is_read() -> None:
     theirs.scale(torch.ones(()))
     ours = LossScale()
     ours.load_state_dict(theirs.state_dict())
-    assert ours == LossScale(8.0, 2.0, 0.5, 5, 0)
+    assert ours.state_dict() == theirs.state_dict()
     assert ours.may_overflow
-    assert not LossScale(1.0).may_overflow
-
-
-def test_overflows_at_a_scale_that_cannot_be_the_reason_are_counted() -> None:
-    scale = LossScale(4.0)
-    seen = []
-    for overflow in (True, True, True, True, False, True):
-        scale.update(overflow)
-        seen.append(scale.num_vain_steps)
-    assert seen == [0, 0, 1, 2, 0, 1]
+    assert not LossScale(init_scale=1.0).may_overflow

@@ -21,14 +21,14 @@ def run_stage(schedule_name: str, stage: int, num_ranks: int, num_microbatches: 
     outputs = {}
     for action in schedule.actions[stage]:
         m = action.microbatch
-        leaf = weights.of(m)["w"]
+        leaf = weights.for_microbatch(m)["w"]
         assert leaf.tolist() == [schedule.weight_version(stage, m)] * 3
         most = max(most, weights.num_versions)
         if action.kind is Kind.FORWARD:
             outputs[m] = (leaf * leaf).sum()  # saves the weights for the backward
         if action.kind in FINAL_KINDS:
             outputs.pop(m).backward()
-            weights.finished(m)
+            weights.release(m)
             done += 1
             if done % schedule.microbatches_per_update == 0:
                 first = m + 1 - schedule.microbatches_per_update
@@ -58,11 +58,11 @@ def test_a_version_that_nobody_needs_is_updated_in_place() -> None:
     weights = StashedWeights({"w": parameter})
     weights.start_step((0, 1))
     before = parameter.data_ptr()
-    weights.finished(0)
+    weights.release(0)
     weights.before_update()
     assert parameter.data_ptr() == before
     weights.start_step((0, 0))
-    weights.finished(0)
+    weights.release(0)
     weights.before_update()  # microbatch 1 still needs the old version
     assert parameter.data_ptr() != before
 
@@ -70,4 +70,4 @@ def test_a_version_that_nobody_needs_is_updated_in_place() -> None:
 def test_a_frozen_parameter_gets_no_gradient() -> None:
     weights = StashedWeights({"w": nn.Parameter(torch.zeros(3), requires_grad=False)})
     weights.start_step((0,))
-    assert not weights.of(0)["w"].requires_grad
+    assert not weights.for_microbatch(0)["w"].requires_grad

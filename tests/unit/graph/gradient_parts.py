@@ -77,7 +77,7 @@ class Around(nn.Module):
 
 
 class TopOfForward(nn.Module):
-    """Takes a gradient where no module around it could be kept whole."""
+    """Takes a gradient where no module around it could be opaque."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

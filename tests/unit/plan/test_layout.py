@@ -10,7 +10,7 @@ import torch
 
 from merak.core import mesh
 from merak.data import signature
-from merak.engine.build import forecast_of
+from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.cost.device import DeviceProfile, preset
 from merak.plan.engine_options import EngineOptions

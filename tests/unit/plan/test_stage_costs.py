@@ -11,7 +11,7 @@ import torch
 
 from merak.core import mesh
 from merak.data import signature
-from merak.engine.build import forecast_of
+from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.measured_times import SegmentTimes, save_times

@@ -11,7 +11,7 @@ from torch import nn
 
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
-from merak.engine.build import forecast_of
+from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.plan.step_plans import StepPlans

@@ -9,6 +9,7 @@ import torch
 
 from merak.core.errors import TrainingError
 from merak.engine.loss_scale import LossScale
+from merak.engine.optimizer_step import FiniteCheck
 from merak.trainer.not_finite import SkippedSteps
 
 NAN, INF = math.nan, math.inf
@@ -30,7 +31,7 @@ def logged(skipped: SkippedSteps, loss: float) -> float:
 
 
 def test_more_skips_in_a_row_than_are_allowed_end_the_job() -> None:
-    skipped, args = SkippedSteps(None), arguments()
+    skipped, args = SkippedSteps(FiniteCheck(None)), arguments()
     assert [skips(skipped, args, x) for x in (NAN, INF, 1.0, NAN, NAN)] == [1, 1, 0, 1, 1]
     with pytest.raises(TrainingError) as caught:
         skips(skipped, args, NAN)
@@ -43,16 +44,16 @@ def test_more_skips_in_a_row_than_are_allowed_end_the_job() -> None:
 
 def test_a_policy_of_stopping_stops_at_once() -> None:
     with pytest.raises(TrainingError, match="or leave such steps out with nan_policy='skip'"):
-        skips(SkippedSteps(None), arguments("stop"), NAN)
+        skips(SkippedSteps(FiniteCheck(None)), arguments("stop"), NAN)
 
 
 @pytest.mark.parametrize("policy,most", [("stop", 0), ("skip", 0), ("skip", 3)])
 def test_overflows_of_a_high_loss_scale_are_not_counted(policy: str, most: int) -> None:
     scaler = LossScale()
-    skipped, args = SkippedSteps(scaler), arguments(policy, most)
+    skipped, args = SkippedSteps(FiniteCheck(scaler)), arguments(policy, most)
     for _ in range(16):  # as at the start of fp16: 65536 is too high
         assert skips(skipped, args, 1.0, INF)
-    assert scaler.scale == 1.0
+    assert scaler.get_scale() == 1.0
     for _ in range(most):
         assert skips(skipped, args, 1.0, INF)
     with pytest.raises(TrainingError, match=r"step 7 has loss 2\.0 and gradient norm inf"):
@@ -60,7 +61,7 @@ def test_overflows_of_a_high_loss_scale_are_not_counted(policy: str, most: int) 
 
 
 def test_a_log_shows_a_loss_that_is_not_finite_where_none_is() -> None:
-    skipped, args = SkippedSteps(None), arguments(most=9)
+    skipped, args = SkippedSteps(FiniteCheck(None)), arguments(most=9)
     assert logged(skipped, 0.5) == 0.5  # somebody's own log
     skips(skipped, args, NAN)
     assert math.isnan(logged(skipped, 0.0))
@@ -78,6 +79,6 @@ def test_a_log_shows_a_loss_that_is_not_finite_where_none_is() -> None:
 
 
 def test_a_finite_loss_whose_gradient_overflows_is_logged_as_it_is() -> None:
-    skipped, args = SkippedSteps(LossScale()), arguments()
+    skipped, args = SkippedSteps(FiniteCheck(LossScale())), arguments()
     skips(skipped, args, 1.0, INF)
     assert logged(skipped, 2.0) == 2.0

@@ -23,14 +23,14 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 
 def test_a_rank_tells_what_it_reads() -> None:
     counter = make()
-    assert counter.notes({"labels": LABELS}) == {"labels": 4}
-    assert counter.notes({"input_ids": IDS}) == {"inputs": 6, "non_padding": 6}
-    assert counter.notes({}) == {}
+    assert counter.metadata({"labels": LABELS}) == {"labels": 4}
+    assert counter.metadata({"input_ids": IDS}) == {"inputs": 6, "non_padding": 6}
+    assert counter.metadata({}) == {}
 
 
 def test_padding_is_known_by_the_mask_or_the_token() -> None:
-    assert make().notes({"input_ids": IDS, "attention_mask": MASK})["non_padding"] == 4
-    assert make(pad_token=0).notes({"input_ids": IDS})["non_padding"] == 4
+    assert make().metadata({"input_ids": IDS, "attention_mask": MASK})["non_padding"] == 4
+    assert make(pad_token=0).metadata({"input_ids": IDS})["non_padding"] == 4
 
 
 def test_a_loss_that_takes_a_count_gets_its_column() -> None:
@@ -44,9 +44,9 @@ def test_a_loss_that_takes_a_count_gets_its_column() -> None:
 def test_a_loss_that_takes_none_gets_none() -> None:
     without = make(count_labels=None)
     assert without.signature({"labels": LABELS}).names == ("labels",)
-    assert without.notes({"labels": LABELS}) == {}
+    assert without.metadata({"labels": LABELS}) == {}
     assert make().signature({"input_ids": IDS}).names == ("input_ids",)
 
 
 def test_labels_that_cannot_be_counted_are_not_told() -> None:
-    assert make(count_labels=lambda batch: None).notes({"labels": LABELS}) == {}
+    assert make(count_labels=lambda batch: None).metadata({"labels": LABELS}) == {}

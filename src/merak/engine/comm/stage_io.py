@@ -50,7 +50,7 @@ class StageIO:
         names = _names(program, source.payload, source.stage)
         return dict(zip(names, tensors, strict=True))
 
-    def drop(self, source: Receive, program: Program) -> None:
+    def discard(self, source: Receive, program: Program) -> None:
         """Let what a stage has made arrive, if it has not been taken, and forget it."""
         if source.peer == self._mesh.pp_rank:
             self._made.pop((source.payload, source.stage, source.microbatch), None)

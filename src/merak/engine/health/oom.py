@@ -1,17 +1,15 @@
-"""When memory runs out inside a training step: the rank gives up the step, and not the job.
+"""Out of memory inside a training step: the rank aborts the step, and not the job.
 
-Other ranks wait for what this one sends and reduces. So it lets go of the step's activations, which
-leaves room, and takes part in all that is left of the step with zeros
-(`merak.engine.drain`). At the step's end the ranks agree that it counts for nothing, and run
-it again with a plan that needs less (`merak.engine.oom_replan`).
+Other ranks wait for what this one sends and reduces. So it frees the step's activations, and joins
+the communication of the rest of the step with zeros (`merak.engine.drain`). At the step's end all
+ranks learn that it was aborted, and run it again with a plan that needs less memory
+(`merak.engine.oom_replan`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +25,7 @@ class StepAborted(Exception):
     """Some rank ran out of memory in a step; raised on every rank.
 
     Args:
-        reasons: by pipeline position, the words of the error there.
+        reasons: by pp rank, the message of the error there.
     """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
@@ -36,10 +34,10 @@ class StepAborted(Exception):
 
 
 class OomGuard:
-    """Whether this rank has run out of memory in the step that runs, and what it does then.
+    """Catches out-of-memory errors of the step that runs, and aborts the step.
 
     Args:
-        is_armed: whether a step may be given up; else errors pass.
+        is_armed: whether a step may be aborted; else errors pass.
     """
 
     def __init__(self, is_armed: bool = False) -> None:
@@ -48,25 +46,25 @@ class OomGuard:
         self._release: Callable[[], None] = _nothing
 
     def start_step(self, release: Callable[[], None]) -> None:
-        """A step begins.
+        """Reset the guard, for a step that begins.
 
         Args:
-            release: lets go of the activations that this rank holds for it.
+            release: frees the activations that this rank holds for the step.
         """
         self.reason = None
         self._release = release
 
     def handles(self, error: BaseException) -> bool:
-        """Whether an error is one that a step may be given up for."""
+        """Whether an error is one that aborts a step."""
         return self.is_armed and is_out_of_memory(error)
 
     def abort_step(self, reason: str) -> None:
-        """Give the step up, and let go of its activations.
+        """Abort the step, and free its activations.
 
         Called when the error is no longer handled: it holds what the frames that it passed hold.
 
         Args:
-            reason: the error's own words.
+            reason: the message of the error.
         """
         if self.reason is None:
             self.reason = reason
@@ -74,10 +72,10 @@ class OomGuard:
         torch.cuda.empty_cache()
 
     def allocate(self, make: Callable[[], _Made]) -> _Made:
-        """Do what needs memory and others wait for; where there is none, make room and do it then.
+        """Call a function that needs memory and that other ranks wait for; free memory if it fails.
 
         Args:
-            make: may be called twice; what it gives in a step that is given up counts for nothing.
+            make: may be called twice; its result in a step that is aborted is not used.
         """
         try:
             return make()
@@ -91,12 +89,12 @@ class OomGuard:
 
     @contextmanager
     def no_retry(self) -> Iterator[None]:
-        """Inside, memory that is short although the step's activations are gone ends the job.
+        """Inside, running out of memory although the activations have been freed ends the job.
 
-        What is done here for others has then been done in part, and can't be begun anew.
+        Communication for others has then been done in part, and can't be begun anew.
 
         Raises:
-            TrainingError: it is.
+            TrainingError: memory ran out.
         """
         try:
             yield
@@ -104,7 +102,7 @@ class OomGuard:
             if not is_out_of_memory(error):
                 raise
             raise TrainingError(
-                f"memory ran out ({error}) although all activations of the step had been let go "
+                f"memory ran out ({error}) although all activations of the step had been freed "
                 f"before ({self.reason}); use a larger pp or tp, or zero=1 or more, so that a rank "
                 "holds fewer parameters, gradients and states."
             ) from error
@@ -112,10 +110,10 @@ class OomGuard:
 
 @contextmanager
 def explain_oom(what: str, fix: str) -> Iterator[None]:
-    """Inside, an error that says that memory ran out becomes one that says what to do.
+    """Inside, an out-of-memory error becomes one that says what to do.
 
     Args:
-        what: what ran out of memory, the beginning of a sentence.
+        what: the noun that ran out of memory, the beginning of a sentence.
         fix: the end of it.
 
     Raises:
@@ -129,32 +127,19 @@ def explain_oom(what: str, fix: str) -> Iterator[None]:
         raise TrainingError(f"{what} ran out of memory ({error}); {fix}.") from error
 
 
-def explain_optimizer_oom(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer's step say what to do when it runs out of memory."""
-    step: Callable[..., Any] = type(optimizer).step
-
-    @wraps(step)
-    def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with explain_oom("the optimizer's step", OPTIMIZER_FIX):
-            return step(self, *args, **kwargs)
-
-    # A method, as learning rate schedulers, which wrap it as well, expect it to be.
-    optimizer.step = MethodType(explained_step, optimizer)  # type: ignore[method-assign]
-
-
 OPTIMIZER_FIX = (
     "some of its parameters may have been stepped already, so that it cannot be run again; use "
     "zero=1 or more, whose replicas share its states, a larger pp or tp, or an optimizer with "
     "less state"
 )
-"""What to do about an optimizer that runs out of memory."""
+"""The fix for an optimizer that runs out of memory."""
 
 
-def agree(oom_guard: OomGuard, mesh: Mesh) -> None:
-    """Let all ranks know whether one of them has given the step up; called alike on every rank.
+def raise_if_aborted(oom_guard: OomGuard, mesh: Mesh) -> None:
+    """Tell all ranks whether one of them has aborted the step; every rank calls it together.
 
     Raises:
-        StepAborted: on every rank, if so.
+        StepAborted: one has; on every rank.
     """
     own = None if oom_guard.reason is None else (mesh.pp_rank, oom_guard.reason)
     said: list[Any] = [own]
@@ -178,7 +163,7 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host has no memory left."""
+    """Whether an error says that a device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

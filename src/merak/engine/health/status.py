@@ -1,8 +1,7 @@
-"""What this rank's engine does at the moment, and a record of what it did.
+"""The status of this rank's engine: its action, what it waits for, and a record of past steps.
 
-The engine says so as it goes, at the price of a few assignments per action: a watching thread
-reads it (`merak.engine.health.watchdog`), and so does whoever wants the timeline
-(`merak.engine.health.step_records`).
+The engine updates it with a few assignments per action; the watchdog's thread reads it
+(`merak.engine.health.watchdog`), and so does the timeline (`merak.engine.health.step_records`).
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from merak.core.health.status import Wait
-from merak.engine.health.step_records import Clock, Mark, Records
+from merak.engine.health.step_records import Clock, Mark, StepRecords
 from merak.schedule.ir import Action, Schedule
 
 _MOST_BEHIND = 4096
-"""Marks of a device that are kept where nobody looks whether they are passed."""
+"""Marks of a device that are kept where nobody asks whether it has passed them."""
 
 
 class RankStatus(NamedTuple):
-    """Where a rank stands, and since when on `time.perf_counter`'s clock.
+    """The status of a rank, and since when on `time.perf_counter`'s clock.
 
     A phase is a training step or a microbatch of an evaluation; empty between them, where the time
     is the user's unless the rank waits.
@@ -35,47 +34,48 @@ class RankStatus(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine is at work or waits here."""
+        """Whether the engine runs or waits for other ranks."""
         return bool(self.phase) or self.wait is not None
 
 
 class Progress:
-    """Told by one rank's engine of what it does.
+    """The progress of one rank's engine, which reports every action and wait to it.
 
     Args:
         clock: of the device that the engine computes on.
-        num_kept: so many steps of the past are recorded; 0 records nothing.
+        num_kept: past steps that stay recorded; 0 records nothing.
     """
 
     def __init__(self, clock: Clock, num_kept: int) -> None:
-        self.records = Records(clock, num_kept)
+        self.records = StepRecords(clock, num_kept)
         self.status = RankStatus("", None, None, time.perf_counter())
-        # What the host has left and a device that runs behind it may not have: oldest first.
+        # Statuses that the host has left and a device that runs behind it may not have: oldest
+        # first.
         self.behind: deque[tuple[RankStatus, Mark]] = deque(maxlen=_MOST_BEHIND)
         self._clock = clock
         self._start: Mark = 0.0
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Inside is one training step."""
+        """A context for one training step."""
         self.records.open(number)
         with self._phase(f"step {number}"):
             yield
         self.records.close()
 
-    def planned(self, schedule: Schedule) -> None:
-        """The step that runs follows a schedule."""
+    def follow_schedule(self, schedule: Schedule) -> None:
+        """Record the schedule of the step that runs."""
         self.records.follow(schedule)
 
     @contextmanager
-    def evaluation(self, number: int) -> Iterator[None]:
-        """Inside is the evaluation of one microbatch."""
-        with self._phase(f"the evaluation of microbatch {number}"):
+    def evaluation(self) -> Iterator[None]:
+        """A context for an evaluation."""
+        with self._phase("an evaluation"):
             yield
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Inside an action is performed; record it, from `started` on if that is called."""
+        """A context for an action; it is recorded, from `inputs_ready` on if that is called."""
         before = self.status
         self.status = RankStatus(before.phase, action, None, time.perf_counter())
         self._start = self._clock.mark()
@@ -86,17 +86,17 @@ class Progress:
         finally:
             self.status = before._replace(since_s=time.perf_counter())
 
-    def started(self) -> None:
-        """The action has all that it waited for."""
+    def inputs_ready(self) -> None:
+        """The running action has all of its inputs, and is timed from now on."""
         self._start = self._clock.mark()
 
     @contextmanager
     def waiting(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Inside the rank waits.
+        """A context for a wait for other ranks.
 
         Args:
-            what: for what, ending in a preposition that "rank 3" can follow.
-            peers: global ranks that it needs for that.
+            what: the thing it waits for, ending in a preposition that "rank 3" can follow.
+            peers: global ranks that it waits for.
         """
         before = self.status
         now = time.perf_counter()
@@ -123,7 +123,7 @@ class Progress:
         return mark
 
     def device_status(self) -> RankStatus | None:
-        """The first thing that a device running behind the host has not done; None if none."""
+        """The oldest status that a device running behind the host is still in; None if none."""
         while self.behind:
             status, mark = self.behind[0]
             if not self._clock.is_past(mark):

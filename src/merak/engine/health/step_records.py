@@ -1,6 +1,6 @@
-"""The engine's own trace: when every action of the last steps ran, on every rank of a pipeline.
+"""Step records: the start and end of every action of the last steps, on all ranks of a pipeline.
 
-An action counts from the moment it has what it waited for. On a GPU, where the host runs ahead,
+An action starts when it has received its inputs. On a GPU, where the host runs ahead,
 events in the stream take the place of the host's clock, and are read only when the trace is.
 """
 
@@ -19,7 +19,7 @@ from merak.core.mesh import Mesh
 from merak.schedule.ir import Action, Schedule
 
 Mark = Any
-"""A moment, as a clock takes it."""
+"""A timestamp of a clock: seconds, or an event of a GPU."""
 
 Record = tuple[Action, float, float]
 """An action, its start and its end, s."""
@@ -28,23 +28,23 @@ _NUM_ROUND_TRIPS = 12
 
 
 class Clock(Protocol):
-    """Takes moments cheaply, to be read later."""
+    """A clock whose marks are cheap to take and read later."""
 
     runs_behind: bool
-    """Whether marks are passed later than they are taken."""
+    """Whether the device reaches a mark later than the host takes it."""
 
     def mark(self) -> Mark:
-        """This moment."""
+        """A mark of this moment."""
 
     def is_past(self, mark: Mark) -> bool:
-        """Whether a moment has come."""
+        """Whether the device has reached a mark."""
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """When moments were on `time.perf_counter`'s clock; waits until all have come."""
+        """The marks on `time.perf_counter`'s clock, s; waits until all have been reached."""
 
 
 class HostClock:
-    """The clock of a rank whose operators run as they are called."""
+    """The clock of a CPU, whose operators run as they are called."""
 
     runs_behind = False
 
@@ -53,11 +53,11 @@ class HostClock:
         return time.perf_counter()
 
     def is_past(self, mark: Mark) -> bool:
-        """Always."""
+        """True: a CPU does not run behind."""
         return True
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """The moments themselves."""
+        """The marks themselves, s."""
         return list(marks)
 
 
@@ -74,19 +74,19 @@ class DeviceClock:
         self._device = device
 
     def mark(self) -> Mark:
-        """An event behind all that has been started so far."""
+        """An event in the current stream, behind all that has been started so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def is_past(self, mark: Mark) -> bool:
-        """Whether the GPU has come so far."""
+        """Whether the GPU has reached an event."""
         # A watching thread asks, whose own device would else be made ready: the first, not this.
         with torch.cuda.device(self._device):
             return bool(mark.query())
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """Synchronise, and count back from now."""
+        """The events on the host's clock: synchronise, and count back from now."""
         torch.cuda.synchronize(self._device)
         anchor = self.mark()
         anchor.synchronize()
@@ -110,12 +110,12 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step of a pipeline as it ran, as `schedule.simulator.timeline.measured_timeline` draws it.
+    """A measured step of a pipeline, for `schedule.simulator.timeline.measured_timeline`.
 
     Args:
         step: the job's step number.
         schedule: what was run.
-        records: per pipeline position, its actions in order with start and end, s, on one clock.
+        records: per pp rank, its actions in order with start and end, s, on one clock.
     """
 
     step: int
@@ -124,18 +124,18 @@ class StepRecord:
 
     @property
     def makespan_s(self) -> float:
-        """From the start of the first action to the end of the last one."""
+        """The time from the start of the first action to the end of the last one, s."""
         spans = [record for own in self.records for record in own]
         if not spans:
             return 0.0
         return max(end for _, _, end in spans) - min(start for _, start, _ in spans)
 
 
-class Records:
-    """What one rank's engine did in the last steps.
+class StepRecords:
+    """Records of the last steps of one rank's engine.
 
     Args:
-        clock: takes the moments.
+        clock: takes the marks.
         num_kept: so many steps are kept; 0 records nothing.
     """
 
@@ -145,27 +145,27 @@ class Records:
         self._open: _Step | None = None
 
     def open(self, number: int) -> None:
-        """A step begins; what an unfinished one has left is dropped."""
+        """Open the record of a step; an unfinished one is dropped."""
         self._open = _Step(number, None, []) if self._steps.maxlen else None
 
     def follow(self, schedule: Schedule) -> None:
-        """The step that runs follows a schedule."""
+        """Record the schedule of the step."""
         if self._open is not None:
             self._open.schedule = schedule
 
     def add(self, action: Action, start: Mark, end: Mark) -> None:
-        """An action has run."""
+        """Record an action that has run."""
         if self._open is not None:
             self._open.actions.append((action, start, end))
 
     def close(self) -> None:
-        """The step is done. One without microbatches, and so without a schedule, leaves nothing."""
+        """Close the record of the step; without microbatches, and so a schedule, it is dropped."""
         if self._open is not None and self._open.schedule is not None:
             self._steps.append(self._open)
         self._open = None
 
     def own(self) -> list[tuple[int, Schedule, tuple[Record, ...]]]:
-        """Steps kept, oldest first, with this rank's actions on its host's clock."""
+        """This rank's recorded steps, oldest first, on its host's clock."""
         marks = [m for step in self._steps for _, *both in step.actions for m in both]
         moments = iter(self._clock.seconds(marks))
         result = []
@@ -176,8 +176,8 @@ class Records:
         return result
 
 
-def gather_records(records: Records, mesh: Mesh) -> tuple[StepRecord, ...]:
-    """The last steps on all ranks of this rank's pipeline; called alike on each of them.
+def gather_records(records: StepRecords, mesh: Mesh) -> tuple[StepRecord, ...]:
+    """Gather the last steps of all ranks of this pipeline; its ranks call it together.
 
     Returns:
         Steps, oldest first, on the clock of the pipeline's first rank; the same on every rank.
@@ -197,7 +197,7 @@ def gather_records(records: Records, mesh: Mesh) -> tuple[StepRecord, ...]:
 
 
 def _offset_s(mesh: Mesh) -> float:
-    """By how much this rank's clock is ahead of the pipeline's first rank's.
+    """The seconds by which this rank's clock is ahead of the pipeline's first rank's.
 
     A message goes there and back; the first rank's clock is read half way. The quickest of several
     round trips errs by half its time at most.

@@ -1,4 +1,4 @@
-"""What the engine of a rank reports to the job's watchdog: its action, and what it waits for."""
+"""Reports of this rank's engine to the job's watchdog: its action, and what it waits for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def check_limit(limit_s: float) -> None:
-    """Refuse a limit that is none.
+    """Refuse a time limit that is not positive.
 
     Raises:
         ArgumentsError: it is not above 0.
@@ -35,7 +35,7 @@ def check_limit(limit_s: float) -> None:
 
 
 def set_limit(limit_s: float) -> None:
-    """Let the job's watchdog wait so long from now on.
+    """Set the time limit of the job's watchdog.
 
     Args:
         limit_s: seconds that a rank may wait, or be in one action.
@@ -46,14 +46,14 @@ def set_limit(limit_s: float) -> None:
 
 
 def watch(progress: Progress, mesh: Mesh) -> Callable[[], None]:
-    """Let the job's watchdog look at an engine.
+    """Let the job's watchdog watch an engine.
 
     Args:
-        progress: what the engine tells.
+        progress: of the engine.
         mesh: the grid of ranks.
 
     Returns:
-        What ends it.
+        A function that ends it.
     """
     watching = watchdog.current()
     if watching is None:
@@ -64,10 +64,10 @@ def watch(progress: Progress, mesh: Mesh) -> Callable[[], None]:
 
 
 class EngineReporter:
-    """Says where one rank's engine stands, the device's place before the host's.
+    """Reports the status of one rank's engine, its device's before its host's.
 
     Args:
-        progress: what the engine tells.
+        progress: of the engine.
         mesh: the grid of ranks.
     """
 
@@ -98,10 +98,10 @@ class EngineReporter:
 
 
 def describe(status: RankStatus, for_s: float) -> str:
-    """Where a rank's engine stands, as the rest of a sentence that begins with the rank.
+    """The status of a rank's engine, as the rest of a sentence that begins with the rank.
 
     Args:
-        status: where, at work or waiting.
+        status: of the rank.
         for_s: for how long, s.
     """
     action = status.action

@@ -1,9 +1,8 @@
-"""Parameters of which each replica holds a share, and gathers them segment by segment.
+"""FSDP parameters (ZeRO-3): sharded over the replicas, and gathered segment by segment.
 
 torch's `fully_shard` does it: parameters that the same segments read are a module of their own,
-whose forward is the segment. They are gathered when the segment's turn comes
-(`merak.engine.zero.unshard_order` knows when), freed when it ends, and a backward reduces their
-gradients to shares.
+whose forward is the segment. They are gathered for the segment's action, in the order of
+`merak.engine.zero.unshard_order`, and freed when it ends; a backward reduce-scatters gradients.
 
 Source: arXiv:1910.02054 (ZeRO), section 5.3; arXiv:2304.11277 (FSDP), section 3.
 """
@@ -24,7 +23,7 @@ from merak.core.gradients import is_low_precision
 from merak.core.shards import RowShard
 from merak.engine.comm.row_shards import rows_of
 from merak.engine.tensors_by_name import ParamLeaves
-from merak.engine.zero.unshard_order import Unshard, UnshardOrder, gather, scatter
+from merak.engine.zero.unshard_order import Unshard, UnshardOrder, all_gather, reduce_scatter
 
 Outputs = tuple[torch.Tensor, ...]
 Compute = Callable[[ParamLeaves], Outputs]
@@ -32,13 +31,13 @@ Compute = Callable[[ParamLeaves], Outputs]
 
 
 class FsdpGroup(nn.Module):
-    """Parameters that are gathered together: of one type, and all trained or all frozen.
+    """Parameters that one all-gather unshards: of one type, and all trained or all frozen.
 
     Args:
-        parameters: by name, whole.
+        parameters: by name, unsharded.
         replicas: the mesh along dp.
-        masters: whether shares of parameters of low precision are float32 masters of them.
-        begun: told of every collective.
+        masters: whether shards of parameters of low precision are float32 masters of them.
+        count_collective: called when a collective has begun.
     """
 
     def __init__(
@@ -46,27 +45,29 @@ class FsdpGroup(nn.Module):
         parameters: Mapping[str, nn.Parameter],
         replicas: DeviceMesh,
         masters: bool,
-        begun: Callable[[], None],
+        count_collective: Callable[[], None],
     ) -> None:
         super().__init__()
         first = next(iter(parameters.values()))
         self.trains, self.degree = first.requires_grad, replicas.size()
         self.dtype = first.dtype
         has_masters = masters and self.trains and is_low_precision(first)
-        self.sums_dtype = torch.float32 if has_masters else self.dtype
+        self.reduce_dtype = torch.float32 if has_masters else self.dtype
         self.names = tuple(parameters)
-        self.own = nn.ParameterList(
-            nn.Parameter(p.detach().to(self.sums_dtype), requires_grad=self.trains)
+        self.shards = nn.ParameterList(
+            nn.Parameter(p.detach().to(self.reduce_dtype), requires_grad=self.trains)
             for p in parameters.values()
         )
-        # What a collective carries of a replica: its rows, as many as any replica has.
+        # Elements that a collective carries of a replica: its rows, as many as any replica has.
         self.num_elements = sum(
             -(-p.shape[0] // self.degree) * (p.numel() // max(p.shape[0], 1))
             for p in parameters.values()
         )
-        self._shard(replicas, has_masters, begun)
+        self._shard(replicas, has_masters, count_collective)
 
-    def _shard(self, replicas: DeviceMesh, has_masters: bool, begun: Callable[[], None]) -> None:
+    def _shard(
+        self, replicas: DeviceMesh, has_masters: bool, count_collective: Callable[[], None]
+    ) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=self.dtype if has_masters else None,
             reduce_dtype=torch.float32 if has_masters else None,
@@ -76,74 +77,76 @@ class FsdpGroup(nn.Module):
         # The loss is a mean over replicas already.
         made.set_gradient_divide_factor(1.0)
         made.set_force_sum_reduction_for_comms(True)
-        made.set_custom_all_gather(_Told(gather, begun))
-        made.set_custom_reduce_scatter(_Told(scatter, begun))
+        made.set_custom_all_gather(_CountedCollective(all_gather, count_collective))
+        made.set_custom_reduce_scatter(_CountedCollective(reduce_scatter, count_collective))
         if can_abort_step():
             made.set_reduce_scatter_unused_params(True)
 
     def forward(self, compute: Compute) -> Outputs:
-        """Call a segment while they are whole."""
-        return compute(dict(zip(self.names, self.own, strict=True)))
+        """Call a segment while the parameters are gathered."""
+        return compute(dict(zip(self.names, self.shards, strict=True)))
 
 
-class _Told:
-    """A collective that somebody is told of, in the form that `fully_shard` takes."""
+class _CountedCollective:
+    """A collective that is counted when it begins, in the form that `fully_shard` takes."""
 
-    def __init__(self, collective: Callable[..., Any], begun: Callable[[], None]) -> None:
-        self._collective, self._begun = collective, begun
+    def __init__(
+        self, collective: Callable[..., Any], count_collective: Callable[[], None]
+    ) -> None:
+        self._collective, self._count = collective, count_collective
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for what is sent, and for what comes."""
+        """Allocate a buffer to send or to receive."""
         return make_buffer(size, dtype, device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin it."""
+        """Begin the collective."""
         work = self._collective(*args, **kwargs)
-        self._begun()
+        self._count()
         return work
 
 
 def make_buffer(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a collective sends, or what comes."""
+    """A buffer that a collective sends or receives."""
     return torch.empty(*size, dtype=dtype, device=device)
 
 
 def can_abort_step() -> bool:
-    """Whether this torch can leave a gathered segment in its midst, and says what it then owes."""
+    """Whether this torch can reset a gathered segment in the middle of its backward."""
     needed = ("reset_iter_state", "set_reduce_scatter_unused_params")
     return all(hasattr(FSDPModule, name) for name in needed)
 
 
 class ShardLeaf:
-    """A parameter in shares, as who collects its gradient sees it: the share of the gradient."""
+    """The leaf of a sharded parameter for tied gradients: it gives the shard of the gradient."""
 
-    def __init__(self, share: nn.Parameter) -> None:
-        self._share = share
+    def __init__(self, shard: nn.Parameter) -> None:
+        self._shard = shard
 
     @property
     def grad(self) -> torch.Tensor | None:
         """This replica's rows of the gradient."""
-        found: Any = self._share.grad
+        found: Any = self._shard.grad
         return None if found is None else found.to_local()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        assert value is None, "shares of gradients are only taken"
-        self._share.grad = value
+        assert value is None, "shards of gradients are only taken"
+        self._shard.grad = value
 
 
 class FsdpParameters:
-    """The parameters of a rank's segments, in shares among its replicas.
+    """The parameters of a rank's segments, sharded over its replicas.
 
     Args:
         segments: names of the parameters of each.
-        parameters: those by name, whole.
+        parameters: by name, unsharded.
         replicas: the mesh along dp.
-        masters: whether shares of parameters of low precision are float32 masters of them.
+        masters: whether shards of parameters of low precision are float32 masters of them.
         shared: names of those whose gradients are collected from several segments.
-        order: when each is gathered.
+        order: in which they are gathered.
     """
 
     def __init__(  # one argument for each thing that the build puts in
@@ -159,89 +162,91 @@ class FsdpParameters:
         self._shared = frozenset(shared)
         self.order = order
         self._modules: dict[str, FsdpGroup] = {}
-        self._places: dict[str, int] = {}
-        self.drained: dict[str, nn.Parameter] = {}
+        self._positions: dict[str, int] = {}
+        self.meta_parameters: dict[str, nn.Parameter] = {}
         self.optimizer_tensors: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, ShardLeaf] = {}
-        for names in _groups(segments, parameters):
+        for names in _group_by_readers(segments, parameters):
             own = {name: parameters[name] for name in names}
-            self._add(own, FsdpGroup(own, replicas, masters, order.begun))
+            self._add(own, FsdpGroup(own, replicas, masters, order.count_collective))
         for module in dict.fromkeys(self._modules.values()):
-            _introduce(module)
+            _initialize(module)
 
     def _add(self, own: Mapping[str, nn.Parameter], module: FsdpGroup) -> None:
-        for place, (name, parameter) in enumerate(own.items()):
-            self._modules[name], self._places[name] = module, place
+        for position, (name, parameter) in enumerate(own.items()):
+            self._modules[name], self._positions[name] = module, position
             empty = torch.empty_like(parameter, device="meta", requires_grad=False)
-            self.drained[name] = nn.Parameter(empty, requires_grad=module.trains)
+            self.meta_parameters[name] = nn.Parameter(empty, requires_grad=module.trains)
             if module.trains:
-                self.optimizer_tensors[name] = nn.Parameter(self._share(name).to_local().detach())
-                self.leaves[name] = ShardLeaf(self._share(name))
+                self.optimizer_tensors[name] = nn.Parameter(
+                    self._shard_of(name).to_local().detach()
+                )
+                self.leaves[name] = ShardLeaf(self._shard_of(name))
 
-    def _share(self, name: str) -> Any:
-        return self._modules[name].own[self._places[name]]
+    def _shard_of(self, name: str) -> Any:
+        return self._modules[name].shards[self._positions[name]]
 
-    def share(self, name: str) -> torch.Tensor:
-        """This replica's rows of a parameter, in the type that is stepped."""
-        found: torch.Tensor = self._share(name).to_local().detach()
+    def shard(self, name: str) -> torch.Tensor:
+        """This replica's rows of a parameter, in the type of its optimizer tensor."""
+        found: torch.Tensor = self._shard_of(name).to_local().detach()
         return found
 
     def _modules_of(self, names: Sequence[str]) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(self._modules[n] for n in names if n in self._modules))
 
     def rows(self, name: str) -> RowShard:
-        """The rows of a parameter that this replica holds, which are torch's chunks."""
-        count = self.drained[name].shape[0]
+        """The rows of a parameter that this replica holds: torch's chunk."""
+        count = self.meta_parameters[name].shape[0]
         each = -(-count // self._degree)
         return RowShard(min(self._index * each, count), min((self._index + 1) * each, count))
 
-    def start(self, order: Iterable[tuple[Sequence[str], bool]]) -> None:
-        """A step or an evaluation begins.
+    def start(self, unshards: Iterable[tuple[Sequence[str], bool]]) -> None:
+        """Set the order of a step or an evaluation that begins.
 
         Args:
-            order: the names of the parameters of each, and whether their gradients are summed.
+            unshards: names of the parameters of each, and whether their gradients are reduced.
         """
-        self.order.start(Unshard(self._modules_of(names), back) for names, back in order)
+        self.order.start(Unshard(self._modules_of(names), back) for names, back in unshards)
 
     def begin(self, names: Sequence[str], drained: bool = False) -> None:
-        """The turn of a segment with these parameters begins; see `UnshardOrder.begin`."""
+        """Gather the parameters of a segment that begins; see `UnshardOrder.begin`."""
         self.order.begin(self._modules_of(names), drained)
 
     def end(self, names: Sequence[str], drained: bool = False) -> None:
-        """It is over; see `UnshardOrder.end`."""
+        """Free the parameters of a segment that has ended; see `UnshardOrder.end`."""
         self.order.end(self._modules_of(names), drained)
 
     def abort_step(self) -> None:
-        """From the marked action on, the rest of the step counts for nothing."""
+        """Abort the step: from the marked action on, only the collectives take part."""
         self.forget()
-        self.order.go_back()
+        self.order.rewind()
 
     def forget(self) -> None:
-        """Free what a step that failed has gathered, and drop its gradients."""
+        """Free the gathered parameters and the gradients of a step that failed."""
         every: list[Any] = list(dict.fromkeys(self._modules.values()))
         for module in every if can_abort_step() else ():
-            _clear(module)  # whole gradients, of a backward that was left in its midst
+            _clear_gradients(module)  # unsharded gradients, of a backward that has not ended
             module.reset_iter_state()
-            _clear(module)
+            _clear_gradients(module)
 
     def call(self, names: Sequence[str], weights: ParamLeaves, compute: Compute) -> Outputs:
-        """Call a segment in its turn.
+        """Call a segment with its gathered parameters.
 
         Args:
             names: of the parameters that it reads.
-            weights: those that are not in shares.
+            weights: parameters that are not sharded.
             compute: the segment.
         """
-        whole = {name: weights[name] for name in names if name not in self._modules}
+        unsharded = {name: weights[name] for name in names if name not in self._modules}
         with warnings.catch_warnings():
             # Nobody writes into outputs in place: other segments read detached leaves of them.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-            return _nested(list(self._modules_of(names)), whole, compute)
+            return _call_nested(list(self._modules_of(names)), unsharded, compute)
 
     def take_gradients(self) -> None:
-        """Give the shares of the gradients to what the optimizer steps.
+        """Move the shards of the gradients to the optimizer tensors.
 
-        Of parameters whose gradients are collected it has them already.
+        Those of tied parameters have theirs already.
         """
         for name, tensor in self.optimizer_tensors.items():
             leaf = self.leaves[name]
@@ -250,46 +255,48 @@ class FsdpParameters:
             leaf.grad = None
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Iterator[None]:
-        """Inside, a model has the parameters whole; what is written into them is kept.
+    def unsharded(self, model: nn.Module) -> Iterator[None]:
+        """Inside, a model has the parameters unsharded; what is written into them stays.
 
-        Called alike on all replicas. Masters are not written: they know more than parameters do.
+        All replicas call it together. Masters are not written: they are more precise.
         """
         full = {
             name: nn.Parameter(
-                self._share(name).full_tensor().detach().to(drained.dtype), drained.requires_grad
+                self._shard_of(name).full_tensor().detach().to(meta.dtype), meta.requires_grad
             )
-            for name, drained in self.drained.items()
+            for name, meta in self.meta_parameters.items()
         }
-        replace_parameters(model, {id(self.drained[name]): p for name, p in full.items()})
+        replace_parameters(model, {id(self.meta_parameters[name]): p for name, p in full.items()})
         try:
             yield
         finally:
-            replace_parameters(model, {id(p): self.drained[name] for name, p in full.items()})
+            replace_parameters(
+                model, {id(p): self.meta_parameters[name] for name, p in full.items()}
+            )
         for name, parameter in full.items():
-            share = self._share(name).to_local().detach()
-            if share.dtype == parameter.dtype and share.numel():
+            shard = self._shard_of(name).to_local().detach()
+            if shard.dtype == parameter.dtype and shard.numel():
                 rows = self.rows(name)
-                share.copy_(rows_of(parameter.detach(), rows.start, rows.stop))
+                shard.copy_(rows_of(parameter.detach(), rows.start, rows.stop))
 
 
-def _clear(module: FsdpGroup) -> None:
-    """Forget the gradients of what is there now, whole parameters or shares."""
-    for parameter in module.own:
+def _clear_gradients(module: FsdpGroup) -> None:
+    """Clear the gradients of a group's parameters, unsharded or shards."""
+    for parameter in module.shards:
         parameter.grad = None
 
 
 @torch.no_grad()
-def _introduce(module: Any) -> None:
-    """Have torch make what it makes in a module's first forward, without which it resets none."""
-    module(lambda own: ())
+def _initialize(module: Any) -> None:
+    """Run torch's lazy initialisation of a module, without which it resets none."""
+    module(lambda shards: ())
     module.reshard()
 
 
-def _groups(
+def _group_by_readers(
     segments: Iterable[Sequence[str]], parameters: Mapping[str, nn.Parameter]
 ) -> list[list[str]]:
-    """Names of what can be gathered together: it is read by the same segments, and is alike."""
+    """Names of the parameters of each group: read by the same segments, and of one type."""
     readers: dict[str, list[int]] = {}
     for number, names in enumerate(segments):
         for name in dict.fromkeys(names):
@@ -302,20 +309,20 @@ def _groups(
     return list(groups.values())
 
 
-def _nested(modules: list[FsdpGroup], known: ParamLeaves, compute: Compute) -> Outputs:
+def _call_nested(modules: list[FsdpGroup], known: ParamLeaves, compute: Compute) -> Outputs:
     if not modules:
         return compute(known)
     first, *others = modules
-    made: Outputs = first(lambda own: _nested(others, {**known, **own}, compute))
+    made: Outputs = first(lambda shards: _call_nested(others, {**known, **shards}, compute))
     return made
 
 
 def replace_parameters(model: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
-    """Put other parameters into the places of some.
+    """Replace some parameters of a model by others.
 
     Args:
         model: whose parameters they are.
-        others: by id of those that go.
+        others: by id of those that they replace.
     """
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

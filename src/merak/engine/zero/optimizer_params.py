@@ -1,12 +1,12 @@
-"""What a rank's optimizer steps: its parameters, float32 masters of them, or its replica's share.
+"""The tensors of a rank's optimizer: its parameters, float32 masters, or rows of either.
 
 The optimizer is any of torch's or the user's own, over the tensors of `OptimizerParams.named`:
 
-- parameters as they are, where nothing else is asked for;
-- with masters, float32 copies of parameters of a lower precision, which are rounded back into them
-  after every step;
-- with a sharded optimizer, some rows of every parameter (or of its master) on each replica. Every
-  rank has a state for its rows alone, and after a step the replicas give each other theirs.
+- the parameters themselves, without other options;
+- with master_weights, float32 copies of parameters of a lower precision, which are rounded into the
+  parameters after every step;
+- with ZeRO, some rows of every parameter (or of its master) on each replica. Every rank has an
+  optimizer state for its rows alone, and after a step the replicas all-gather them.
 
 Source: arXiv:1710.03740 (mixed precision), section 3.1; arXiv:1910.02054 (ZeRO), sections 5.1, 5.2.
 """
@@ -30,28 +30,28 @@ from merak.engine.zero.param_all_gather import ParamAllGather
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In which precision a job sums gradients and steps.
+    """The precision in which a job reduces gradients and updates parameters.
 
     Args:
         masters: keep float32 masters of parameters of a lower precision.
-        float32_gradients: sum their gradients in float32, over microbatches and ranks.
+        float32_gradients: reduce their gradients in float32, over microbatches and ranks.
     """
 
     masters: bool = False
     float32_gradients: bool = True
 
-    def sums_of(self, parameter: torch.Tensor) -> torch.dtype:
-        """What a parameter's gradients are summed in."""
+    def reduce_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """The element type in which a parameter's gradients are reduced."""
         is_low = is_low_precision(parameter) and self.float32_gradients
         return torch.float32 if is_low else parameter.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParam:
-    """A parameter and what the optimizer steps for it on this rank.
+    """A parameter and its optimizer tensor on this rank.
 
     Args:
-        parameter: what the stages compute with.
+        parameter: the one that the stages compute with.
         tensor: the parameter itself, its master, or the rows of either that are this rank's.
         rows: which rows; None for the whole parameter.
     """
@@ -62,11 +62,11 @@ class OptimizerParam:
 
     @property
     def is_master(self) -> bool:
-        """Whether its numbers are not the parameter's own memory."""
+        """Whether the optimizer tensor is a float32 copy, in memory of its own."""
         return self.tensor.dtype != self.parameter.dtype
 
     def own_rows(self) -> torch.Tensor:
-        """The parameter's memory of what is stepped here."""
+        """The rows of the parameter that the optimizer tensor stands for, a view."""
         data = self.parameter.detach()
         if self.rows is None:
             return data
@@ -74,14 +74,14 @@ class OptimizerParam:
 
 
 class OptimizerParams:
-    """This rank's trained parameters, and what the optimizer steps for them.
+    """This rank's trained parameters and their optimizer tensors.
 
     Args:
         parameters: this rank's parameters by name.
-        group: the replicas among which steps are shared; None steps everything here.
-        precision: in which gradients are summed, and the optimizer steps.
-        param_all_gather: brings what the other replicas have stepped.
-        fsdp: the parameters that replicas hold in shares; None for none.
+        group: the replicas that shard the optimizer (ZeRO); None for a whole one on each rank.
+        precision: in which gradients are reduced, and the optimizer steps.
+        param_all_gather: gathers the rows that other replicas have updated.
+        fsdp: the parameters that are sharded as well (ZeRO-3); None for none.
     """
 
     def __init__(
@@ -105,22 +105,22 @@ class OptimizerParams:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica steps a share."""
+        """Whether each replica's optimizer has a shard of the parameters."""
         return self._group is not None
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps, by the parameters' names."""
+        """The optimizer tensors by the parameters' names, without empty ones."""
         return {name: item.tensor for name, item in self.items.items() if item.tensor.numel()}
 
     def by_id(self) -> dict[int, nn.Parameter] | None:
-        """By id of a parameter what is stepped of it here; None where that is all of it."""
+        """Optimizer tensors by id of their parameter; None where they are the parameters."""
         if not self.is_sharded:
             return None
         return {id(item.parameter): item.tensor for item in self.items.values()}
 
     def optimizer_tensors(self) -> dict[str, OptimizerTensor]:
-        """What the optimizer steps, as checkpoints want to know it."""
+        """Optimizer tensors with their rows, for checkpoints."""
         return {
             name: OptimizerTensor(item.tensor, item.rows, item.is_master)
             for name, item in self.items.items()
@@ -142,18 +142,18 @@ class OptimizerParams:
         return OptimizerParam(parameter, nn.Parameter(own), rows)
 
     def start_step(self) -> None:
-        """Gradients of a step are about to be summed."""
+        """Prepare the parameters for the gradients of a step."""
         for item in self.items.values():
-            dtype = self._precision.sums_of(item.parameter)
+            dtype = self._precision.reduce_dtype(item.parameter)
             for leaf in (item.parameter, item.tensor):
                 if leaf.grad is None:
                     leaf.grad_dtype = dtype
 
     def take_gradients(self, loss_scale: float = 1.0) -> None:
-        """Give the final gradients to what is stepped, in the type that the optimizer expects.
+        """Move the reduced gradients to the optimizer tensors, in their type.
 
         Args:
-            loss_scale: what they were multiplied by, and are divided by now.
+            loss_scale: the factor of the gradients, which are divided by it.
         """
         if self._fsdp is not None:
             self._fsdp.take_gradients()
@@ -170,7 +170,7 @@ class OptimizerParams:
             item.tensor.grad = gradient.to(item.tensor.dtype)
 
     def clear_gradients(self) -> None:
-        """Forget all gradients; a step then leaves everything as it is."""
+        """Clear all gradients; an optimizer's step then changes nothing."""
         if self._fsdp is not None:
             self._fsdp.take_gradients()
         for item in self.items.values():
@@ -180,7 +180,7 @@ class OptimizerParams:
 
     @torch.no_grad()
     def sync_model_params(self) -> None:
-        """Bring what was stepped into the parameters; called alike on all replicas."""
+        """Copy the optimizer tensors into the parameters; all replicas call it together."""
         for item in self.items.values():
             if item.is_master and not item.parameter.is_meta:
                 item.own_rows().copy_(item.tensor)
@@ -188,13 +188,13 @@ class OptimizerParams:
             self._param_all_gather.start()
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Iterator[None]:
-        """Inside, a model has its parameters whole; called alike on all replicas."""
+    def unsharded(self, model: nn.Module) -> Iterator[None]:
+        """Inside, a model has its parameters unsharded; all replicas call it together."""
         self.wait()
-        with self._fsdp.whole(model) if self._fsdp is not None else nullcontext():
+        with self._fsdp.unsharded(model) if self._fsdp is not None else nullcontext():
             yield
 
     def wait(self) -> None:
-        """Wait until the parameters are whole, with what other replicas have stepped of them."""
+        """Wait until the parameters are up to date with the other replicas' steps."""
         if self._param_all_gather is not None:
             self._param_all_gather.wait()

@@ -1,8 +1,8 @@
-"""Parameters that other replicas have stepped: on their way while the next forward begins.
+"""The all-gather of ZeRO-1 and 2: rows that other replicas' optimizers have updated.
 
-After a step, replicas give each other the rows they have stepped, bucket by bucket in the order in
-which a forward reads them. Nobody waits for them then: a parameter is waited for when it is first
-read, by the engine or by whoever looks into the model.
+After a step, replicas all-gather the rows that their optimizers have updated, bucket by bucket in
+the order of the forward. A parameter is waited for when it is first read, by the engine or through
+the user's model, so that the gather overlaps with the next forward.
 
 Source: arXiv:1910.02054 (ZeRO), section 5.1.
 """
@@ -24,7 +24,7 @@ from merak.engine.health.status import Progress
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """A bucket on its way: what this replica sends of it, and what comes from all."""
+    """An all-gather that has begun: this replica's rows of a bucket, and the rows of all."""
 
     work: dist.Work
     own: torch.Tensor
@@ -32,13 +32,13 @@ class _Gather:
 
 
 class ParamAllGather:
-    """Gives a replica the rows of its parameters that others have stepped.
+    """All-gathers the rows of this replica's parameters that others have updated.
 
     Args:
-        buckets: parameters by name that travel together, in the order in which they are read.
+        buckets: parameters by name that one all-gather carries, in the order of the forward.
         group: the replicas.
-        most_open: so many buckets may be under way at a time; None for all of them.
-        progress: told of every wait.
+        most_open: gathers that may be open at a time; None for all of them.
+        progress: reports every wait.
     """
 
     def __init__(
@@ -57,26 +57,26 @@ class ParamAllGather:
 
     @property
     def num_open(self) -> int:
-        """Buckets under way."""
+        """Gathers that have begun and not ended."""
         return len(self._open)
 
     def start(self) -> None:
-        """This replica has stepped its rows; called alike on all replicas."""
-        self.wait()  # what nobody has read since the last time
+        """Begin the gathers, after the optimizer's step; all replicas call it together."""
+        self.wait()  # gathers of the last step that nobody has waited for
         for number, bucket in enumerate(self._buckets):
             if self._most_open is not None and len(self._open) >= self._most_open:
                 self._wait(next(iter(self._open)))
             self._open[number] = self._gather(bucket)
 
     def wait_for(self, name: str) -> None:
-        """Wait until a parameter is whole; nothing that other ranks need to take part in."""
+        """Wait until a parameter is up to date; no other rank needs to call it."""
         number = self._bucket_of.get(name)
         if number in self._open:
             assert number is not None
             self._wait(number)
 
     def wait(self) -> None:
-        """Wait until all parameters are whole."""
+        """Wait until all parameters are up to date."""
         for number in list(self._open):
             self._wait(number)
 
@@ -92,7 +92,7 @@ class ParamAllGather:
     @torch.no_grad()
     def _wait(self, number: int) -> None:
         gather, bucket = self._open.pop(number), self._buckets[number]
-        with self._progress.waiting("stepped parameters from", others_of(self._group)):
+        with self._progress.waiting("updated parameters from", others_of(self._group)):
             gather.work.wait()
         degree, own_index = dist.get_world_size(self._group), dist.get_rank(self._group)
         for index, flat in enumerate(gather.everything.chunk(degree)):
@@ -101,11 +101,11 @@ class ParamAllGather:
 
 
 class AwaitedParams(Mapping[str, torch.Tensor]):
-    """Tensors over the parameters' memory, each of which is whole once it is read.
+    """Parameters by name, each of which is up to date when it is read.
 
     Args:
         leaves: by name.
-        param_all_gather: what they wait for.
+        param_all_gather: is waited for.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class AwaitedParams(Mapping[str, torch.Tensor]):
 
 
 class _AwaitedDict(dict[str, Any]):
-    """A module's parameters, which whoever reads them finds whole.
+    """The `_parameters` of a module, which are up to date when they are read.
 
     Args:
         parameters: of the module itself, by their attributes.
-        param_all_gather: what they wait for.
+        param_all_gather: is waited for.
     """
 
     def __init__(self, parameters: Mapping[str, Any], param_all_gather: ParamAllGather) -> None:
@@ -162,11 +162,11 @@ class _AwaitedDict(dict[str, Any]):
 
 
 def wait_on_access(model: nn.Module, param_all_gather: ParamAllGather) -> None:
-    """Let everybody who reads a model's parameters find them whole.
+    """Let reads of a model's parameters wait for the all-gather of the last step.
 
     Args:
         model: the user's.
-        param_all_gather: what they wait for; those of an earlier engine are forgotten.
+        param_all_gather: is waited for, in the place of an earlier engine's.
     """
     for module in model.modules():
         if module._parameters:

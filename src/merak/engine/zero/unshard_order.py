@@ -1,10 +1,10 @@
-"""When the parameters of which replicas hold shares are gathered, and their gradients summed.
+"""The order in which FSDP parameters are gathered, and their gradients reduced.
 
-A step is a row of turns, as the schedule orders them: a segment's forward, its recomputation, or
-its backward, which takes a recomputation just before it along. Parameters are gathered when a turn
-begins; those of the next one then set out at once, and travel while this one computes. A backward
-ends with the sums of its gradients. So the order of all collectives is known beforehand, is the
-same on all replicas, and a rank that gives a step up takes part in the rest from where it stands.
+A step is a list of unshards, as the schedule orders them: for a segment's forward, recomputation,
+or backward, which includes a recomputation just before it. The parameters of the next one are
+prefetched while this one computes. A backward ends with the reduce-scatter of its gradients. So the
+order of all collectives is known beforehand and is the same on all replicas, and a rank that aborts
+a step takes part in the remaining ones.
 """
 
 from __future__ import annotations
@@ -23,145 +23,147 @@ from merak.schedule.ir import Kind
 
 
 class Module(Protocol):
-    """Parameters that are gathered together; `sharded.FsdpGroup` says what these are."""
+    """A module of parameters that one all-gather unshards, as `fsdp.FsdpGroup` is one."""
 
     trains: bool
     degree: int
     num_elements: int
     dtype: torch.dtype
-    sums_dtype: torch.dtype
+    reduce_dtype: torch.dtype
 
     def unshard(self, async_op: bool = False) -> object:
-        """Gather them, or wait for those that are on their way."""
+        """Gather the parameters, or wait for a gather that has begun."""
 
     def reshard(self) -> None:
-        """Free what was gathered."""
+        """Free the gathered parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unshard:
-    """The time for which a segment's parameters are whole.
+    """An unshard: the time for which a segment's parameters are gathered.
 
     Args:
-        modules: the parameters that it reads, as far as they are in shares.
-        goes_back: whether its gradients are summed at the end.
+        modules: the parameters that it reads, as far as they are sharded.
+        is_backward: whether its gradients are reduced at the end.
     """
 
     modules: tuple[Module, ...]
-    goes_back: bool
+    is_backward: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
     module: Module
-    is_sum: bool
+    is_reduction: bool
 
 
 class UnshardOrder:
-    """Gathers parameters in the order of a row of turns, each turn's while the one before computes.
+    """Gathers parameters in the order of a step's unshards, each during the one before.
 
     Args:
         group: the replicas.
         device: where the parameters are.
-        progress: told of every wait.
+        progress: reports every wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, progress: Progress) -> None:
         self._group, self._device, self._progress = group, device, progress
         self._unshards: Sequence[Unshard] = ()
         self._collectives: list[_Collective] = []
-        # Per turn, how many collectives there are up to its computation, and up to its end.
+        # Per unshard, how many collectives there are up to its computation, and up to its end.
         self._due: list[tuple[int, int]] = []
-        self._next = self._marked = self._num_begun = 0
+        self._next = self._mark = self._num_begun = 0
 
-    def start(self, turns: Iterable[Unshard]) -> None:
-        """A step or an evaluation begins, whose turns these are."""
-        self._unshards = [turn for turn in turns if turn.modules]
-        self._next = self._marked = self._num_begun = 0
+    def start(self, unshards: Iterable[Unshard]) -> None:
+        """Set the unshards of a step or an evaluation that begins."""
+        self._unshards = [unshard for unshard in unshards if unshard.modules]
+        self._next = self._mark = self._num_begun = 0
         self._collectives, self._due = [], []
-        for number, turn in enumerate(self._unshards):
-            last = self._unshards[number - 1].modules if number else turn.modules
-            gathered = [module for module in turn.modules if module in last]
-            self._plan([*gathered, *self._ahead(number)], is_sum=False)
+        for number, unshard in enumerate(self._unshards):
+            last = self._unshards[number - 1].modules if number else unshard.modules
+            gathered = [module for module in unshard.modules if module in last]
+            self._plan([*gathered, *self._prefetched(number)], is_reduction=False)
             ready = len(self._collectives)
             # torch sums in the order in which it meets the modules backward.
-            self._plan([m for m in reversed(turn.modules) if turn.goes_back and m.trains], True)
+            self._plan(
+                [m for m in reversed(unshard.modules) if unshard.is_backward and m.trains], True
+            )
             self._due.append((ready, len(self._collectives)))
 
-    def _plan(self, modules: Iterable[Module], is_sum: bool) -> None:
-        self._collectives += [_Collective(module, is_sum) for module in modules]
+    def _plan(self, modules: Iterable[Module], is_reduction: bool) -> None:
+        self._collectives += [_Collective(module, is_reduction) for module in modules]
 
-    def _ahead(self, number: int) -> list[Module]:
-        """What sets out in a turn for the next one; what this one uses is freed in between."""
+    def _prefetched(self, number: int) -> list[Module]:
+        """The modules to prefetch for the next unshard; this one's own are freed in between."""
         own = self._unshards[number].modules
         following = self._unshards[number + 1].modules if number + 1 < len(self._unshards) else ()
         return [module for module in following if module not in own]
 
-    def begun(self) -> None:
-        """A collective has begun."""
+    def count_collective(self) -> None:
+        """Count a collective that has begun."""
         self._num_begun += 1
 
     def begin(self, modules: tuple[Module, ...], drained: bool = False) -> None:
-        """A turn begins: have its parameters, and let the next one's set out.
+        """Gather the modules of the next unshard, and prefetch the one after.
 
         Args:
-            modules: the turn's, as `start` was told.
-            drained: take part for the others alone.
+            modules: its modules, as `start` was given.
+            drained: take part in the collectives for the other replicas alone.
         """
         if not modules:
             return
         number = self._next
-        assert self._unshards[number].modules == modules, "a segment runs out of its turn"
+        assert self._unshards[number].modules == modules, "a segment runs out of order"
         self._next += 1
         if drained:
-            self._apply(self._due[number][0])
+            self._join_due(self._due[number][0])
             return
         with self._progress.waiting("the parameters of a segment from", others_of(self._group)):
             for module in modules:
                 module.unshard()
-        for module in self._ahead(number):
+        for module in self._prefetched(number):
             module.unshard(async_op=True)
 
     def end(self, modules: tuple[Module, ...], drained: bool = False) -> None:
-        """The turn is over, its gradients are summed; arguments as of `begin`."""
+        """Free the modules of an unshard that has ended; arguments as of `begin`."""
         if not modules:
             return
-        self._apply(self._due[self._next - 1][1])  # where no gradient came, zeros are summed
+        self._join_due(self._due[self._next - 1][1])  # where no gradient came, zeros are reduced
         if not drained:
             for module in modules:
                 module.reshard()
 
     def mark(self) -> None:
-        """An action begins."""
-        self._marked = self._next
+        """Mark where an action begins."""
+        self._mark = self._next
 
-    def go_back(self) -> None:
-        """The marked action's turns come again, in name only."""
-        self._next = self._marked
+    def rewind(self) -> None:
+        """Go back to the mark: the action's unshards come again, drained."""
+        self._next = self._mark
 
-    def _apply(self, num_due: int) -> None:
-        """Take part in collectives that are due and have not begun here, with zeros."""
+    def _join_due(self, num_due: int) -> None:
+        """Take part, with zeros, in collectives that are due and have not begun here."""
         while self._num_begun < num_due:
             found = self._collectives[self._num_begun]
             module, length = found.module, found.module.num_elements
-            dtype = module.sums_dtype if found.is_sum else module.dtype
+            dtype = module.reduce_dtype if found.is_reduction else module.dtype
             one = torch.zeros(length, dtype=dtype, device=self._device)
             every = torch.zeros(module.degree * length, dtype=dtype, device=self._device)
-            if found.is_sum:
-                scatter(one, every, group=self._group)
+            if found.is_reduction:
+                reduce_scatter(one, every, group=self._group)
             else:
-                gather(every, one, group=self._group)
-            self.begun()
+                all_gather(every, one, group=self._group)
+            self.count_collective()
 
 
-def gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
-    """Gather what every replica has, one after the other."""
+def all_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """Gather the tensors of all replicas, one after the other."""
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return collective(output_tensor, input_tensor, **kwargs)
 
 
-def scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
-    """Sum what every replica has, and get a share of the sums."""
+def reduce_scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """Reduce the tensors of all replicas, and receive this one's shard."""
     collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return collective(output_tensor, input_tensor, **kwargs)
 
@@ -169,24 +171,24 @@ def scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: A
 def unshards_of(
     kind: Kind, program: StageProgram, recomputes: bool
 ) -> list[tuple[tuple[str, ...], bool]]:
-    """The turns of an action: the parameters' names, and whether gradients are summed.
+    """The unshards of an action: names of the parameters, and whether gradients are reduced.
 
     Args:
         kind: of the action.
         program: of its stage, for its microbatch.
-        recomputes: whether the stage recomputes what its program does not keep.
+        recomputes: whether the stage recomputes the activations that its program does not save.
     """
-    goes_back = kind is Kind.BACKWARD
-    segments = reversed(program.segments) if goes_back else program.segments
+    is_backward = kind is Kind.BACKWARD
+    segments = reversed(program.segments) if is_backward else program.segments
     return [
-        (segment.segment.parameters, goes_back)
+        (segment.segment.parameters, is_backward)
         for segment in segments
         if needs_parameters(segment, kind, recomputes)
     ]
 
 
 def needs_parameters(segment: SegmentProgram, kind: Kind, recomputes: bool) -> bool:
-    """Whether a segment needs its parameters in an action; arguments as of `unshards_of`."""
+    """Whether a segment reads its parameters in an action; arguments as of `unshards_of`."""
     if kind is Kind.RECOMPUTE:
         return segment.trains and recomputes and not segment.saved
     return segment.trains or kind is Kind.FORWARD

@@ -1,4 +1,4 @@
-"""Autocast inside a model, written out as conversions.
+"""Autocast inside a model, written out as dtype conversions in its graph.
 
 A trace records operators above autocast: their arguments still have the types the user gave, their
 results already those that autocast makes. Run again under autocast on fake tensors, every operator
@@ -22,12 +22,12 @@ from merak.core.errors import TraceError
 
 aten = torch.ops.aten
 
-SETTLED = "settled"
+AUTOCAST_DONE = "settled"
 """In a node's meta: no autocast further out changes it."""
 
 
 class _Conversions(TorchDispatchMode):
-    """Notes which of some tensors are converted, and to what."""
+    """Notes which of some tensors autocast converts, and to which dtype."""
 
     def __init__(self, tensors: Mapping[int, fx.Node]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class _Conversions(TorchDispatchMode):
 def write_out_autocast(
     graph: fx.Graph, device_type: str, dtype: torch.dtype | None, weights: set[fx.Node]
 ) -> None:
-    """Put the conversions that autocast makes into a graph recorded under it.
+    """Insert the dtype conversions that autocast makes into a graph recorded under it.
 
     Args:
         graph: its nodes have fake values in `meta["val"]`.
@@ -55,24 +55,24 @@ def write_out_autocast(
         weights: placeholders that stand for parameters: converted once, as autocast caches them.
 
     Raises:
-        TraceError: an operator that autocast converts inside.
+        TraceError: an operator converts its arguments inside.
     """
     known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
-        if isinstance(node.target, torch._ops.OpOverload) and SETTLED not in node.meta:
+        if isinstance(node.target, torch._ops.OpOverload) and AUTOCAST_DONE not in node.meta:
             _convert(graph, node, _wanted(node, device_type, dtype), known, weights)
 
 
 def _wanted(
     node: fx.Node, device_type: str, dtype: torch.dtype | None
 ) -> dict[fx.Node, torch.dtype]:
-    """The arguments to convert before an operator, so that it does as under autocast."""
+    """The arguments to convert so that an operator computes what it does under autocast."""
     sources = {id(n.meta["val"]): n for n in node.all_input_nodes}
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     if target._schema.is_mutable or not any(_is_float(n) for n in sources.values()):
         return {}
-    # Inside its mode: what an operator makes on its way, such as a mask, is not real either.
+    # In the fake mode: intermediate results of an operator, such as a mask, are fake too.
     with _fake_mode(n.meta["val"] for n in node.all_input_nodes), torch.no_grad():
         with torch.autocast(device_type, dtype, cache_enabled=False), _Conversions(sources) as seen:
             made = _call(node, {})
@@ -107,8 +107,8 @@ def _call(node: fx.Node, types: Mapping[fx.Node, torch.dtype]) -> Any:
 
 
 def _types_with(node: fx.Node, types: Mapping[fx.Node, torch.dtype]) -> list[Any] | None:
-    """What an operator makes of converted arguments; None if it does not take them."""
-    speaks = logging.getLogger("torch._subclasses.fake_tensor")  # of every call that fails
+    """The dtypes that an operator returns for converted arguments; None if it refuses them."""
+    speaks = logging.getLogger("torch._subclasses.fake_tensor")  # it logs every call that fails
     try:
         with mock.patch.object(speaks, "disabled", True):
             return _types(_call(node, types))

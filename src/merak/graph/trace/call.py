@@ -1,4 +1,4 @@
-"""How a model is called with a batch, and what it returns."""
+"""The call of a model with a batch, and its named outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How the model is called with a batch.
+    """Arguments of a model's call, beside the batch itself.
 
     Args:
         columns: the batch's columns.
@@ -41,7 +41,7 @@ class Call:
 def call_model(
     model: nn.Module, batch: dict[str, torch.Tensor], call: Call
 ) -> dict[str, torch.Tensor]:
-    """The model's tensor outputs by name, the loss function's result as "loss" first.
+    """Call a model, and return its tensor outputs by name, a loss function's result first.
 
     In evaluation a loss function is not called with a batch that has nothing for it, such as one of
     samples without labels, to be predicted.

@@ -1,4 +1,4 @@
-"""Why a model could not be traced, in a sentence that names the user's own line."""
+"""Errors of a trace, explained in a sentence that names the user's own line."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SHARED_CODE = ("/transformers/modeling_utils.py", "/transformers/masking_utils.
 
 
 class UntraceableError(TraceError):
-    """Code that runs and cannot be traced; kept whole, what is around it might.
+    """Code that runs and cannot be traced, unless a module around it is opaque.
 
     Args:
         message: a sentence.
-        why: its line and what is in the way, shortly.
-        modules: paths of the modules around it, outermost first, where no traceback tells.
+        why: its line and the cause, in short.
+        modules: paths of the modules around it, outermost first, where no traceback has them.
     """
 
     def __init__(self, message: str, why: str, modules: tuple[str, ...] = ()) -> None:
@@ -44,7 +44,7 @@ class UntraceableError(TraceError):
 def explain(
     model: nn.Module, loss_fn: Any, error: Exception, call_eagerly: Callable[[], Any]
 ) -> TraceError:
-    """What to tell the user of an error while tracing.
+    """Explain to the user an error of a trace.
 
     Args:
         model: the user's model.
@@ -53,8 +53,7 @@ def explain(
         call_eagerly: runs the model on the same fake tensors, without recording.
 
     Returns:
-        An error that says whether the model fails by itself or only when traced, where, and what
-        to do.
+        An error with the line at which the model fails, by itself or only when traced, and a fix.
     """
     for cause in causes(error):
         if isinstance(cause, TraceError):
@@ -64,10 +63,10 @@ def explain(
         own = _error_of(call_eagerly)
         if isinstance(own, TraceError):
             return own
-        if own is not None and "meta" in str(own) and (bare := _without_numbers(model)):
+        if own is not None and "meta" in str(own) and (bare := _fake_tensor_of(model)):
             return TraceError(
                 f"{name} reads the tensor {bare} at {_place(model, loss_fn, own)}, which is no "
-                "parameter or buffer and has no numbers; register it with register_buffer."
+                "parameter or buffer and has no values; register it with register_buffer."
             )
         if own is not None and not isinstance(own, (*_NEEDS_VALUES, UnsupportedOperatorException)):
             return TraceError(
@@ -90,7 +89,7 @@ def explain(
     )
 
 
-def _without_numbers(model: nn.Module) -> str:
+def _fake_tensor_of(model: nn.Module) -> str:
     """A tensor of the model that `merak.empty_weights` left empty and nobody will fill, or ""."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -108,7 +107,7 @@ def _error_of(call: Callable[[], Any]) -> Exception | None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it came from."""
+    """Iterate over an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -137,7 +136,7 @@ def _place(model: nn.Module, loss_fn: Any, error: Exception) -> str:
 
 
 def own_files(model: nn.Module, loss_fn: Any) -> set[str]:
-    """Files that define the model's modules and its loss function, libraries' shared code aside."""
+    """Source files of the model's modules and loss function, without code shared by all models."""
     classes = {base for module in model.modules() for base in type(module).__mro__[:-1]}
     code = getattr(loss_fn, "__code__", None)
     files = {file for cls in classes if (file := _file(cls))}
@@ -161,15 +160,15 @@ def _forward_of(model: nn.Module) -> str:
 
 
 def refuse_dynamic_shape(source: str, value: Any, modules: tuple[str, ...] = ()) -> None:
-    """Raise if a traced value has a size that only the numbers of the batch decide.
+    """Raise if a traced value has a data-dependent size.
 
     Args:
-        source: the line that makes it.
-        value: what it makes.
+        source: the line that computes it.
+        value: the value, a tensor or several.
         modules: paths of the modules that the line runs in, outermost first.
 
     Raises:
-        UntraceableError: it has.
+        UntraceableError: it has one.
     """
     many = value if isinstance(value, (tuple, list)) else (value,)
     for one in many:
@@ -177,8 +176,8 @@ def refuse_dynamic_shape(source: str, value: Any, modules: tuple[str, ...] = ())
             place = with_text(source) if source else "an unknown line"
             raise UntraceableError(
                 f"the model cannot be traced at {place}: the shape of a tensor depends there on "
-                "the values of another; use torch.where or a mask of fixed size instead of picking "
-                "elements.",
+                "the values of another; use torch.where or a mask of fixed size instead of "
+                "selecting elements.",
                 f"{place}: the shape of a tensor depends there on the values of another",
                 modules,
             )

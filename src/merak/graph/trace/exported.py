@@ -1,4 +1,4 @@
-"""What `torch.export` has written down of a model, and what its placeholders stand for."""
+"""The result of `torch.export`, and names for its placeholders."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `torch.export` has written down of a model.
+    """An exported model, and what its placeholders and outputs stand for.
 
     Args:
         graph: its operators, as exported.
         signature: what its placeholders and outputs stand for.
-        found: tensors that are neither parameters nor buffers, by their target.
+        constants: tensors that are neither parameters nor buffers, by their target.
         outputs: names of the model's outputs, in order.
         parameters: as of `Trace`.
         tied: as of `Trace`.
         replaced: names of attributes that forward has replaced, by the identity of the tensor.
         columns: names of the batch's columns.
         num_conditions: as of `Trace`.
-        sizes: what becomes of sizes that depend on values.
+        sizes: policy for data-dependent sizes.
     """
 
     graph: fx.Graph
     signature: torch.export.graph_signature.ExportGraphSignature
-    found: Mapping[str, Any]
+    constants: Mapping[str, Any]
     outputs: tuple[str, ...]
     parameters: dict[str, TensorMeta]
     tied: dict[str, str]
@@ -46,13 +46,13 @@ class Exported:
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:
-    """Name the placeholders after what they stand for; keep only what the user's call returns.
+    """Name the placeholders after what they stand for, and drop outputs that are not the user's.
 
     Returns:
         The tensors that are neither parameters nor buffers, by name.
 
     Raises:
-        TraceError: one of these has no numbers, or changes from step to step.
+        TraceError: one of these is a meta tensor, or changes from step to step.
     """
     signature, graph, tied = exported.signature, exported.graph, exported.tied
     constants: dict[str, torch.Tensor] = {}
@@ -68,18 +68,18 @@ def lift(exported: Exported) -> dict[str, torch.Tensor]:
         else:
             node.meta |= {"kind": Kind.BUFFER, "name": target}
             if spec.kind == InputKind.CONSTANT_TENSOR:
-                constants[target] = _with_numbers(target, exported.found[spec.target or ""])
+                constants[target] = _with_values(target, exported.constants[spec.target or ""])
     _keep_user_outputs(graph, signature)
     _merge_placeholders(graph)
     _refuse_state(constants, exported.replaced)
     return constants
 
 
-def _with_numbers(name: str, constant: Any) -> torch.Tensor:
+def _with_values(name: str, constant: Any) -> torch.Tensor:
     if not isinstance(constant, torch.Tensor) or constant.is_meta:
         raise TraceError(
             f"the model reads the tensor {name}, which is no parameter or buffer and has no "
-            "numbers; register it with register_buffer."
+            "values; register it with register_buffer."
         )
     return constant
 
@@ -98,13 +98,13 @@ def _keep_user_outputs(
 ) -> None:
     (output,) = graph.find_nodes(op="output")
     wanted = set(signature.user_outputs)
-    kept = [n for n in output.args[0] if isinstance(n, fx.Node) and n.name in wanted]
-    by_name = {n.name: n for n in kept}
+    user_outputs = [n for n in output.args[0] if isinstance(n, fx.Node) and n.name in wanted]
+    by_name = {n.name: n for n in user_outputs}
     output.args = (tuple(by_name[str(name)] for name in signature.user_outputs),)
 
 
 def _merge_placeholders(graph: fx.Graph) -> None:
-    """One placeholder per parameter, column or buffer, used ones only."""
+    """Merge placeholders of one parameter, column or buffer."""
     first: dict[tuple[Kind, str], fx.Node] = {}
     for node in list(graph.find_nodes(op="placeholder")):
         known = first.setdefault((node.meta["kind"], node.meta["name"]), node)

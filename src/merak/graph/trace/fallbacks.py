@@ -1,4 +1,4 @@
-"""Trace a model as often as it takes: with more of it kept whole, and with choices both ways."""
+"""Fallbacks of a trace that fails: more opaque modules, or both branches of its conditions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from merak.graph.trace.opaque.selection import MOST_OPAQUE, OpaqueSelection
 from merak.graph.trace.traced import Trace
 
 Export = Callable[[tuple[bool, ...], OpaqueSelection], Trace]
-"""One trace, with answers to the model's choices, and what is kept whole."""
+"""Traces once, with answers to the model's conditions, and a selection of opaque modules."""
 
 
 def trace_with_fallbacks(model: nn.Module, export: Export, opaque: OpaqueSelection) -> Trace:
-    """Trace a model with no more of it kept whole than it needs.
+    """Trace a model with no more opaque modules than it needs.
 
-    Where a model chooses what runs by the batch alone, a module around the choice can be kept, or
-    both ways be traced: the latter where the module would be most of the model, or all of it.
+    Where the batch alone decides what runs, a module around the condition can be opaque, or both
+    branches be traced: the latter where the module would be most of the model, or all of it.
 
     Args:
         model: the model.
@@ -40,8 +40,8 @@ def trace_with_fallbacks(model: nn.Module, export: Export, opaque: OpaqueSelecti
         try:
             found = _trace(model, export, other)
         except TraceError:
-            raise error from None  # which says what is in the way without any of this
-        opaque.follow(other)
+            raise error from None  # the first error names the cause without any fallback
+        opaque.adopt(other)
         return found
     if opaque.by_batch or not opaque.asks_batch or opaque_share(found) <= MOST_OPAQUE:
         return found
@@ -51,29 +51,29 @@ def trace_with_fallbacks(model: nn.Module, export: Export, opaque: OpaqueSelecti
         return found
     if opaque_share(chosen) >= opaque_share(found):
         return found
-    opaque.follow(other)
+    opaque.adopt(other)
     return chosen
 
 
 def _trace(model: nn.Module, export: Export, opaque: OpaqueSelection) -> Trace:
     def traced(answers: tuple[bool, ...]) -> Trace:
-        return opaque.enough(model, lambda: export(answers, opaque))
+        return opaque.trace_until_supported(model, lambda: export(answers, opaque))
 
     while True:
         first = traced(())
         known = opaque.known()
         chosen = merge_branches(first, traced) if first.num_conditions else first
-        if opaque.known() == known:  # else traces of one model keep other modules
+        if opaque.known() == known:  # else traces of one model have other opaque modules
             return chosen
 
 
 def opaque_share(trace: Trace) -> float:
-    """Share of the parameters (numbers, not tensors) that modules kept whole have."""
+    """Fraction of the parameters' elements that opaque modules hold."""
     sizes = {name: math.prod(meta.shape) for name, meta in trace.parameters.items()}
-    kept = {
+    held = {
         operand.meta["name"]
         for node in trace.graph.nodes
         if is_opaque(node)
         for operand in operands(node)[: node.meta["opaque"].parameters]
     }
-    return sum(sizes[name] for name in kept) / (sum(sizes.values()) or 1)
+    return sum(sizes[name] for name in held) / (sum(sizes.values()) or 1)

@@ -1,4 +1,4 @@
-"""Where in the model's code a node of an exported graph comes from."""
+"""Source lines and modules of the nodes of an exported graph."""
 
 from __future__ import annotations
 

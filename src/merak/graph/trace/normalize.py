@@ -1,4 +1,4 @@
-"""Make an exported graph plain: no nested graphs, no assertions, no operators without effect."""
+"""Passes that make an exported graph plain: flat, with metadata, without no-ops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from merak.graph.ir.operators import (
     RANDOM_LIKE,
     aten_family,
 )
-from merak.graph.trace.autocast import SETTLED, write_out_autocast
+from merak.graph.trace.autocast import AUTOCAST_DONE, write_out_autocast
 from merak.graph.trace.autograd.calls import is_autograd_call, is_gradient_switch
 from merak.graph.trace.autograd.expand import CONSTANT
 from merak.graph.trace.autograd.steps import AUTOCAST
@@ -44,7 +44,7 @@ _NO_GRADIENT = FILLS_LIKE | FILLS_NEW | RANDOM_LIKE | {"detach"}
 
 @dataclass(slots=True)
 class Rewriting:
-    """An exported graph that passes rewrite, and what they find out about it.
+    """An exported graph that passes rewrite, and their findings.
 
     Args:
         graph: changed in place.
@@ -117,12 +117,12 @@ def erase_no_ops(rewriting: Rewriting) -> None:
 
 
 def _any_of_its_kind(value: Any) -> Any:
-    """The kind of a device: a graph traced on one rank's GPU runs on other ranks' too."""
+    """A device by its type alone; any other argument as it is."""
     return torch.device(value.type) if isinstance(value, torch.device) else value
 
 
 def slice_neighbours(rewriting: Rewriting) -> None:
-    """Write an index of contiguous elements, `x[:, [-2]]` say, as a copy of a slice."""
+    """Replace indices of contiguous elements, such as `x[:, [-2]]`, by copies of slices."""
     graph, constants = rewriting.graph, rewriting.constants
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         x, positions = node.args
@@ -131,11 +131,11 @@ def slice_neighbours(rewriting: Rewriting) -> None:
             continue
         ((dim, index),) = found
         numbers = constants.get(index.meta.get("name", ""))
-        picked = _neighbours(numbers, x.meta["tensor"].shape[dim])
-        if not picked:
+        span = _neighbours(numbers, x.meta["tensor"].shape[dim])
+        if not span:
             continue
         with graph.inserting_before(node):
-            taken = graph.call_function(aten.slice.Tensor, (x, dim, picked[0], picked[-1] + 1))
+            taken = graph.call_function(aten.slice.Tensor, (x, dim, span[0], span[-1] + 1))
             copy = graph.call_function(aten.clone.default, (taken,))
         taken.meta, copy.meta = dict(node.meta), dict(node.meta)
         if "storage" in x.meta:
@@ -145,11 +145,11 @@ def slice_neighbours(rewriting: Rewriting) -> None:
 
 
 def _neighbours(numbers: torch.Tensor | None, size: int) -> list[int]:
-    """The positions in a dim, if they are one after another; else none."""
+    """The positions in a dim, if they are contiguous; else none."""
     if numbers is None or numbers.ndim != 1 or numbers.dtype not in (torch.int64, torch.int32):
         return []
-    picked = [int(n) % size for n in numbers]
-    return picked if picked == list(range(picked[0], picked[0] + len(picked))) else []
+    span = [int(n) % size for n in numbers]
+    return span if span == list(range(span[0], span[0] + len(span))) else []
 
 
 def _refuse_vmap(node: fx.Node) -> None:
@@ -165,7 +165,7 @@ def _refuse_vmap(node: fx.Node) -> None:
 
 
 class _Memory:
-    """Numbers tensors by the memory they are in, and knows into which a gradient was written."""
+    """Numbers storages, and notes into which a gradient was written."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -173,7 +173,7 @@ class _Memory:
         self._carrying: set[int] = set()
 
     def number(self, node: fx.Node, value: Any) -> int | None:
-        """The number of a node's memory; None where it yields no single tensor."""
+        """The number of a node's storage; None where it returns no single tensor."""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
         storage = value.untyped_storage()._cdata
@@ -182,11 +182,11 @@ class _Memory:
         return number
 
     def carries(self, number: int | None) -> bool:
-        """Whether something that carries a gradient has been written there."""
+        """Whether a tensor with a gradient has been written into a storage."""
         return number in self._carrying
 
     def write(self, number: int | None) -> None:
-        """Something that carries a gradient is written: so do all views of that memory."""
+        """Note that a tensor with a gradient is written into a storage: its views have one."""
         if number is None or number in self._carrying:
             return
         self._carrying.add(number)
@@ -197,7 +197,7 @@ class _Memory:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers; of operators outside torch nobody knows."""
+    """Whether an operator draws random numbers; assumed of operators of unknown libraries."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -215,7 +215,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _inline_subgraphs(graph: fx.Graph) -> None:
-    """Replace `wrap_with_set_grad_enabled` and `wrap_with_autocast` by what they wrap."""
+    """Replace `wrap_with_set_grad_enabled` and `wrap_with_autocast` by the graphs they wrap."""
     module = graph.owning_module
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -228,31 +228,31 @@ def _inline_subgraphs(graph: fx.Graph) -> None:
         settings, args = node.args[:position], node.args[position + 1 :]
         _inline_subgraphs(body.graph)
         if name == "wrap_with_autocast":
-            _settle_autocast(body.graph, settings, args)
+            _finish_autocast(body.graph, settings, args)
         _inline(graph, node, body.graph, args, settings == (False,))
     for node in list(graph.find_nodes(op="get_attr")):
         if not node.users:
             graph.erase_node(node)
 
 
-def _settle_autocast(body: fx.Graph, settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
-    """Write conversions out; what is left does not change under an autocast further out."""
+def _finish_autocast(body: fx.Graph, settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+    """Write conversions out; an outer autocast does not change what is left."""
     device_type, dtype, enabled, _ = settings
     for node in filter(is_autograd_call, body.nodes):
         node.meta.setdefault(AUTOCAST, (device_type, dtype, enabled))
-        node.meta[SETTLED] = True
+        node.meta[AUTOCAST_DONE] = True
     if enabled:
         placeholders = zip(body.find_nodes(op="placeholder"), args, strict=True)
         weights = {p for p, a in placeholders if a.meta.get("kind") is Kind.PARAMETER}
         write_out_autocast(body, device_type, dtype, weights)
     for node in body.nodes:
-        node.meta[SETTLED] = True
+        node.meta[AUTOCAST_DONE] = True
 
 
 def _inline(
     graph: fx.Graph, call: fx.Node, body: fx.Graph, args: tuple[Any, ...], detached: bool
 ) -> None:
-    """Put a body in the place of the call; without gradients, on detached arguments.
+    """Replace a call by its body; without gradients, on detached arguments.
 
     Detached arguments, rather than results: some operators refuse arguments that carry a gradient.
     """
@@ -280,7 +280,7 @@ def _inline(
 
 
 def _same_tensor(node: fx.Node) -> fx.Node:
-    """What a node returns as it got it, gradient and all, whether gradients are on or not.
+    """The argument that a node returns, gradient included, even without gradients; else the node.
 
     A conversion to what a tensor is already returns that tensor, and a write the one written into.
     """
@@ -318,12 +318,12 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
     if node.op != "output":
         refuse_dynamic_shape(where, value, modules)
     carries = _carries_gradient(node)
-    kept: dict[str, Any] = {
+    own: dict[str, Any] = {
         k: node.meta[k] for k in ("kind", "name", "opaque", "region") if k in node.meta
     }
     number = memory.number(node, value)
     tensor = tensor_meta(value, carries or memory.carries(number))
-    node.meta = kept | {
+    node.meta = own | {
         "tensor": tensor,
         "source": where,
         "module": modules[-1] if modules else "",
@@ -335,7 +335,7 @@ def _set_meta(node: fx.Node, sources: set[str], memory: _Memory) -> None:
 
 
 def tensor_meta(value: Any, requires_grad: bool) -> Any:
-    """What a node yields, from the fake value that the trace gave it."""
+    """The metadata of a node's fake value."""
     if isinstance(value, torch.Tensor):
         gradient = requires_grad and (value.is_floating_point() or value.is_complex())
         return TensorMeta(tuple(int(s) for s in value.shape), value.dtype, gradient)
@@ -356,16 +356,16 @@ def _carries_gradient(node: fx.Node) -> bool:
 
 
 def _drop_empty_parts(cat: fx.Node) -> None:
-    """Leave out what `cat` skips, tensors of shape (0,): a key-value cache begins with one."""
+    """Drop operands of `cat` of shape (0,): a key-value cache begins with one."""
     parts: Any = cat.args[0]
-    kept = [part for part in parts if part.meta["tensor"].shape != (0,)]
+    nonempty = [part for part in parts if part.meta["tensor"].shape != (0,)]
     same_type = len({part.meta["tensor"].dtype for part in parts}) == 1
-    if kept and len(kept) < len(parts) and same_type:
-        cat.args = (kept, *cat.args[1:])
+    if nonempty and len(nonempty) < len(parts) and same_type:
+        cat.args = (nonempty, *cat.args[1:])
 
 
 def _without_effect(node: fx.Node, written: set[int | None]) -> fx.Node | None:
-    """The argument that a node returns unchanged, or None."""
+    """The argument that a no-op returns; None for any other operator."""
     name = str(node.target)
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):

@@ -1,4 +1,4 @@
-"""What a model returns as a flat row of named tensors, and back."""
+"""A model's outputs as a flat dict of named tensors, and back."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _BETWEEN = re.compile(r"(?<!\\)\.")
 
 
 def named_outputs(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what a model returns, each with its name.
+    """Iterate over the tensors in a model's result, with their names.
 
-    A tensor of a dict or dataclass has the name it has there, one of a tuple its position
-    (`output1`), and one further in has both (`hidden_states.output0`). A tuple's first tensor is
-    its loss where it is a scalar, as transformers has it; so is a bare scalar tensor.
+    A tensor in a dict or dataclass has its key or field as name, one in a tuple its position
+    (`output1`), and a nested one a path of these (`hidden_states.output0`). A tuple's first tensor
+    is its loss where it is a scalar, as transformers has it; so is a bare scalar tensor.
 
     Args:
         result: a tensor; or a dict, dataclass or tuple, of which the tensors, also those of dicts
@@ -63,14 +63,14 @@ def _escaped(name: str) -> str:
 
 
 def nested(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `named_outputs`: tuples and dicts inside as the model returned them.
+    """Rebuild nested outputs from flat names: the reverse of `named_outputs`.
 
     Args:
         outputs: by the names of `named_outputs`.
 
     Returns:
-        By the first part of the name; of `hidden_states.output0`, … one tuple. Dicts inside are
-        such as transformers' models return, with attributes of the same names.
+        Values by the first part of the name; `hidden_states.output0`, … become one tuple. Nested
+        dicts are `ModelOutput`s of transformers, with attributes of the same names.
     """
     found: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}

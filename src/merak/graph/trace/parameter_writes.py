@@ -1,8 +1,8 @@
-"""Writes into parameters while a model runs, taken out of its graph: they are done before a step.
+"""Parameter writes inside a model's forward, hoisted out of its graph to before a step.
 
-A forward that clips its weights, or gives them a norm, does so again and again: once it is done, it
-changes nothing more. So it is the same to do it before the first microbatch, wherever the parameter
-is held, and to leave it out of the segments. What would not be the same is refused.
+A forward that clips its weights, or normalizes them, does so in every run; the second time changes
+nothing more. Such an idempotent write is done once before the first microbatch, on the ranks that
+hold the parameter, and no segment does it. Other writes into parameters are refused.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ aten = torch.ops.aten
 _RENORM = aten.embedding_renorm_.default
 _ELEMENTWISE = CONVERSIONS | {"detach", "alias", "copy_", "clone"}
 _SCALES = (0.01, 1.0, 30.0)
-"""Of the numbers that a write is tried with: small ones, usual ones, and such as need clipping."""
+"""Scales of the values that a write is tried with: small, usual, and so large as to be clipped."""
 _ROUNDING = 16.0
-"""Roundings by which what is written a second time may differ."""
+"""Units of rounding by which a second write's result may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """What is written into one parameter, and who has to do with it.
+    """The operators that write into one parameter.
 
     Args:
         parameter: its placeholder.
         writers: the operators that write, in order.
         members: the parameter and all views of it.
-        cone: what the writers depend on and they themselves, in order.
+        cone: the writers and all nodes that they depend on, in order.
         order: the place of every node in the graph.
     """
 
@@ -49,17 +49,17 @@ class _Write:
     order: Mapping[fx.Node, int]
 
     def readers(self) -> Iterator[fx.Node]:
-        """The operators that read the parameter, or a view of it, for anything else."""
+        """Operators that read the parameter, or a view of it, for anything else."""
         inside = {*self.cone, *self.members}
         yield from (user for m in self.members for user in m.users if user not in inside)
 
     def given(self, kind: Kind) -> list[fx.Node]:
-        """The placeholders of a kind in its cone, the parameter aside."""
+        """Placeholders of a kind among the writers' inputs, the parameter aside."""
         found = (n for n in self.cone if n.op == "placeholder" and n is not self.parameter)
         return [node for node in found if node.meta["kind"] is kind]
 
     def refusal(self, why: str) -> TraceError:
-        """The error of a write that would not be the same before the step."""
+        """The error of a write that cannot be hoisted."""
         return TraceError(
             f"{self.writers[0].meta['source']} writes into the parameter "
             f"{self.parameter.meta['name']} while the model runs, and {why}, so that stages cannot "
@@ -70,14 +70,14 @@ class _Write:
 def hoist_parameter_writes(
     graph: fx.Graph, constants: Mapping[str, torch.Tensor]
 ) -> tuple[ParameterWrites, ...]:
-    """Take what a model writes into its parameters out of its graph.
+    """Hoist writes into parameters out of a graph.
 
     Args:
-        graph: with its meta; changed in place. What only the writes have read is left in it.
+        graph: with its metadata; changed in place. Nodes that only the writes read stay in it.
         constants: the tensors in the model's code, by name.
 
     Raises:
-        TraceError: a write that would not be the same before the step.
+        TraceError: a write that cannot be hoisted.
     """
     writes = find_mutations(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -85,16 +85,16 @@ def hoist_parameter_writes(
     own = [write for write in found if write is not None]
     for write in own:
         _check(write, writes, constants)
-    settled = tuple(map(_settled, own))
+    hoisted = tuple(map(_hoisted, own))
     for write in own:
         for writer in reversed(write.writers):
             writer.replace_all_uses_with(mutated_arguments(writer)[0])
             graph.erase_node(writer)
-    return settled
+    return hoisted
 
 
 def _write_of(memory: int, writes: Mutations, order: Mapping[fx.Node, int]) -> _Write | None:
-    """What is written into some memory, if that is a parameter's."""
+    """The write into some storage, if that is a parameter's."""
     members, writers = writes.members[memory], writes.writers[memory]
     sources = [m for m in members if m.op == "placeholder"]
     if not sources or sources[0].meta["kind"] is not Kind.PARAMETER:
@@ -114,7 +114,7 @@ def _write_of(memory: int, writes: Mutations, order: Mapping[fx.Node, int]) -> _
 
 
 def _check(write: _Write, writes: Mutations, constants: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a write that would not be the same before the step."""
+    """Refuse a write that cannot be hoisted."""
     for writer in write.writers:
         returns = writer.target._schema.returns  # type: ignore[union-attr]
         aliases = len(returns) == 1 and returns[0].alias_info is not None
@@ -134,7 +134,7 @@ def _check(write: _Write, writes: Mutations, constants: Mapping[str, torch.Tenso
     if write.given(Kind.COLUMN):
         _check_lookups(write)
     else:
-        _check_settles(write, constants)
+        _check_idempotent(write, constants)
 
 
 def _tags(node: fx.Node) -> Sequence[torch.Tag]:
@@ -151,7 +151,7 @@ def _depending(write: _Write) -> set[fx.Node]:
 
 
 def _check_lookups(write: _Write) -> None:
-    """Of writes that depend on the batch: those into rows that nobody but their lookups reads."""
+    """Check writes that depend on the batch: into rows that nothing but their lookups reads."""
     why = "what it writes depends on the batch"
     limits = {writer.args[2:] for writer in write.writers}
     if any(writer.target is not _RENORM for writer in write.writers) or len(limits) > 1:
@@ -162,8 +162,8 @@ def _check_lookups(write: _Write) -> None:
             raise write.refusal(f"{why}, and {reader.meta['source']} reads more than these rows")
 
 
-def _check_settles(write: _Write, constants: Mapping[str, torch.Tensor]) -> None:
-    """Whoever reads the parameter must see what a second run would leave as it is."""
+def _check_idempotent(write: _Write, constants: Mapping[str, torch.Tensor]) -> None:
+    """Check that a write is idempotent, and that every reader sees its final value."""
     places = [write.order[writer] for writer in write.writers]
     seen = {sum(p < write.order[r] for p in places): r for r in write.readers()}
     for scale in _SCALES:
@@ -187,7 +187,7 @@ def _made_up(
         known = constants.get(node.meta["name"])
         numbers = scale * torch.randn(meta.shape, generator=generator)
         is_real = meta.dtype.is_floating_point
-        # A coarse type would hide what a write changes by little.
+        # A coarse dtype would hide small changes.
         dtype = torch.promote_types(meta.dtype, torch.float32) if is_real else meta.dtype
         given[node] = numbers.to(dtype) if known is None else known.detach().cpu().clone()
     return given
@@ -195,7 +195,7 @@ def _made_up(
 
 @torch.no_grad()
 def _values(write: _Write, given: Mapping[fx.Node, torch.Tensor]) -> list[torch.Tensor]:
-    """The parameter before the first write, and after each."""
+    """The parameter's values before the first write, and after each."""
     env: dict[fx.Node, Any] = {node: value.clone() for node, value in given.items()}
     values = [env[write.parameter].clone()]
     for node in write.cone:
@@ -216,7 +216,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=error, atol=error * float(other.abs().max()))
 
 
-def _settled(write: _Write) -> ParameterWrites:
+def _hoisted(write: _Write) -> ParameterWrites:
     buffers, columns = write.given(Kind.BUFFER), write.given(Kind.COLUMN)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -237,7 +237,7 @@ def _settled(write: _Write) -> ParameterWrites:
 
 
 def _is_elementwise(write: _Write) -> bool:
-    """Whether every element is written by what it was itself, and numbers that are always so."""
+    """Whether every written element depends on that element alone, and on constants."""
     shape = write.parameter.meta["tensor"].shape
     depending = _depending(write)
     for node in depending - {write.parameter}:

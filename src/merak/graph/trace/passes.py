@@ -1,4 +1,4 @@
-"""Passes that make an exported graph plain: a tuple that is walked, with a reason for each."""
+"""Passes over an exported graph: a tuple that is walked, with a reason for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from merak.graph.trace.normalize import (
 from merak.graph.trace.opaque.aliasing import refuse_lost_writes
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.parameter_writes import hoist_parameter_writes
-from merak.graph.trace.verify import is_without_numbers, verify_constants
+from merak.graph.trace.verify import is_fake_or_meta, verify_constants
 
 Pass = Callable[[Rewriting], None]
 """Rewrites a graph in place, or refuses it."""
@@ -37,7 +37,7 @@ def _hoist_parameter_writes(rewriting: Rewriting) -> None:
 
 def _drop_unread_constants(rewriting: Rewriting) -> None:
     known = rewriting.constants.items()
-    rewriting.constants = {n: t for n, t in known if not is_without_numbers(t)}
+    rewriting.constants = {n: t for n, t in known if not is_fake_or_meta(t)}
 
 
 PASSES: tuple[tuple[Pass, str], ...] = (

@@ -1,4 +1,4 @@
-"""One trace of a model: what is replaced while it runs, and the modes that follow what it does.
+"""A trace's session: replacements and modes that are active while a model runs.
 
 Both are tuples that are walked from the first to the last. A function mode sees a call before those
 that were entered ahead of it, and passes it on to them, so the order of the modes is semantics.
@@ -27,9 +27,9 @@ from merak.graph.trace.modes.fakes import (
     eager_masks,
     fake_weights,
     find_replaced_attributes,
-    no_draws_in_python,
-    own_attributes,
-    unmoved_modules,
+    modules_stay_in_place,
+    refuse_host_random,
+    restored_attributes,
 )
 from merak.graph.trace.modes.grad_hooks import TensorHooks
 from merak.graph.trace.modes.metadata_queries import MetadataQueries
@@ -45,7 +45,7 @@ from merak.graph.trace.opaque.selection import OpaqueSelection
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A model that is being traced, and what the modes find out about it.
+    """State of a trace that is under way: the model, and what the modes find out about it.
 
     Args:
         model: the model.
@@ -87,11 +87,11 @@ def _assume_non_empty(session: Session) -> AbstractContextManager[Any]:
 
 
 REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
-    (lambda s: own_attributes(s.model), "what forward sets on modules is undone at the end"),
+    (lambda s: restored_attributes(s.model), "what forward sets on modules is undone at the end"),
     (lambda s: fake_weights(s.model, s.fake, s.device), "parameters and buffers take no memory"),
     (lambda s: eager_masks(s.columns), "transformers chooses attention masks as in eager code"),
     (lambda s: record_autograd_functions(s.model), "their own backward is not lost"),
-    (lambda s: unmoved_modules(), "the model finds its modules on their device already"),
+    (lambda s: modules_stay_in_place(), "the model finds its modules on their device already"),
     (lambda s: func_by_autograd(), "torch.func becomes calls of autograd, which are recorded"),
     (
         lambda s: host_random_in_torch(s.model, s.conditions),
@@ -110,7 +110,7 @@ They stay while the model runs once more in eager code, to explain a failure.
 
 MODES: tuple[tuple[Enter, str], ...] = (
     (
-        lambda s: no_draws_in_python(s.model),
+        lambda s: refuse_host_random(s.model),
         "no function mode: compares the host generators' states before and after the run",
     ),
     (
@@ -118,7 +118,7 @@ MODES: tuple[tuple[Enter, str], ...] = (
         "no function mode: a hook that looks at what forward leaves behind",
     ),
     (lambda s: s.conditions, "last to see a call: what others have answered is not random"),
-    (lambda s: s.checks, "no function mode: answers where the truth of a value is unknown to all"),
+    (lambda s: s.checks, "no function mode: answers where no mode knows a tensor's boolean"),
     (lambda s: CtcLosses(), "sees labels selected by a mask that no constant has replaced"),
     (lambda s: s.packed, "sees operators on packed rows as the model wrote them, but for .data"),
     (lambda s: s.host_random, "takes arrays that its operators stand for in place of torch.tensor"),

@@ -1,7 +1,7 @@
-"""Other sizes for a model that was traced with symbols in their place.
+"""Specialization of a symbolic trace to other batch sizes.
 
-`torch.export` writes down, beside the operators, what it has taken for granted of the sizes: its
-guards. Where they hold for other sizes, the model would run the same operators at these.
+`torch.export` records guards, assumptions about sizes, beside the operators. Where they hold for
+other sizes, the model runs the same operators at these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.exported import Exported
-from merak.graph.trace.trace import cleaned
+from merak.graph.trace.trace import normalized
 from merak.graph.trace.traced import Trace
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -31,10 +31,10 @@ class NotResizable(Exception):
 
 
 def at_sizes(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
-    """The trace that a model would have at some sizes.
+    """Specialize a symbolic trace to a batch's sizes.
 
     Args:
-        exported: the model traced with symbols for sizes; it is left as it is.
+        exported: the model traced with symbolic sizes; not changed.
         columns: the batch.
 
     Raises:
@@ -44,7 +44,7 @@ def at_sizes(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     sizes = _bind(exported, columns)
     _check_guards(environment, sizes)
     graph = _Copier(sizes).copy(exported.graph, {})
-    return cleaned(replace(exported, graph=graph), columns)
+    return normalized(replace(exported, graph=graph), columns)
 
 
 def _environment(graph: fx.Graph) -> ShapeEnv:
@@ -58,7 +58,7 @@ def _environment(graph: fx.Graph) -> ShapeEnv:
 
 
 def _bind(exported: Exported, columns: Mapping[str, TensorMeta]) -> dict[Any, Any]:
-    """The numbers of the symbols, out of the columns' sizes."""
+    """Values of the size symbols, from the columns' sizes."""
     inputs = [spec.kind == InputKind.USER_INPUT for spec in exported.signature.input_specs]
     placeholders = exported.graph.find_nodes(op="placeholder")
     given = [p.meta["val"] for p, is_input in zip(placeholders, inputs, strict=True) if is_input]
@@ -98,7 +98,7 @@ def _check_guards(environment: ShapeEnv, sizes: Mapping[Any, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tensor's place: sizes, strides and offset, in numbers."""
+    """A tensor's layout: sizes, strides and offset, as numbers."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -106,7 +106,7 @@ class _Known:
 
 
 class _Body(nn.Module):
-    """What a wrapper wraps."""
+    """The graph that a wrapper wraps."""
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()
@@ -114,21 +114,21 @@ class _Body(nn.Module):
 
 
 class _Copier:
-    """Copies graphs, with numbers for symbols."""
+    """Copies graphs, with numbers for size symbols."""
 
     def __init__(self, sizes: Mapping[Any, Any]) -> None:
         self._sizes = sizes
         self._numbers: dict[Any, int] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Views stay views of one memory, which later passes look at.
+        # Views keep sharing a storage, by which later passes find writes.
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(self, graph: fx.Graph, given: Mapping[fx.Node, Any]) -> fx.Graph:
-        """A copy of a graph, without the operators that compute sizes.
+        """Copy a graph without the operators that compute sizes.
 
         Args:
             graph: with symbols.
-            given: the numbers of its placeholders that stand for sizes.
+            given: values of its placeholders that stand for sizes.
         """
         made = fx.Graph()
         root = nn.Module()
@@ -154,7 +154,7 @@ class _Copier:
         return made
 
     def _copy_body(self, call: fx.Node, env: Mapping[fx.Node, Any], root: nn.Module) -> None:
-        """Copy what a wrapper wraps; sizes are no arguments of it any more."""
+        """Copy the graph that a wrapper wraps; sizes are no longer its arguments."""
         target: Any = call.target
         position = next((i for i, a in enumerate(call.args) if isinstance(a, fx.Node)), None)
         if target.name() not in _WRAPPERS or position is None or call.kwargs:
@@ -169,7 +169,7 @@ class _Copier:
 
     @staticmethod
     def _tensors(args: Iterable[Any], env: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
-        """A wrapper's arguments without those that have become numbers."""
+        """A wrapper's arguments, without those that have become numbers."""
         found = [(a, env[a] if isinstance(a, fx.Node) else a) for a in args]
         return tuple(new for a, new in found if not isinstance(a, fx.Node) or type(new) is fx.Node)
 
@@ -222,7 +222,7 @@ def _is_fixed(value: torch.Tensor) -> bool:
 
 
 def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Compute a number as the model's code would."""
+    """Compute a symbolic scalar's value as the model's code would."""
 
     def known(argument: fx.Node) -> Any:
         found = env[argument]
@@ -241,7 +241,7 @@ def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
 
 
 def _of_all(node: fx.Node) -> fx.Node:
-    """What a slice takes all of; where sizes are numbers, indexing leaves such a slice out."""
+    """The argument of a slice of all elements, which indexing omits where sizes are numbers."""
     if node.target is not torch.ops.aten.slice.Tensor or node.kwargs:
         return node
     given: tuple[Any, ...] = node.args

@@ -1,4 +1,4 @@
-"""Trace a model without its weights: one graph of ATen operators, the loss inside.
+"""Traces of models without weights: one graph of ATen operators, with the loss inside.
 
 `torch.export` runs the model once on fake tensors, so nothing is allocated and nothing computed;
 what comes out is the operators that one device would run, in their order.
@@ -28,7 +28,7 @@ from merak.graph.trace.call import Call, LossFunction, call_model
 from merak.graph.trace.explain import explain
 from merak.graph.trace.exported import Exported, lift
 from merak.graph.trace.fallbacks import trace_with_fallbacks
-from merak.graph.trace.modes.fakes import fake_batch, seemingly_eager
+from merak.graph.trace.modes.fakes import fake_batch, hidden_compilation
 from merak.graph.trace.modes.grad_hooks import select_hooked_modules
 from merak.graph.trace.modes.lean_export import lean_export
 from merak.graph.trace.modes.quiet_export import quiet_export
@@ -52,7 +52,7 @@ def trace(
     autocast: torch.dtype | None = None,
     opaque: OpaqueSelection | None = None,
 ) -> Trace:
-    """Run the model once on fake tensors and write down its operators.
+    """Trace a model: run it once on fake tensors and record its operators.
 
     Args:
         model: any module, in the mode (train or eval) to trace; its parameters may be on meta.
@@ -63,7 +63,7 @@ def trace(
         device: device type the model will run on; fake tensors claim to be there.
         autocast: the model's forward runs under torch.autocast with this type, its outputs become
             float32, and the loss function is outside, as transformers.Trainer has it.
-        opaque: modules to keep whole from the first; gains those that turn out to be necessary.
+        opaque: modules that are opaque from the first; gains those that have to be.
 
     Returns:
         The trace.
@@ -87,7 +87,7 @@ def trace(
                 continue
             if type(error) is TraceError:
                 raise
-            # The others are for the way in here alone: users catch, and read, one kind.
+            # Subclasses steer the fallbacks alone: users catch, and read, one class.
             raise TraceError(str(error)) from error.__cause__
 
 
@@ -98,12 +98,12 @@ def _traced(
     device: torch.device,
     opaque: OpaqueSelection,
 ) -> Trace:
-    """One trace of all that the model may choose to run."""
+    """Trace a model, with all branches of its conditions."""
 
     def export(answers: tuple[bool, ...], opaque: OpaqueSelection) -> Trace:
         select_hooked_modules(model, opaque)
         found = export_model(model, columns, call, device, answers=answers, opaque=opaque)
-        return cleaned(found, columns)
+        return normalized(found, columns)
 
     made = trace_with_fallbacks(model, export, opaque)
     seed_host_random(made.graph)
@@ -145,7 +145,7 @@ def export_model(
     program = _run_export(session, runner, call, symbolic)
     _refuse_growing(program, runner.remade)
     session.autograd.refuse_left_frozen()
-    session.checks.tell(are_sizes_checked=opaque.sizes is not DynamicSizes.REFUSED)
+    session.checks.warn_skipped(are_sizes_checked=opaque.sizes is not DynamicSizes.REFUSED)
     attach_calls(program.graph_module, session.calls)
     return Exported(
         program.graph_module.graph,
@@ -173,12 +173,14 @@ def _run_export(
                 return _export(runner, values, symbolic)
         except Exception as error:
             session.opaque.asks_batch |= session.conditions.asks_batch
-            told = explain(model, call.loss_fn, error, lambda: _call_eagerly(runner, values, fake))
-            raise told from (None if isinstance(error, TraceError) else error)
+            explained = explain(
+                model, call.loss_fn, error, lambda: _call_eagerly(runner, values, fake)
+            )
+            raise explained from (None if isinstance(error, TraceError) else error)
 
 
-def cleaned(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
-    """The second half of `trace`.
+def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
+    """Normalize an exported graph: the second half of `trace`.
 
     Args:
         exported: the first half; its graph is consumed.
@@ -213,10 +215,10 @@ def _export(
         raise
     except Exception as error:
         try:
-            with seemingly_eager(), quiet_export(), lean_export():
+            with hidden_compilation(), quiet_export(), lean_export():
                 return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
         except Exception:
-            raise error from None  # of the two ways, the usual one is told
+            raise error from None  # of the two errors, the usual one
 
 
 def _call_eagerly(runner: _Runner, values: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
@@ -233,7 +235,7 @@ def _refuse_trained_loss(loss_fn: LossFunction | None) -> None:
 
 
 def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, str]]:
-    """Every parameter by its first name, and the other names of tied ones (found by identity)."""
+    """Metadata of every parameter by its first name, and other names of tied ones (by identity)."""
     first: dict[int, str] = {}
     names: dict[str, TensorMeta] = {}
     tied: dict[str, str] = {}
@@ -250,11 +252,11 @@ def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, 
 class _Runner(nn.Module):
     """Calls the model with keyword arguments and returns a flat tuple of named tensors."""
 
-    def __init__(self, model: nn.Module, call: Call, draws: RandomConditions) -> None:
+    def __init__(self, model: nn.Module, call: Call, conditions: RandomConditions) -> None:
         super().__init__()
         self.model = model
         self.call = call
-        self.draws = draws
+        self.conditions = conditions
         self.training = model.training
         names: list[str] = []
         self.remade: set[str] = set()
@@ -266,18 +268,18 @@ class _Runner(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = dict(zip(self.call.columns, values, strict=True))
-        self.draws.restart(values)
+        self.conditions.restart(values)
         with _written_buffers(self.model, self.remade):
             outputs = call_model(self.model, batch, self.call)
         self.set_outputs(outputs)
-        return (*outputs.values(), *self.draws.made)
+        return (*outputs.values(), *self.conditions.made)
 
 
 @contextmanager
 def _written_buffers(model: nn.Module, remade: set[str]) -> Iterator[None]:
-    """Where the model assigns a new tensor to a buffer, write that into the buffer instead.
+    """Write into a buffer where the model assigns a new tensor to it.
 
-    One of another shape, or in the place of none, is a table for some shape: each run makes its
+    A tensor of another shape, or in place of None, is a table for that shape: each run computes its
     own.
     """
     before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
@@ -295,7 +297,7 @@ def _written_buffers(model: nn.Module, remade: set[str]) -> Iterator[None]:
 
 
 def _refuse_growing(program: torch.export.ExportedProgram, remade: set[str]) -> None:
-    """A table that is made anew must not be read as the run before has left it.
+    """Refuse a table of another shape in each run that is read as the run before has left it.
 
     Raises:
         TraceError: one is.

@@ -1,4 +1,4 @@
-"""What a trace yields."""
+"""The result of a trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from merak.graph.ir.ir import ParameterWrites
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The whole model as one graph, before it is cut.
+    """A traced model as one graph, before it is cut into segments.
 
     Args:
         graph: ATen operators; placeholders carry `meta["kind"]` and `meta["name"]`; it returns the
@@ -26,7 +26,7 @@ class Trace:
         sources: files whose code the trace ran through.
         num_conditions: how many random conditions were answered for it; the graph returns their
             booleans after the outputs, until `branches` has merged both branches of each.
-        parameter_writes: what is written into parameters before the graph runs.
+        parameter_writes: writes into parameters, done before the graph runs.
     """
 
     graph: fx.Graph

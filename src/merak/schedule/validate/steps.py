@@ -117,12 +117,15 @@ def _rendezvous_completes(schedule: Schedule, steps: Steps) -> Iterator[str]:
 
 
 def _gradients_are_reduced_once(schedule: Schedule, steps: Steps) -> Iterator[str]:
-    """Every rank that holds a stage reduces it once per update, complete, and then steps."""
+    """Every rank that holds a stage reduces it once per update, complete, and then steps.
+
+    A forward-only schedule has no gradients.
+    """
     for rank, own in enumerate(steps):
         wanted = {
             (stage, update)
             for stage in schedule.stages_of(rank)
-            for update in range(schedule.num_updates)
+            for update in range(schedule.num_updates if schedule.has_backwards else 0)
         }
         reductions = Counter(
             (step.stage, step.update) for step in own if isinstance(step, ReduceGradients)

@@ -40,11 +40,11 @@ class LateClock:
 
 def run_step(progress: Progress, number: int) -> None:
     with progress.step(number):
-        progress.planned(SCHEDULE)
+        progress.follow_schedule(SCHEDULE)
         with progress.action(FORWARD):
             with progress.waiting("the activation from", (3,)):
                 pass
-            progress.started()
+            progress.inputs_ready()
         with progress.action(BACKWARD):
             pass
 
@@ -79,7 +79,7 @@ def test_nothing_is_kept_where_nothing_is_recorded(mesh: Mesh) -> None:
 def test_a_step_that_fails_leaves_nothing(mesh: Mesh) -> None:
     progress = Progress(HostClock(), 2)
     with pytest.raises(KeyError), progress.step(0):
-        progress.planned(SCHEDULE)
+        progress.follow_schedule(SCHEDULE)
         with progress.action(FORWARD):
             raise KeyError
     assert not progress.status.is_busy

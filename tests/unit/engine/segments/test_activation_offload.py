@@ -322,10 +322,10 @@ def test_halves_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [{"recompute": "full"}, {"schedule": "early_recompute"}])
 def test_nothing_to_move_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="'full' moves activations that are kept, but every seg"):
+    with pytest.raises(PlanError, match="'full' offloads saved activations, but every seg"):
         engine_of("gpt2", offload_activations="full", **options)
 
 
 def test_a_listed_segment_that_recomputes_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"names segment 2 \(.*\), which recomputes and has noth"):
+    with pytest.raises(PlanError, match=r"names segment 2 \(.*\), which recomputes and saves noth"):
         engine_of("gpt2", offload_activations="1,2", recompute="2,3")

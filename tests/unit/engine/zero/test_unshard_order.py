@@ -35,8 +35,8 @@ class Rank:
         self.at_computations: list[int] = []
         self.num_over = 0
         monkeypatch.setattr(under_test, "others_of", lambda group: (1,))
-        monkeypatch.setattr(under_test, "gather", self.gather)
-        monkeypatch.setattr(under_test, "scatter", self.scatter)
+        monkeypatch.setattr(under_test, "all_gather", self.all_gather)
+        monkeypatch.setattr(under_test, "reduce_scatter", self.reduce_scatter)
         group: Any = None
         self.order = UnshardOrder(group, CPU, Progress(clock_of(CPU), 0))
         self.modules = {name: Fake(name, self, trains=name != "frozen") for name in SIZES}
@@ -45,11 +45,11 @@ class Rank:
         rows += [(names, True) for names in reversed(forward)]
         self.steps = [Unshard(tuple(self.modules[n] for n in names), back) for names, back in rows]
 
-    def gather(self, every: torch.Tensor, one: torch.Tensor, group: object) -> None:
+    def all_gather(self, every: torch.Tensor, one: torch.Tensor, group: object) -> None:
         assert every.numel() == 2 * one.numel()
         self.log.append(NAMES[one.numel()])
 
-    def scatter(self, one: torch.Tensor, every: torch.Tensor, group: object) -> None:
+    def reduce_scatter(self, one: torch.Tensor, every: torch.Tensor, group: object) -> None:
         assert every.numel() == 2 * one.numel()
         self.log.append(f"sum {NAMES[one.numel()]}")
 
@@ -57,31 +57,31 @@ class Rank:
         if len(self.log) == self.most:
             raise Short
         self.log.append(what)
-        self.order.begun()
+        self.order.count_collective()
 
     def run(self) -> None:
         """Every turn; as torch does, a backward sums what it meets last first."""
         self.order.start(self.steps)
-        for turn in self.steps:
+        for unshard in self.steps:
             self.order.mark()
-            self.order.begin(turn.modules)
-            assert all(module.is_whole for module in self.modules_of(turn))
+            self.order.begin(unshard.modules)
+            assert all(module.is_whole for module in self.modules_of(unshard))
             self.at_computations.append(len(self.log))
-            for module in reversed(self.modules_of(turn)) if turn.goes_back else ():
+            for module in reversed(self.modules_of(unshard)) if unshard.is_backward else ():
                 if module.trains:
                     self.begin(f"sum {module.name}")
-            self.order.end(turn.modules)
+            self.order.end(unshard.modules)
             self.num_over += 1
 
     def abort_step(self) -> None:
         """The rest, from the marked turn on, in name only."""
-        self.order.go_back()
-        for turn in self.steps[self.num_over :]:
-            self.order.begin(turn.modules, drained=True)
-            self.order.end(turn.modules, drained=True)
+        self.order.rewind()
+        for unshard in self.steps[self.num_over :]:
+            self.order.begin(unshard.modules, drained=True)
+            self.order.end(unshard.modules, drained=True)
 
-    def modules_of(self, turn: Unshard) -> tuple[Any, ...]:
-        return turn.modules
+    def modules_of(self, unshard: Unshard) -> tuple[Any, ...]:
+        return unshard.modules
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Fake:
     trains: bool
     degree: int = 2
     dtype: torch.dtype = torch.float32
-    sums_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
     is_whole: bool = False
     num_elements: int = 0
 

@@ -299,7 +299,7 @@ def test_a_draw_from_pythons_generator() -> None:
 def test_a_tensor_without_numbers() -> None:
     said = message(NoNumbers())
     assert said.startswith("NoNumbers reads the tensor table at ")
-    assert "has no numbers; register it with register_buffer" in said
+    assert "has no values; register it with register_buffer" in said
 
 
 def test_a_state_in_a_plain_attribute() -> None:

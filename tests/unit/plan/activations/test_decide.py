@@ -13,8 +13,7 @@ import torch
 from merak.core import mesh
 from merak.core.errors import PlanError
 from merak.data import signature
-from merak.engine.build import build_engine, forecast_of
-from merak.engine.engine import Engine
+from merak.engine import Engine, build_engine, forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import preset

@@ -12,7 +12,7 @@ from merak.core import mesh
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.data import signature
-from merak.engine.build import forecast_of
+from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.activations.fit import simulated
 from merak.plan.activations.forecast import Forecast

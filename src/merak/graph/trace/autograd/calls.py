@@ -1,9 +1,9 @@
 """Gradients that a model takes inside its own forward, recorded as operators of the trace.
 
-Autograd works beneath the recording of a trace: what `torch.autograd.grad` returns would be in the
-graph as if it fell from the sky. While a model is traced, the call is therefore one operator,
+Autograd works beneath the recording of a trace: the gradients that `torch.autograd.grad` returns
+would be constants in the graph. While a model is traced, the call is therefore one operator,
 `merak::autograd_grad`, which `merak.graph.trace.autograd.expand` then writes out as the operators
-of the backward. So is `requires_grad_()` on what is no parameter: from there on, gradients go back.
+of the backward. So is `requires_grad_()` on a tensor that is no parameter.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def differentiate(
     given: Sequence[torch.Tensor],
     what: str,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Call autograd as a recorded operator says.
+    """Call `torch.autograd.grad` with a recorded operator's arguments.
 
     Args:
-        outputs: what is differentiated.
-        inputs: with respect to what.
+        outputs: tensors to differentiate.
+        inputs: tensors to differentiate with respect to.
         given: the gradients of those outputs that have one.
-        what: the rest of the operator's arguments.
+        what: the other arguments, as JSON.
 
     Returns:
         The gradient of every input; None for one that the outputs do not depend on.
@@ -101,16 +101,16 @@ def is_gradient_switch(node: fx.Node) -> bool:
 
 
 def is_recording() -> bool:
-    """Whether this thread records what a model takes of autograd."""
+    """Whether this thread records the model's calls of autograd."""
     return any(isinstance(mode, AutogradCalls) for mode in _get_current_function_mode_stack())
 
 
 class AutogradCalls(TorchFunctionMode):
-    """While active, gradients that a model takes itself are recorded as operators."""
+    """Function mode that records the model's own calls of autograd as operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        # A tensor's gradient is read again by whoever holds the tensor.
+        # Gradients stay alive: the model may read them from their tensors later.
         self._gradients: list[torch.Tensor] = []
         self._retaining: dict[int, torch.Tensor] = {}
         self._retained: dict[int, torch.Tensor] = {}
@@ -119,10 +119,10 @@ class AutogradCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Record calls of autograd; anything else goes its way.
+        """Record a call of autograd; pass any other call on.
 
         Raises:
-            UntraceableError: a call that no operator can stand for.
+            UntraceableError: no operator can represent the call.
         """
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
@@ -161,14 +161,14 @@ class AutogradCalls(TorchFunctionMode):
             tensor.requires_grad_(on)
 
     def _as_it_stands(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A parameter as an operand: a constant, while forward has switched its gradient off."""
+        """A parameter as an operand: detached, while forward has switched its gradient off."""
         return parameter.detach() if id(parameter) in self._frozen else parameter
 
     def refuse_left_frozen(self) -> None:
         """Check that forward has switched on all gradients again.
 
         Raises:
-            TraceError: a parameter is left without, which would hold for the steps to come.
+            TraceError: a parameter is left frozen, as it would be in later steps.
         """
         if self._frozen:
             shape = tuple(next(iter(self._frozen.values())).shape)
@@ -221,7 +221,7 @@ class AutogradCalls(TorchFunctionMode):
         gradients: list[torch.Tensor],
         what: str,
     ) -> list[bool]:
-        """Which inputs the outputs depend on, as autograd itself says."""
+        """Which inputs the outputs depend on, according to autograd itself."""
         said = json.loads(what) | {"allow_unused": True, "create_graph": False}
         with disable_proxy_modes_tracing():
             found = differentiate(outputs, inputs, gradients, json.dumps(said))
@@ -291,11 +291,11 @@ def _leaves(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def refuse_call(what: str, instead: str = "") -> None:
-    """Raise for a call of autograd that no operator can stand for.
+    """Raise for a call of autograd that no operator can represent.
 
     Args:
-        what: the model does there.
-        instead: what it should do.
+        what: the model's action, as a verb phrase.
+        instead: a fix, as an imperative.
 
     Raises:
         UntraceableError: always.
@@ -304,7 +304,7 @@ def refuse_call(what: str, instead: str = "") -> None:
     fix = instead or "take them one by one"
     raise UntraceableError(
         f"the model cannot be traced at {place}: it {what} while it runs; {fix}, or do it in the "
-        "forward of a module of its own, which is then kept whole.",
+        "forward of a module of its own, which is then opaque.",
         f"{place}: it {what}",
     )
 
@@ -315,7 +315,7 @@ def _is_mode(code: CodeType) -> bool:
 
 
 def _refuse_parameter_gradient() -> None:
-    """A parameter's gradient is a state of the training: a trace would freeze that it has none."""
+    """Refuse to read a parameter's gradient: training changes it, and a trace would freeze None."""
     frame = sys._getframe(1)
     while frame.f_back and _is_mode(frame.f_code):
         frame = frame.f_back

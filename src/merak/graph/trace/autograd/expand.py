@@ -1,9 +1,9 @@
 """Gradients that a model takes in its forward, written out as operators of its graph.
 
-`torch.autograd.grad` becomes the operators that its backward runs. They read what the forward has
-made; where they need what lies inside one of its operators (the noise of a dropout, the mean of a
-norm), that operator is written out as well. A second derivative is then simply the derivative of
-these operators, and the graph can be cut and split as any other.
+`torch.autograd.grad` becomes the operators that its backward runs. They read the forward's results;
+where they need an intermediate result of one of its operators (the noise of a dropout, the
+mean of a norm), that operator is written out as well. A second derivative is then simply the
+derivative of these operators, and the graph can be cut and split as any other.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ aten = torch.ops.aten
 CONSTANT = "constant"
 """In the meta of a node that is written out: whether autograd has found it to have no gradient."""
 
-_TOLD = ("stack_trace", "nn_module_stack")
+_SOURCE_META = ("stack_trace", "nn_module_stack")
 
 
 def expand_autograd(graph: fx.Graph) -> None:
-    """Write out the gradients that a model takes itself.
+    """Write out the gradients that a model takes itself as operators.
 
     Args:
         graph: as exported, without nested graphs; changed in place.
@@ -62,14 +62,14 @@ def _untraceable(call: fx.Node, reason: str) -> UntraceableError:
     place = line_of(call) or "an unknown line"
     return UntraceableError(
         f"the gradient that the model takes at {place} cannot be written as operators "
-        f"({reason}); take it in the forward of a module of its own, which is then kept whole.",
+        f"({reason}); take it in the forward of a module of its own, which is then opaque.",
         f"{place}: a gradient is taken there that cannot be written as operators ({reason})",
         modules_of(call),
     )
 
 
 def _refuse_opaque(graph: fx.Graph, call: fx.Node) -> None:
-    """What has a backward of its own hides it from the trace."""
+    """Refuse a gradient through an operator whose backward the trace does not have."""
     outputs, inputs = (_nodes(a) for a in call.args[:2])
     after: set[fx.Node] = set(inputs)
     for node in graph.nodes:
@@ -88,8 +88,8 @@ def _refuse_opaque(graph: fx.Graph, call: fx.Node) -> None:
             continue
         is_open = isinstance(target, torch._ops.OpOverload) and target.namespace in _OPEN
         if not is_open and not is_function(node):
-            kept = node.meta.get("opaque")
-            what = f"{kept.ref.path}, which is kept whole" if kept is not None else target
+            opaque = node.meta.get("opaque")
+            what = f"{opaque.ref.path}, which is opaque" if opaque is not None else target
             raise _untraceable(call, f"it goes through {what}")
 
 
@@ -101,12 +101,12 @@ def _nodes(argument: Any) -> list[fx.Node]:
 
 
 class _Expansion:
-    """Puts steps of a run in the place of nodes."""
+    """Replaces nodes by the operators that autograd has run for them."""
 
     def __init__(self, graph: fx.Graph, steps: Steps) -> None:
         self._graph = graph
         self._steps = steps
-        # The nodes and steps whose tensors are to be had, by the tensors' identity.
+        # Nodes that return a tensor, by the tensor's identity; alone, and in a tuple.
         self._nodes: dict[int, fx.Node] = {}
         self._outputs: dict[int, tuple[fx.Node, int]] = {}
         self._opened: set[fx.Node] = set()
@@ -120,7 +120,7 @@ class _Expansion:
                 self._visit(node)
 
     def _find_outputs(self) -> None:
-        """Tensors that nodes yield, by themselves or in a tuple."""
+        """Find the tensors that nodes return, alone or in a tuple."""
         for node, value in self._steps.values.items():
             if isinstance(value, torch.Tensor):
                 self._outputs[id(value)] = (node, -1)
@@ -130,7 +130,7 @@ class _Expansion:
                         self._outputs.setdefault(id(tensor), (node, i))
 
     def _find_live(self) -> None:
-        """Steps of backwards that something needs, and nodes that they look into."""
+        """Find steps of backwards whose results are read, and the nodes that they look into."""
         todo: list[torch.Tensor] = []
         for node, value in self._steps.values.items():
             if not is_autograd_call(node):
@@ -151,7 +151,7 @@ class _Expansion:
             self._note(maker, todo)
 
     def _note(self, step: Step, todo: list[torch.Tensor]) -> None:
-        """A step is needed, or what it ran for is written out."""
+        """Mark a step as live, or its node as one to write out."""
         if is_function(step.node) and (step.func._schema.is_mutable or _is_random(step)):
             raise RuntimeError(f"an autograd function computes {step.func} for its backward")
         copied = step.is_view or step.is_saved or is_function(step.node)
@@ -206,10 +206,10 @@ class _Expansion:
                 self._nodes[id(gradient)] = self._node(gradient, call)
 
     def _emit(self, step: Step, at: fx.Node) -> None:
-        """Write a step down as a node in front of one."""
+        """Write a step as a node, before another one."""
         if step.is_saved:
             source = self._node(step.args[0], at)
-            if step.result.requires_grad:  # autograd hands out another tensor than a view made
+            if step.result.requires_grad:  # autograd returns another tensor than the view
                 source.meta.pop(CONSTANT, None)
             self._nodes[id(step.result)] = source
             return
@@ -229,9 +229,9 @@ class _Expansion:
                     self._found(step, tensor, one)
 
     def _found(self, step: Step, tensor: torch.Tensor, node: fx.Node) -> None:
-        """A step's result has been written down."""
+        """Note the node that returns a step's result."""
         if is_function(step.node):
-            # To its backward, what an autograd function computes on the way is a constant.
+            # To its backward, an intermediate result of an autograd function is a constant.
             one = self._graph.call_function(aten.detach.default, (node,))
             _describe(one, node, tensor)
             node = one
@@ -259,13 +259,13 @@ def _is_random(step: Step) -> bool:
 
 
 def _describe(node: fx.Node, source: fx.Node, value: Any) -> None:
-    node.meta = {k: source.meta[k] for k in _TOLD if k in source.meta}
+    node.meta = {k: source.meta[k] for k in _SOURCE_META if k in source.meta}
     _set_value(node, value)
 
 
 def _set_value(node: fx.Node, value: Any) -> None:
-    """Note what a node yields: all in one run, so that views are of one memory."""
+    """Set a node's fake value: all from one run, so that views share a storage."""
     if node.meta.get("kind") is Kind.PARAMETER:
-        node.meta["val"] = value  # which says whether it is trained
+        node.meta["val"] = value  # whose requires_grad is read later
     else:
         node.meta["val"] = tree_map_only(torch.Tensor, torch.Tensor.detach, value)

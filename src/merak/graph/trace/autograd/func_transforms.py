@@ -1,8 +1,8 @@
-"""Gradients by `torch.func`, taken with plain autograd while a model is traced.
+"""`torch.func` transforms, computed with plain autograd while a model is traced.
 
-`torch.func.grad`, `vjp`, `jvp` and what is built on them wrap tensors in levels of their own, which
-no operator of a graph stands for. Outside of `vmap` autograd itself yields the same: a level is
-then a view of the argument, from which gradients go back.
+`torch.func.grad`, `vjp`, `jvp` and transforms built on them wrap tensors in levels of their own,
+which no operator of a graph represents. Outside of `vmap` autograd itself computes the same: a
+level is then a view of the argument, with respect to which gradients are taken.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from merak.graph.trace.autograd.calls import is_recording, refuse_call
 
 _MOST_ROWS = 32
-"""A Jacobian has a backward for each row; one of more rows is not written into a graph."""
+"""A Jacobian has a backward for each row; one of more rows is refused."""
 
 _FUNC: Any = eager_transforms
 
 
 @contextmanager
 def func_by_autograd() -> Iterator[None]:
-    """Let `torch.func.grad` and its like use autograd, whose calls a trace records."""
+    """Let `torch.func.grad`, `vjp`, `jvp` and Jacobians call autograd, which a trace records."""
     by: dict[str, Callable[..., Any]] = {
         "grad_increment_nesting": _no_level,
         "_wrap_all_tensors": _views,
@@ -45,9 +45,9 @@ def func_by_autograd() -> Iterator[None]:
 
 
 def _where_recorded(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function in the place of torch's own one, where calls of autograd are recorded.
+    """A replacement of a function of torch, used only where calls of autograd are recorded.
 
-    They are not where a module is called to see what it does, nor inside of `torch.vmap`.
+    They are not recorded in probes of modules, nor inside of `torch.vmap`.
     """
 
     @wraps(own)
@@ -64,7 +64,7 @@ def _no_level() -> Iterator[int]:
 
 
 def _views(values: Any, level: int) -> Any:
-    """Other tensors of the same numbers, as a level's are."""
+    """Views of all tensors, in place of a level's wrappers."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.view_as(tensor), values)
 
 
@@ -90,7 +90,7 @@ def _jvp(
     strict: bool = False,
     has_aux: bool,
 ) -> Any:
-    """The derivative along tangents: of a backward, in what it is given, for it is linear there."""
+    """Jacobian-vector product by a double backward, linear in the gradients given to it."""
     output, pull, *aux = _FUNC._vjp_with_argnums(func, *primals, argnums=argnums, has_aux=has_aux)
     with torch.enable_grad():
         flat, spec = tree_flatten(output)
@@ -115,7 +115,7 @@ def _row_by_row(
     *,
     chunk_size: int | None = None,
 ) -> Callable[..., Any]:
-    """`vmap` over the first dim as a loop; a Jacobian asks for no other."""
+    """`vmap` over the first dim as a loop; Jacobians need no other."""
 
     def rows(basis: Any) -> Any:
         size = next(leaf for leaf in tree_leaves(basis) if isinstance(leaf, torch.Tensor)).shape[0]

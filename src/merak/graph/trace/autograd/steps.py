@@ -1,8 +1,8 @@
-"""What autograd runs for the operators of a graph, noted step by step.
+"""Operators that autograd runs for the nodes of a graph, recorded step by step.
 
-The graph runs once more on fake tensors, node by node, and with it what its nodes run beneath
-autograd: for `aten.linear` a transposition and a product, for a gradient that the model takes the
-operators of the backward.
+The graph runs once more on fake tensors, node by node, and operators beneath autograd are recorded:
+for `aten.linear` a transposition and a product, for a gradient that the model takes the operators
+of the backward.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ AUTOCAST = "autocast"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """An operator that ran.
+    """An operator that ran for a node of the graph.
 
     Args:
         func: the operator.
         args: its arguments, with tensors among them.
-        kwargs: likewise.
-        result: what it returned.
-        node: of the graph, for which it ran.
+        kwargs: its arguments by name.
+        result: its results.
+        node: the node of the graph for which it ran.
         is_saved: whether autograd has run it to save a result: the tensor that it detaches is, to
             a second derivative, the result itself.
         is_tracked: whether gradients were on as it ran.
@@ -56,26 +56,26 @@ class Step:
     is_tracked: bool
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd has found a result to have no gradient, as the statistics of a norm."""
+        """Whether autograd found a result to have no gradient, such as the statistics of a norm."""
         return self.is_tracked and not tensor.requires_grad
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that it reads."""
+        """Tensors among its arguments."""
         return (t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor))
 
     @property
     def is_view(self) -> bool:
-        """Whether it only looks at memory in another way."""
+        """Whether it returns a view of its argument."""
         return self.func.is_view and isinstance(self.result, torch.Tensor)
 
 
 @dataclass(slots=True)
 class Steps:
-    """What ran for a graph.
+    """All operators that ran for a graph, by node.
 
     Args:
         of: per node, its steps in order.
-        values: what every node yielded.
+        values: every node's value.
         makers: the first step that made a tensor, by the tensor's identity.
     """
 
@@ -85,7 +85,7 @@ class Steps:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what runs beneath autograd."""
+    """Dispatch mode that records the operators that run beneath autograd."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,13 +107,13 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_above_autograd() -> bool:
-    """Whether what runs was called past autograd's own kernel of it, as for a saved result."""
+    """Whether an operator was called past autograd's own kernel, as for a saved result."""
     key = torch._C.DispatchKey.ADInplaceOrView
     return not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
 
 
 def run_steps(graph: fx.Graph) -> Steps:
-    """Run a graph on fake tensors, gradients that the model takes included.
+    """Run a graph on fake tensors and record its operators, with gradients that the model takes.
 
     Args:
         graph: as exported, without nested graphs; its sizes are numbers.
@@ -144,7 +144,7 @@ def run_steps(graph: fx.Graph) -> Steps:
 
 
 def _leaves(graph: fx.Graph) -> set[fx.Node]:
-    """Tensors from which a gradient is taken that were made to have one, and nothing says when."""
+    """Inputs of gradients that were leaves, without an operator in the graph that made them so."""
     switched = {node.args[0] for node in graph.nodes if is_gradient_switch(node)}
     found: set[fx.Node] = set()
     for node in filter(is_autograd_call, graph.nodes):
@@ -178,7 +178,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _refuse_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    """A function's own backward would be lost: the steps are those of its forward."""
+    """Refuse an autograd function in a backward: recorded steps would lose its own backward."""
     if cls.__module__.startswith("torch."):
         return _APPLY(cls, *args, **kwargs)
     raise RuntimeError(f"a backward calls the autograd function {cls.__qualname__}")

@@ -1,1 +1,1 @@
-"""Branches that a random draw or the host decides on, merged into one graph."""
+"""Branches on random numbers or on the batch alone, merged into one graph."""

@@ -31,38 +31,38 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TraceError
 from merak.core.source_lines import is_library
-from merak.graph.trace.branches.host_random import is_kept_whole, refuse_draw
+from merak.graph.trace.branches.host_random import is_probing, refuse_draw
 
 Interval = tuple[float, float]
-"""Between which numbers a draw lies."""
+"""The bounds of a random number."""
 
 MOST_DECISIONS = 1024
-"""A model that makes more choices by chance is taken for one that goes on for ever."""
+"""A model that evaluates more random conditions is assumed to loop for ever."""
 
 _DRAWS = frozenset(
     "rand randn randint rand_like randn_like randint_like randperm bernoulli multinomial normal "
     "uniform_ bernoulli_ normal_ random_ exponential_".split()
 )
 _BOUNDS = {"a": "low", "b": "high", "low": "low", "high": "high"}
-_TRUTHS = (torch.Tensor.__bool__, torch.Tensor.item)
+_TO_BOOLEAN = (torch.Tensor.__bool__, torch.Tensor.item)
 _NUMBERS = (
     (random, "random"), (random, "uniform"), (np.random, "random"), (np.random, "rand"),
     (np.random, "random_sample"), (np.random, "uniform"),
 )  # fmt: skip
 """What gives a single number that is as good from torch."""
 
-_QUIET = frozenset("getstate setstate get_state set_state".split())
+_STATE_FUNCTIONS = frozenset("getstate setstate get_state set_state".split())
 _UNIT = frozenset(("rand", "rand_like"))
 _BELOW = frozenset("lt le less less_equal __lt__ __le__".split())
 _ABOVE = frozenset("gt ge greater greater_equal __gt__ __ge__".split())
 
 
 class RandomConditions(TorchFunctionMode):
-    """While active, what is drawn at random is followed, and its truth is answered from outside.
+    """Function mode that follows random tensors, and answers conditions on them from outside.
 
     Args:
-        answers: of the choices, in the order in which they are made; later ones are False.
-        by_batch: whether choices that hang on the batch alone are answered too.
+        answers: to the conditions, in the order of their evaluation; later ones are False.
+        by_batch: whether conditions on the batch alone are answered too.
     """
 
     def __init__(self, answers: Sequence[bool] = (), by_batch: bool = False) -> None:
@@ -73,20 +73,20 @@ class RandomConditions(TorchFunctionMode):
         self._batch = WeakIdKeyDictionary()
         self.made: list[torch.Tensor] = []
         self.asks_batch = False
-        """Whether the model has made a choice that hangs on the batch alone."""
+        """Whether the model has evaluated a condition on the batch alone."""
         self.seeded: set[Any] = set()
         """The modules, `random` or `numpy.random`, whose generator the model has seeded itself."""
         self._states: dict[Any, Any] = {}
 
     def restart(self, batch: Sequence[torch.Tensor] = ()) -> None:
-        """The model begins to run with a batch."""
+        """Forget the conditions of an earlier run; the model begins to run with a batch."""
         self.made.clear()
         self.seeded.clear()
         for column in batch:
             self._batch[column] = True
 
     def seed(self, owner: Any, seed: Any) -> None:
-        """The model seeds a generator: by a number or text it draws the same in every run."""
+        """Note that the model seeds a generator, which then draws the same in every run."""
         self._states.setdefault(owner, _state_of(owner)())
         if isinstance(seed, (int, np.integer, str, bytes)):
             self.seeded.add(owner)
@@ -94,12 +94,12 @@ class RandomConditions(TorchFunctionMode):
             self.seeded.discard(owner)
 
     def __exit__(self, *error: Any) -> None:
-        """End following what is drawn."""
+        """Stop following random tensors."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.restore_generators()
 
     def restore_generators(self) -> None:
-        """Let generators that the model has seeded go on as if it had not run."""
+        """Restore generators that the model has seeded to their state before its run."""
         for owner, state in self._states.items():
             _set_state_of(owner)(state)
         self._states.clear()
@@ -108,13 +108,13 @@ class RandomConditions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answer for a draw's truth; anything else goes its way."""
+        """Answer a condition on a random tensor; pass any other call on."""
         kwargs = kwargs or {}
         if func is torch.Tensor.__bool__ and args[0] in self._drawn:
             return self._decide(args[0])
         if func is torch.Tensor.item and args[0] in self._drawn and args[0].numel() == 1:
             return self._follow(args[0].reshape(()), self._drawn[args[0]])
-        if func in _TRUTHS and args[0] in self._batch and args[0].numel() == 1:
+        if func in _TO_BOOLEAN and args[0] in self._batch and args[0].numel() == 1:
             if func is torch.Tensor.item and args[0].dtype is not torch.bool:
                 return func(*args, **kwargs)
             self.asks_batch = True
@@ -143,7 +143,7 @@ class RandomConditions(TorchFunctionMode):
         return flat
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> Any:
-        """A number between two, as a tensor."""
+        """A random number between two bounds, as a tensor."""
         unit = torch.rand((), dtype=torch.float64)
         return self._follow(unit * (high - low) + low, (low, high))
 
@@ -152,7 +152,7 @@ class RandomConditions(TorchFunctionMode):
         return tensor
 
     def _known(self, args: Sequence[Any]) -> list[Interval | None]:
-        """Between what the operands lie."""
+        """The intervals that the operands are in."""
         return [
             self._drawn.get(a) if isinstance(a, torch.Tensor) else (a, a)
             for a in args
@@ -166,8 +166,8 @@ class RandomConditions(TorchFunctionMode):
         number = len(self.made)
         if number == MOST_DECISIONS:
             raise TraceError(
-                f"the model makes more than {MOST_DECISIONS} choices by random draws in one run; "
-                "let it make one for each layer, or switch the feature off in its config."
+                f"the model evaluates more than {MOST_DECISIONS} random conditions in one run; "
+                "let it evaluate one for each layer, or switch the feature off in its config."
             )
         flat = drawn.reshape(())
         self.made.append(flat.clone() if flat.dtype is torch.bool else flat != 0)
@@ -183,7 +183,7 @@ def _is_fake(value: Any) -> bool:
 
 
 def _interval(name: str, operands: Sequence[Interval | None]) -> Interval | None:
-    """What is certain of a comparison: (0, 0) false, (1, 1) true, but for a draw of the edge."""
+    """Certain result of a comparison: (0, 0) false, (1, 1) true, but for a draw of the bound."""
     if len(operands) != 2 or operands[0] is None or operands[1] is None:
         return None
     (low, high), (other_low, other_high) = operands[0], operands[1]
@@ -197,11 +197,11 @@ def _interval(name: str, operands: Sequence[Interval | None]) -> Interval | None
 
 @contextmanager
 def host_random_in_torch(model: nn.Module, draws: RandomConditions) -> Iterator[None]:
-    """Let single numbers from Python's and NumPy's generators be draws of torch.
+    """Let scalars from Python's and NumPy's generators be random tensors of torch.
 
     Args:
-        model: functions that its modules' files have taken out of `random` are replaced there too.
-        draws: follows the numbers.
+        model: functions of `random` that its modules' files have imported are replaced there too.
+        draws: the mode that follows random tensors.
     """
     replaced = {
         id(function): _of_model(owner, name, function, draws)
@@ -221,12 +221,12 @@ def host_random_in_torch(model: nn.Module, draws: RandomConditions) -> Iterator[
 
 
 def _generators() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """The functions of Python's and NumPy's own generators that draw, or seed them."""
+    """The functions that draw from, or seed, Python's and NumPy's global generators."""
     for owner in (random, np.random):
         for name, function in vars(owner).items():
             bound = getattr(function, "__self__", None)
             is_own = isinstance(bound, (random.Random, np.random.RandomState))
-            if name == "seed" or (is_own and name not in _QUIET):
+            if name == "seed" or (is_own and name not in _STATE_FUNCTIONS):
                 yield owner, name, function
 
 
@@ -243,16 +243,16 @@ def _set_state_of(owner: Any) -> Callable[[Any], None]:
 def _of_model(
     owner: Any, name: str, original: Callable[..., Any], draws: RandomConditions
 ) -> Callable[..., Any]:
-    """A generator's function that gives our draws to the model, and what it gave to all others."""
+    """A generator's function that gives the model random tensors, and other callers numbers."""
     ours = draws.uniform if (owner, name) in _NUMBERS else None
     most = 2 if name == "uniform" else 0
-    tracing = threading.get_ident()  # a module that is kept whole is tried in a thread of its own
+    tracing = threading.get_ident()  # an opaque module is probed in a thread of its own
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
         if threading.get_ident() != tracing:
             return original(*args, **kwargs)
-        if is_library(frame.f_code.co_filename) or is_kept_whole(frame):
+        if is_library(frame.f_code.co_filename) or is_probing(frame):
             return original(*args, **kwargs)
         if name == "seed":
             draws.seed(owner, next(iter((*args, *kwargs.values())), None))

@@ -1,4 +1,4 @@
-"""Values that decide what runs of a segment: truths, of which each leaves a layer in or out."""
+"""Condition nodes of a graph: booleans, each of which decides whether a layer runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from merak.graph.trace.opaque.operator import is_opaque, operands
 
 
 def mark_condition(node: fx.Node) -> None:
-    """From now on a node is such a truth, wherever it is read."""
+    """Mark a node as a condition, for all that read it."""
     node.meta["is_condition"] = True
 
 
 def is_condition(node: fx.Node) -> bool:
-    """Whether a node is such a truth."""
+    """Whether a node is a boolean that decides whether a layer runs."""
     return bool(node.meta.get("is_condition"))
 
 
 def optional_parameters(segment: Segment) -> tuple[str, ...]:
     """Parameters of a segment that a step may leave without a gradient.
 
-    Some answer to its choices leaves them out, or a module that is kept whole may not use them.
+    Some answer to its conditions skips them, or an opaque module may not use them.
     """
     graph = segment.graph
     if not any(is_condition(node) or is_opaque(node) for node in graph.nodes):
@@ -44,6 +44,6 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
 
 
 def is_branch_select(node: fx.Node) -> bool:
-    """Whether a node is one of two values, as a choice says."""
+    """Whether a node selects one of two values by a condition."""
     condition = node.args[0] if node.target is torch.ops.aten.where.self else None
     return isinstance(condition, fx.Node) and is_condition(condition)

@@ -1,8 +1,8 @@
-"""Traces of one model with other answers to its choices, laid over each other.
+"""Differences between traces of one model with other answers to its conditions.
 
-Two traces are compared from what they return backwards. Operators at the same place in the model's
-code are the same if their operands are; where the place differs, what the one trace reads was left
-out of the other, which reads something from before it instead.
+Two traces are compared from their outputs backwards. Operators at the same place in the model's
+code are equal if their operands are; where the place differs, the value that the full trace reads
+is skipped in the other, which reads a value from before it instead.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from merak.graph.trace.traced import Trace
 
 @dataclass(frozen=True, slots=True)
 class SkippedNode:
-    """What a choice leaves out.
+    """A node of the full trace that a condition skips.
 
     Args:
-        choice: its number.
-        made: a result of what is left out that others read.
-        instead: what they read when it is left out.
+        condition: its number.
+        made: a result of skipped operators that others read.
+        instead: the value that they read when it is skipped.
     """
 
-    choice: int
+    condition: int
     made: fx.Node
     instead: fx.Node
 
 
 @dataclass(frozen=True, slots=True)
 class GraphDiff:
-    """How choices change a trace.
+    """Nodes that conditions skip, and the values read in place of them.
 
     Args:
         dropped: in execution order.
-        inside: operators that run only if a choice does not leave them out → that choice.
+        inside: operators that run only if a condition does not skip them → that condition.
     """
 
     dropped: tuple[SkippedNode, ...]
@@ -49,32 +49,32 @@ class GraphDiff:
 
 
 def conditions_of(trace: Trace) -> tuple[fx.Node, ...]:
-    """What the choices of a trace depend on, in the order in which they are made."""
+    """The condition nodes of a trace, in the order in which the model evaluates them."""
     (output,) = trace.graph.find_nodes(op="output")
     returned: Any = output.args[0]
     return tuple(returned[len(returned) - trace.num_conditions :])
 
 
 def regions_of(trace: Trace) -> dict[fx.Node, int]:
-    """After how many choices each node runs; the mark of a choice is itself before it."""
-    choices = set(conditions_of(trace))
+    """Per node, the number of conditions evaluated before it, its own not included."""
+    conditions = set(conditions_of(trace))
     regions: dict[fx.Node, int] = {}
     so_far = 0
     for node in trace.graph.nodes:
         regions[node] = so_far
-        so_far += node in choices
+        so_far += node in conditions
     return regions
 
 
 def diff_graphs(run: Trace, others: Sequence[tuple[Trace, frozenset[int]]]) -> GraphDiff:
-    """Lay traces over the one in which everything runs.
+    """Compare traces with the one in which everything runs.
 
     Args:
         run: the trace with everything.
-        others: traces, and what is left out of each.
+        others: traces, and the conditions that skip something in each.
 
     Raises:
-        TraceError: they differ in more than operators left out.
+        TraceError: they differ in more than skipped operators.
     """
     aligner = _Aligner(run, [_Other.of(trace, dropped) for trace, dropped in others])
     return aligner.run()
@@ -85,14 +85,14 @@ Key = tuple[Any, ...]
 
 @dataclass(slots=True)
 class _Other:
-    """A trace, and which of its nodes stands for each of the one with everything.
+    """A trace that skips something, and its nodes by those of the full trace.
 
     Args:
         trace: the trace.
-        dropped: the choices that leave something out of it.
+        dropped: the conditions that skip something in it.
         keys: where each of its nodes is in the code.
-        same: node of the whole trace → node here that does the same.
-        instead: node of the whole trace that is left out → what is read here.
+        same: node of the full trace → equal node here.
+        instead: skipped node of the full trace → node that is read here in place of it.
     """
 
     trace: Trace
@@ -121,10 +121,10 @@ def _key(node: fx.Node, region: int) -> Key:
 
 
 class _Operand(str):
-    """In the place of a value, in the writing of an operator's arguments."""
+    """Placeholder for an operand in the text of an operator's arguments."""
 
     def __repr__(self) -> str:
-        return "%"  # which no string in quotes is
+        return "%"  # differs from every quoted string
 
 
 class _Aligner:
@@ -144,12 +144,12 @@ class _Aligner:
             self._pair_returned(other)
             self._pair_writes(other)
         dropped: list[SkippedNode] = []
-        settled: set[fx.Node] = set()
-        while left := {n for other in self.others for n in other.instead} - settled:
-            # What reads a value runs after it: by then all that is to know of it is known.
+        handled: set[fx.Node] = set()
+        while left := {n for other in self.others for n in other.instead} - handled:
+            # Readers run after a value: all of its readers have been paired by then.
             made = max(left, key=self.places.__getitem__)
-            dropped.append(self._settle(made))
-            settled.add(made)
+            dropped.append(self._skipped_node(made))
+            handled.add(made)
         for other in self.others:
             self._check(other)
         dropped.sort(key=lambda d: self.places[d.made])
@@ -162,7 +162,7 @@ class _Aligner:
             self._pair(other, one, two)
 
     def _pair_writes(self, other: _Other) -> None:
-        """What writes in place is read by nobody: it is found by its place in the code."""
+        """Pair mutating operators, which nothing need read, by their place in the code."""
         left = [n for n in self.run_trace.graph.nodes if is_mutating(n)]
         for node in other.trace.graph.nodes:
             if not is_mutating(node):
@@ -174,7 +174,7 @@ class _Aligner:
             self._pair(other, left.pop(0), node)
 
     def _pair(self, other: _Other, mine: fx.Node, its: fx.Node) -> None:
-        """Two nodes stand for each other, and so do what they read."""
+        """Pair two nodes, and their operands."""
         todo = [(mine, its)]
         while todo:
             one, two = todo.pop()
@@ -189,10 +189,10 @@ class _Aligner:
             other.same[one] = two
             todo += zip(_operands(one), _operands(two), strict=True)
 
-    def _settle(self, made: fx.Node) -> SkippedNode:
-        """Which choice leaves a value out, and what is read instead."""
+    def _skipped_node(self, made: fx.Node) -> SkippedNode:
+        """Find the condition that skips a value, and the value read in place of it."""
         without = [other for other in self.others if made in other.instead]
-        choice = self._choice(made, without)
+        condition = self._condition(made, without)
         found = [(self._twin(other, other.instead[made]), other) for other in without]
         candidates = [node for node, _ in found if node is not None]
         if len(candidates) < len(found):
@@ -202,9 +202,9 @@ class _Aligner:
             self._pair(other, instead, other.instead[made])
         if instead.meta["tensor"] is None or not _alike(made, instead):
             raise self._refusal(made, "is replaced by a tensor of another shape or type")
-        return SkippedNode(choice, made, instead)
+        return SkippedNode(condition, made, instead)
 
-    def _choice(self, made: fx.Node, without: list[_Other]) -> int:
+    def _condition(self, made: fx.Node, without: list[_Other]) -> int:
         with_it = [other for other in self.others if made in other.same]
         region = self.regions[made] - 1
         fitting = [
@@ -216,17 +216,17 @@ class _Aligner:
             and not any(number in other.dropped for other in with_it)
         ]
         if not fitting:
-            raise self._refusal(made, "depends on several choices at once")
+            raise self._refusal(made, "depends on several conditions at once")
         return fitting[0]
 
     def _twin(self, other: _Other, node: fx.Node) -> fx.Node | None:
-        """The node of the whole trace that is at the same place in the code."""
+        """The node of the full trace at the same place in the code."""
         paired = [mine for mine, its in other.same.items() if its is node]
         found = paired or self.by_key[other.keys[node]]
         return found[-1] if found else None
 
     def _check(self, other: _Other) -> None:
-        """Every operator with an effect has one and only one counterpart."""
+        """Check that every operator with an effect has exactly one counterpart."""
         twins = list(other.same.values())
         if len(set(twins)) < len(twins):
             raise self._refusal(conditions_of(other.trace)[0], "merges operators")
@@ -235,7 +235,7 @@ class _Aligner:
                 raise self._refusal(node, "runs only if something is left out")
 
     def _inside(self) -> dict[fx.Node, int]:
-        """Operators that run only if a choice lets them."""
+        """Operators that run only if a condition does not skip them."""
         inside: dict[fx.Node, int] = {}
         for node in self.run_trace.graph.nodes:
             if node.op != "call_function":
@@ -253,9 +253,9 @@ class _Aligner:
     def _refusal(self, node: fx.Node, what: str) -> TraceError:
         first = conditions_of(self.run_trace)[0].meta["source"]
         return TraceError(
-            f"the model cannot be traced at {first}, where it chooses by a random draw what runs "
-            f"next: what {node.meta.get('source') or node.name} computes {what}; let the choice "
-            "do nothing but leave a layer out, whose input then passes, or switch the feature off "
+            f"the model cannot be traced at {first}, where a random number decides what runs "
+            f"next: what {node.meta.get('source') or node.name} computes {what}; let the condition "
+            "do nothing but skip a layer, whose input then passes, or switch the feature off "
             "in the model's config."
         )
 

@@ -1,8 +1,8 @@
-"""Functions of a model's code that draw with NumPy or Python and give an array: kept whole.
+"""Opaque functions that draw with NumPy or Python and return an array.
 
-Such as the masks of SpecAugment: plain numbers and a mask of the batch go in, an array of a fixed
-shape comes out, and what is drawn on the way steers the function's own loops and nothing else. Such
-a function becomes one operator, which runs for every microbatch anew, before its segments do.
+For instance, the masks of SpecAugment: scalars and a mask of the batch go in, an array of a fixed
+shape comes out, and random numbers steer only the function's own loops. Such a function becomes one
+operator, which runs before the segments of every microbatch.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class HostRandomError(TraceError):
-    """A function draws on the host; it can be traced if it is kept whole.
+    """A function draws on the host; it can be traced as one operator.
 
     Args:
-        function: where it is, "module:name"; None where the model's own method draws.
-        message: what to tell the user if it is not.
+        function: its name, "module:name"; None where a method of the model draws.
+        message: the error for the user, if it cannot be one operator.
     """
 
     def __init__(self, function: str | None, message: str) -> None:
@@ -54,13 +54,13 @@ class HostRandomError(TraceError):
 
 
 def refuse_draw(frame: FrameType | None) -> None:
-    """A model's code draws on the host: find the function that might be kept whole for it.
+    """Raise for a model's code that draws on the host, with a function that can be one operator.
 
     Args:
-        frame: that of the code.
+        frame: the code's frame.
 
     Raises:
-        HostRandomError: if a module of the model is behind it.
+        HostRandomError: the code runs for a module of the model.
     """
     where, function = "", None
     while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
@@ -80,7 +80,7 @@ def refuse_draw(frame: FrameType | None) -> None:
 
 
 def _name_of(frame: FrameType) -> str | None:
-    """Where a function that runs can be found: at the top of a module."""
+    """The name of the function that runs in a frame, if it is at the top of a module."""
     found = frame.f_globals.get(frame.f_code.co_name)
     module = frame.f_globals.get("__name__")
     is_function = inspect.isfunction(found) and inspect.unwrap(found).__code__ is frame.f_code
@@ -100,7 +100,7 @@ def _run(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Call a function with draws that torch's seed names."""
+    """Call a function with the host's generators seeded from torch's seed."""
     made = _called(_found(function), [t.cpu() for t in tensors], arguments, torch.initial_seed())
     if made is None or (tuple(made.shape), made.dtype) != (tuple(shape), dtype):
         gave = "no array" if made is None else f"{made.dtype} of {tuple(made.shape)}"
@@ -111,7 +111,7 @@ def _run(
     return made
 
 
-def _without_numbers(
+def _fake_array(
     tensors: Sequence[torch.Tensor],
     function: str,
     arguments: str,
@@ -126,7 +126,7 @@ HOST_RANDOM = register(
     "-> Tensor",
     Role.HOST_RANDOM,
     _run,
-    fake=_without_numbers,
+    fake=_fake_array,
     is_seeded=True,
     callee=1,
 )
@@ -135,7 +135,7 @@ HOST_RANDOM = register(
 def _called(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: str, seed: int
 ) -> torch.Tensor | None:
-    """A function's array as a tensor; None if it gives none."""
+    """A function's array as a tensor; None if it returns no array."""
     args, kwargs = unpack_arguments(tensors, arguments)
     with _drawing(seed):
         made = function(*args, **kwargs)
@@ -146,7 +146,7 @@ def _called(
 
 @contextmanager
 def _drawing(seed: int) -> Iterator[None]:
-    """Inside, Python's and NumPy's generators begin at a seed; afterwards they go on as before."""
+    """Seed Python's and NumPy's generators inside; restore them afterwards."""
     before = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -158,7 +158,7 @@ def _drawing(seed: int) -> Iterator[None]:
 
 
 class HostRandomFunctions(TorchFunctionMode):
-    """While active, functions are recorded as operators, and their arrays are tensors already.
+    """Function mode that records functions which draw on the host as operators.
 
     Args:
         functions: "module:name" of each.
@@ -172,7 +172,7 @@ class HostRandomFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Make a tensor of what is one; anything else goes its way."""
+        """Copy a recorded array that a function makes a tensor of; pass any other call on."""
         kwargs = dict(kwargs or {})
         if func in _MAKERS and args and self._is_array(args[0]):
             wanted = {n: kwargs[n] for n in ("dtype", "device") if kwargs.get(n) is not None}
@@ -184,9 +184,9 @@ class HostRandomFunctions(TorchFunctionMode):
 
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[None]:
-        """Inside, a model's files call operators in the place of the functions."""
+        """Replace the functions by operators in the model's source files."""
         names = {type(module).__module__ for module in model.modules()}
-        from_numpy = torch.from_numpy  # which no mode sees
+        from_numpy = torch.from_numpy  # a function that no mode sees
         with ExitStack() as stack:
             stack.enter_context(
                 mock.patch.object(
@@ -206,7 +206,7 @@ class HostRandomFunctions(TorchFunctionMode):
             yield
 
     def _recording(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        tracing = threading.get_ident()  # a module kept whole is tried in a thread of its own
+        tracing = threading.get_ident()  # an opaque module is probed in a thread of its own
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != tracing:
@@ -227,7 +227,7 @@ class HostRandomFunctions(TorchFunctionMode):
 def _tried(
     name: str, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: str
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of a function's array, whatever it draws."""
+    """Shape and dtype of a function's array, the same for several seeds."""
     with _disable_current_modes():
         ones = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in tensors]
         made = [_called(function, ones, arguments, seed) for seed in range(_TRIALS)]
@@ -248,15 +248,15 @@ def _refusal(name: str, what: str) -> TraceError:
     )
 
 
-def is_kept_whole(frame: FrameType | None) -> bool:
-    """Whether code runs inside such a function that is called to see what it gives."""
+def is_probing(frame: FrameType | None) -> bool:
+    """Whether code runs inside a function that is called to find what it returns."""
     while frame is not None and frame.f_code is not _called.__code__:
         frame = frame.f_back
     return frame is not None
 
 
 def seed_host_random(graph: fx.Graph) -> None:
-    """Let the functions draw from streams of their own, apart from those of choices."""
+    """Give each such operator a random stream of its own, apart from those of conditions."""
     number = sum(is_stream_draw(node) for node in graph.nodes)
     for node in graph.nodes:
         if role_of(node) is Role.HOST_RANDOM:

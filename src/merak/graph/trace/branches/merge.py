@@ -1,4 +1,4 @@
-"""Write into a trace what its choices leave out: a `where` on a draw for every dropped layer."""
+"""Conditions written into a graph: a `where` on a random boolean for every skipped layer."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ aten = torch.ops.aten
 
 
 def write_branches(run: Trace, found: GraphDiff, leaving: Sequence[bool]) -> None:
-    """Let the graph of a trace make its choices by itself.
+    """Write the conditions of a trace into its graph.
 
     Args:
         run: the trace with everything; changed in place.
-        found: what its choices leave out.
-        leaving: per choice, with which answer it leaves something out.
+        found: the nodes that its conditions skip.
+        leaving: per condition, the answer with which it skips something.
 
     Raises:
-        TraceError: a choice hangs on more than chance, or what it leaves out writes into a tensor.
+        TraceError: a condition depends on parameters, or what it skips writes into a tensor.
     """
-    choices = conditions_of(run)
+    conditions = conditions_of(run)
     places = {node: i for i, node in enumerate(run.graph.nodes)}
-    _refuse_writes(run.graph, found, choices, places)
+    _refuse_writes(run.graph, found, conditions, places)
     steps = [(d, _steps(d, found, places)) for d in found.dropped]
     passed: dict[fx.Node, fx.Node] = {}
     for dropped, points in steps:
-        number = dropped.choice
+        number = dropped.condition
         before = passed.get(dropped.instead, dropped.instead)
-        choice = choices[number], leaving[number]
-        passed[dropped.made] = _insert(run.graph, before, points, choice)
-    _draw_apart(run.graph, choices)
+        select = conditions[number], leaving[number]
+        passed[dropped.made] = _insert(run.graph, before, points, select)
+    _draw_apart(run.graph, conditions)
     (output,) = run.graph.find_nodes(op="output")
     returned: Any = output.args[0]
-    output.args = (tuple(returned[: len(returned) - len(choices)]),)
+    output.args = (tuple(returned[: len(returned) - len(conditions)]),)
     eliminate_dead_code(run.graph)
 
 
 def _insert(
-    graph: fx.Graph, before: fx.Node, points: Iterable[fx.Node], choice: tuple[fx.Node, bool]
+    graph: fx.Graph, before: fx.Node, points: Iterable[fx.Node], select: tuple[fx.Node, bool]
 ) -> fx.Node:
-    """After each point, what was there before it or the point itself: the layer in steps."""
-    condition, leaves_out = choice
+    """Insert a select after each point: the value before it, or the point itself."""
+    condition, leaves_out = select
     for point in points:
         with graph.inserting_after(point):
             ways = (before, point) if leaves_out else (point, before)
@@ -68,14 +68,14 @@ def _insert(
 
 
 def _steps(dropped: SkippedNode, found: GraphDiff, places: dict[fx.Node, int]) -> list[fx.Node]:
-    """Results of a layer's parts, each of which passes its input on when the layer is dropped.
+    """Results of a layer's parts, each of which passes its input on when the layer is skipped.
 
-    Those are values like the layer's result that alone live on, with products by weights on both
-    sides; so the layer can be cut there. The last one is its result.
+    At each of these points one value of the result's shape is live, with weight GEMMs before and
+    after it, so that the layer can be cut there. The last point is the layer's result.
     """
-    if sum(other.choice == dropped.choice for other in found.dropped) > 1:
+    if sum(other.condition == dropped.condition for other in found.dropped) > 1:
         return [dropped.made]
-    own = [node for node, choice in found.inside.items() if choice == dropped.choice]
+    own = [node for node, condition in found.inside.items() if condition == dropped.condition]
     own = [node for node in own if places[node] <= places[dropped.made]]
     place = {node: i for i, node in enumerate(own)}
     last = [_last_use(node, place) for node in own]
@@ -95,17 +95,17 @@ def _steps(dropped: SkippedNode, found: GraphDiff, places: dict[fx.Node, int]) -
 
 
 def _last_use(node: fx.Node, place: dict[fx.Node, int]) -> int:
-    """The last reader inside the layer; a reader outside counts as none, but for its result."""
+    """The last reader inside the layer; readers outside count only for its result."""
     return max((place[user] for user in node.users if user in place), default=-1)
 
 
 def _refuse_writes(
-    graph: fx.Graph, found: GraphDiff, choices: Sequence[fx.Node], places: dict[fx.Node, int]
+    graph: fx.Graph, found: GraphDiff, conditions: Sequence[fx.Node], places: dict[fx.Node, int]
 ) -> None:
-    """What a dropped layer writes must be its own, and nobody may write into what passes it."""
-    firsts = {d.choice: places[choices[d.choice]] for d in found.dropped}
+    """Refuse writes by a skipped layer into outer tensors, and writes into those that bypass it."""
+    firsts = {d.condition: places[conditions[d.condition]] for d in found.dropped}
     passing = {
-        n.meta.get("storage"): firsts[d.choice]
+        n.meta.get("storage"): firsts[d.condition]
         for d in found.dropped
         for n in (d.made, d.instead)
         if n.meta.get("storage") is not None
@@ -122,15 +122,15 @@ def _refuse_writes(
             if outside or after:
                 raise TraceError(
                     f"the model cannot be traced: {node.meta['source']} writes in place into what "
-                    "a layer that may be dropped by chance reads, gives or keeps; write into a new "
+                    "a layer that a random condition may skip reads or returns; write into a new "
                     "tensor there, or switch the dropping of layers off in the model's config."
                 )
 
 
-def _draw_apart(graph: fx.Graph, choices: Sequence[fx.Node]) -> None:
-    """Let what choices depend on be drawn from streams of their own, and from nothing else."""
+def _draw_apart(graph: fx.Graph, conditions: Sequence[fx.Node]) -> None:
+    """Draw the random numbers of conditions from streams of their own."""
     needed: set[fx.Node] = set()
-    todo = list(choices)
+    todo = list(conditions)
     while todo:
         node = todo.pop()
         if node in needed:
@@ -143,14 +143,14 @@ def _draw_apart(graph: fx.Graph, choices: Sequence[fx.Node]) -> None:
             continue
         if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
             raise TraceError(
-                f"the model cannot be traced at {choices[0].meta['source']}: it chooses what runs "
-                f"next by a random draw and by the parameter {node.meta['name']}; let the draw and "
-                "numbers alone decide."
+                f"the model cannot be traced at {conditions[0].meta['source']}: what runs next is "
+                f"decided by a random number and by the parameter {node.meta['name']}; let "
+                "the draw and numbers alone decide."
             )
         if node.op == "call_function" and is_random(node):
             number += 1
             node.args = (number, str(node.target), *node.args)
             node.target = draw_from_stream
             node.meta["storage"] = None
-    for choice in choices:
-        mark_condition(choice)
+    for condition in conditions:
+        mark_condition(condition)

@@ -1,4 +1,4 @@
-"""Random draws that decide what runs or is masked: the same on every rank of a replica."""
+"""Random streams for conditions and masks: the same numbers on every rank of a replica."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from merak.graph.trace.branches.flags import is_condition
 
 @may_call
 def draw_from_stream(number: int, operator: str, *args: Any, **kwargs: Any) -> Any:
-    """Draw from a stream of its own that the default generator's seed and a number name.
+    """Draw from a stream that is seeded by the default generator's seed and a number.
 
     Args:
-        number: of the draw among those of the model.
-        operator: what draws, such as aten.rand.default; one that writes gets a copy to write into.
+        number: number of the draw in the model.
+        operator: its name, such as aten.rand.default; one that writes gets a copy to write into.
         args: of that operator.
         kwargs: of that operator.
     """
@@ -36,22 +36,22 @@ def draw_from_stream(number: int, operator: str, *args: Any, **kwargs: Any) -> A
 
 
 def is_stream_draw(node: fx.Node) -> bool:
-    """Whether an operator draws so."""
+    """Whether an operator draws from a stream of its own."""
     return node.target is draw_from_stream
 
 
 def refuse_late_conditions(operators: Iterable[fx.Node]) -> None:
-    """Such draws are made, and choices settled, before a microbatch runs.
+    """Refuse conditions among a segment's operators: they are evaluated before a microbatch runs.
 
     Args:
         operators: those that run with the segments.
 
     Raises:
-        TraceError: one of them draws or chooses.
+        TraceError: one of them is a condition or its random draw.
     """
     for node in (n for n in operators if is_stream_draw(n) or is_condition(n)):
         raise TraceError(
-            f"the model cannot be traced: {node.meta['source']} draws, or chooses what runs next, "
+            f"the model cannot be traced: {node.meta['source']} draws, or decides what runs next, "
             "by something that the model itself computes or writes while it runs; let that depend "
             "on nothing but the batch, numbers and buffers that forward leaves as they are."
         )

@@ -1,1 +1,1 @@
-"""Modes in which a trace runs: what torch.export alone would record wrongly, or not at all."""
+"""Function modes and patches of a trace, for what torch.export records wrongly or not at all."""

@@ -1,4 +1,4 @@
-"""Autograd functions with a backward of their own: kept whole in the trace, as one operator.
+"""Autograd functions with a backward of their own, recorded as one operator each.
 
 A trace sees only what a function's forward does, so its own backward would be lost. While a model
 is traced, `Function.apply` therefore calls the operator `merak::autograd_function` instead, which
@@ -31,7 +31,7 @@ _APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
 
 def named_function(function: str) -> type[Function]:
-    """The autograd function of a name, as `merak::autograd_function` has it."""
+    """The autograd function of a name, "module:class"."""
     module, _, path = function.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -43,7 +43,7 @@ def named_function(function: str) -> type[Function]:
 def call_function(
     tensors: Sequence[torch.Tensor], function: str, arguments: str
 ) -> list[torch.Tensor]:
-    """Apply an autograd function, as the operator `merak::autograd_function` does.
+    """Apply an autograd function; the kernel of `merak::autograd_function`.
 
     Args:
         tensors: its tensors.
@@ -65,7 +65,7 @@ AUTOGRAD_FUNCTION = register(
 
 @contextmanager
 def record_autograd_functions(model: torch.nn.Module) -> Iterator[None]:
-    """Let a trace record functions with their own backward whole, and see through checkpoints."""
+    """Let a trace record autograd functions as one operator each, and see through checkpoints."""
     depth: list[type] = []
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def record_autograd_functions(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _plain_checkpoints() -> Iterator[None]:
-    """Let a gradient that is taken in the forward find what a checkpoint would compute again."""
+    """Run checkpoints without recomputation while calls of autograd are recorded."""
     own = torch_checkpoint._checkpoint_without_reentrant_generator
 
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -129,7 +129,7 @@ def _recorded(
 
 
 def refuse_seen_through(graph: fx.Graph) -> None:
-    """Find functions that were called past `Function.apply`, whose own backward the trace lost.
+    """Refuse autograd functions that were called past `Function.apply`: their backward is lost.
 
     Raises:
         TraceError: there is one.
@@ -146,7 +146,7 @@ def refuse_seen_through(graph: fx.Graph) -> None:
 
 
 def _bodies() -> dict[str, list[tuple[range, str]]]:
-    """Where the forwards of all autograd functions outside torch are: file → lines and name."""
+    """Source lines of the forwards of autograd functions outside torch: file → lines and name."""
     found: dict[str, list[tuple[range, str]]] = {}
     todo: list[type] = [Function]
     while todo:

@@ -1,7 +1,7 @@
-"""Tensors whose numbers are known though a trace has none: those made of sizes alone.
+"""Tensors with known values in a trace: those computed from sizes alone.
 
-Contrastive losses pick from a matrix by masks such as `~torch.eye(2 * n, dtype=torch.bool)`. What
-such a mask picks follows from the batch's shape, so the trace need not ask for values.
+Contrastive losses index a matrix by masks such as `~torch.eye(2 * n, dtype=torch.bool)`. How many
+elements such a mask selects follows from the batch's shape, so the trace need not ask for values.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _LIKE = frozenset(
         _T.new_tensor,
     )
 )
-"""Functions that read no numbers of the tensor that they are given."""
+"""Functions that read no values of their argument."""
 _ANSWERS = frozenset((_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__))
-_PICKS = frozenset(
+_DATA_DEPENDENT = frozenset(
     (
         _T.nonzero,
         torch.nonzero,
@@ -72,9 +72,9 @@ _DRAWS = (
 
 
 class ConstantValues(TorchFunctionMode):
-    """While active, what is made of sizes alone is computed beside the trace as well.
+    """Function mode that computes tensors made of sizes alone beside the fake ones.
 
-    It answers where a model asks for the numbers of such a tensor, or picks by them.
+    It answers where a model asks for the values of such a tensor, or indexes by them.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ConstantValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call the function, with places in the place of masks that are known."""
+        """Call the function, with indices in place of masks of known values."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _T)]
         is_like = func in _LIKE and bool(tensors)
@@ -94,7 +94,7 @@ class ConstantValues(TorchFunctionMode):
             self._forget(tensors if isinstance(func, torch._ops.OpOverload) else tensors[:1])
         if not (known and tensors) and func not in _FACTORIES:
             if func in _SELECTS and len(args) == 2 and self._picks(*args):
-                func = _T.__getitem__  # which is the same for a mask of the same shape
+                func = _T.__getitem__  # equal for a mask of the tensor's shape
             return func(*self._placed(func, args), **kwargs)
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors) and tensors:
             return func(*args, **kwargs)
@@ -102,7 +102,7 @@ class ConstantValues(TorchFunctionMode):
         if twin is None:
             self._forget(tensors[:1] if _writes(func, kwargs) else [])
             return func(*args, **kwargs)
-        if func in _ANSWERS or func in _PICKS or (func is torch.where and len(args) == 1):
+        if func in _ANSWERS or func in _DATA_DEPENDENT or (func is torch.where and len(args) == 1):
             return twin[0]
         result = func(*self._placed(func, args), **kwargs)
         self._note(result, twin[0])
@@ -117,12 +117,12 @@ class ConstantValues(TorchFunctionMode):
         return twin
 
     def _forget(self, tensors: list[torch.Tensor]) -> None:
-        """Numbers that are not known were written into these, and all that shares their memory."""
+        """Note that unknown values were written into these tensors' storages."""
         for tensor in tensors:
             twin = self._known(tensor)
             if twin is not None:
                 self._unknown.add(twin.untyped_storage()._cdata)
-                self._twins[twin] = twin  # so that nothing else gets its memory's name
+                self._twins[twin] = twin  # so that no other storage gets its address
 
     def _note(self, result: Any, twin: Any) -> None:
         results, twins = tree_leaves(result), tree_leaves(twin)
@@ -134,7 +134,7 @@ class ConstantValues(TorchFunctionMode):
                 self._twins[fake] = real
 
     def _twin(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
-        """What the function gives for the known numbers; None if that is not known."""
+        """The function's result for known values; None if some are unknown."""
         leaves = tree_leaves((args, kwargs))
         name = getattr(func, "__name__", "")
         if any(isinstance(leaf, _SYMBOLS) for leaf in leaves) or any(d in name for d in _DRAWS):
@@ -145,7 +145,7 @@ class ConstantValues(TorchFunctionMode):
             try:
                 own_args, own_kwargs = tree_map(self._real, (args, kwargs))
                 found = func(*own_args, **own_kwargs)
-            except Exception:  # whatever it is that the numbers are not known for
+            except Exception:  # whatever fails for unknown values
                 return None
         sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, _T)]
         return None if any(size > _MOST_ELEMENTS for size in sizes) else (found,)
@@ -164,7 +164,7 @@ class ConstantValues(TorchFunctionMode):
         return tensor.shape == mask.shape and self._known(mask) is not None
 
     def _placed(self, func: Any, args: Any) -> Any:
-        """Arguments with the places in them that known masks and numbers pick."""
+        """Arguments with indices in place of masks and scalars of known values."""
         if func not in (_T.__getitem__, _T.__setitem__):
             return args
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -176,7 +176,7 @@ class ConstantValues(TorchFunctionMode):
         return (args[0], tuple(placed), *args[2:])
 
     def _places(self, part: Any) -> tuple[torch.Tensor | int, ...] | None:
-        """Where a mask is true, or a single number, if it is one of them and known."""
+        """The indices of a mask of known values, or a known scalar; None for any other argument."""
         if not isinstance(part, FakeTensor):
             return None
         is_mask = part.dtype is torch.bool and part.ndim > 0
@@ -196,7 +196,7 @@ def _is_large(func: Any, args: Any) -> bool:
 
 
 def _writes(func: Any, kwargs: Any) -> bool:
-    """Whether a function may write into what it is given first."""
+    """Whether a function may write into its first argument."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return (

@@ -1,8 +1,8 @@
-"""CTC losses in a trace: one operator, for what they compute inside has the size of the labels.
+"""CTC losses in a trace: one operator, since its inner sizes depend on the labels' values.
 
-A model often picks the labels that are none of padding first, `labels.masked_select(labels >= 0)`:
-how many there are depends on the batch's numbers, which a trace has not. If they go nowhere but
-into the loss, the operator picks them itself when the segment runs.
+A model often selects the labels that are not padding first, `labels.masked_select(labels >= 0)`:
+their number depends on the batch's values, which a trace does not have. If they go nowhere but into
+the loss, the operator selects them itself when the segment runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from merak.graph.ir.custom_operators import Role, register
 
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select)
 _PASSING = frozenset("to long int cpu contiguous detach clone".split())
-"""What may be done to all labels as well as to those that are picked."""
+"""Methods that commute with the selection of labels."""
 
 _SIGNATURE = inspect.signature(ctc_loss)
 
@@ -40,18 +40,16 @@ def _run(
     cudnn: bool,
 ) -> torch.Tensor:
     if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
-        return _without_numbers(log_probs, targets, reduction)
-    picked = targets if mask is None else targets.masked_select(mask)
+        return _fake_loss(log_probs, targets, reduction)
+    selected = targets if mask is None else targets.masked_select(mask)
     with nullcontext() if cudnn else torch.backends.cudnn.flags(enabled=False):
         return ctc_loss(
-            log_probs, picked, input_lengths, target_lengths, blank, reduction, zero_infinity
+            log_probs, selected, input_lengths, target_lengths, blank, reduction, zero_infinity
         )
 
 
-def _without_numbers(
-    log_probs: torch.Tensor, targets: torch.Tensor, reduction: str
-) -> torch.Tensor:
-    """Of the loss's shape and memory: it keeps `log_probs` and two states for each label."""
+def _fake_loss(log_probs: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+    """A fake loss of the same shape and memory: it saves `log_probs` and two states per label."""
     num_samples = log_probs.shape[1] if log_probs.ndim == 3 else 1
     longest = targets.shape[1] if targets.ndim == 2 else -(-targets.numel() // num_samples)
     states = log_probs[..., :1].expand(*log_probs.shape[:-1], 2 * longest + 1).exp()
@@ -69,40 +67,40 @@ CTC_LOSS = register(
 
 
 class CtcLosses(TorchFunctionMode):
-    """While active, a CTC loss of tensors without numbers is recorded as one operator."""
+    """Function mode that records a CTC loss of fake tensors as one operator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._picked = WeakIdKeyDictionary()
+        self._selected = WeakIdKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Record a loss; labels picked for anything else are picked at once."""
+        """Record a loss; labels selected for anything else are selected at once."""
         kwargs = kwargs or {}
         if func is ctc_loss:
             return self._loss(_SIGNATURE.bind(*args, **kwargs))
-        if (pick := _pick_of(func, args, kwargs)) is not None:
-            return self._stand_in(*pick)
-        if not any(isinstance(a, FakeTensor) and a in self._picked for a in tree_leaves(args)):
+        if (found := _selection_of(func, args, kwargs)) is not None:
+            return self._stand_in(*found)
+        if not any(isinstance(a, FakeTensor) and a in self._selected for a in tree_leaves(args)):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _PASSING and args[0] in self._picked:
-            source, mask = self._picked[args[0]]
+        if name in _PASSING and args[0] in self._selected:
+            source, mask = self._selected[args[0]]
             return self._stand_in(func(source, *args[1:], **kwargs), mask)
         args, kwargs = tree_map_only(FakeTensor, self._now, (args, kwargs))
         return func(*args, **kwargs)
 
     def _stand_in(self, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """In the place of what is picked."""
+        """An empty tensor that stands for selected labels."""
         made = source.new_empty(source.numel())
-        self._picked[made] = source, mask
+        self._selected[made] = source, mask
         return made
 
     def _now(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in self._picked:
+        if tensor not in self._selected:
             return tensor
-        source, mask = self._picked[tensor]
+        source, mask = self._selected[tensor]
         return torch.masked_select(source, mask)
 
     def _loss(self, call: inspect.BoundArguments) -> torch.Tensor:
@@ -110,7 +108,7 @@ class CtcLosses(TorchFunctionMode):
         found = call.arguments
         if not isinstance(found["log_probs"], FakeTensor):
             return ctc_loss(*call.args, **call.kwargs)
-        targets, mask = self._picked.get(found["targets"], (found["targets"], None))
+        targets, mask = self._selected.get(found["targets"], (found["targets"], None))
         recorded: torch.Tensor = CTC_LOSS(
             found["log_probs"],
             targets,
@@ -125,14 +123,14 @@ class CtcLosses(TorchFunctionMode):
         return recorded
 
 
-def _pick_of(
+def _selection_of(
     func: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The tensor and the mask, if whole numbers are picked from one by the other."""
+    """The tensor and the mask, if integers are selected from one by the other."""
     if func in _SELECTS:
         given = (*args, *(kwargs[n] for n in ("input", "self", "mask") if n in kwargs))
     elif func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
-        # Whole numbers pick too, and as many as a trace may not know.
+        # Integers index too, with as many results as a trace may not know.
         given = args if args[1].dtype is torch.bool and args[1].shape == args[0].shape else ()
     else:
         return None

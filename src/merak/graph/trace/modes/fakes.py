@@ -1,4 +1,4 @@
-"""What a trace puts in the place of the real thing: weights, a batch, choices made by numbers."""
+"""Fake weights and batches for a trace, and patches of functions that look at values."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from merak.core.tensor_meta import TensorMeta
 
 @contextmanager
 def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Put fake tensors in the place of parameters and buffers; the model's own come back after.
+    """Replace parameters and buffers by fake tensors; restore the model's own afterwards.
 
-    What the model registers while it runs is gone again.
+    Parameters and buffers that the model registers while it runs are removed.
     """
     every: list[dict[str, Any]] = [
         slots for module in model.modules() for slots in (module._parameters, module._buffers)
     ]
     names = [frozenset(slots) for slots in every]
     fakes: dict[int, torch.Tensor] = {}
-    kept: list[tuple[dict[str, Any], str, Any]] = []
+    saved: list[tuple[dict[str, Any], str, Any]] = []
 
     def fake_of(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
@@ -48,12 +48,12 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -
     try:
         for slots in every:
             for name, tensor in slots.items():
-                kept.append((slots, name, tensor))
+                saved.append((slots, name, tensor))
                 if tensor is not None:
                     slots[name] = fake_of(tensor)
         yield
     finally:
-        for slots, name, tensor in kept:
+        for slots, name, tensor in saved:
             slots[name] = tensor
         for slots, known in zip(every, names, strict=True):
             for name in slots.keys() - known:
@@ -63,19 +63,19 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -
 def fake_batch(
     columns: Mapping[str, TensorMeta], mode: FakeTensorMode, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """A batch without numbers."""
+    """A batch of fake tensors."""
     with mode:
         return tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in columns.values())
 
 
 @contextmanager
 def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
-    """Let transformers choose masks in the trace as it does in eager.
+    """Let transformers choose attention masks in a trace as in eager code.
 
     While a model is exported, transformers builds every causal mask in full, which rules out the
-    attention kernels that know `is_causal`. In eager it looks at the numbers: no padding mask and
-    positions that count up by one mean no mask. Positions that the model itself counted (one row,
-    or one row expanded) always do.
+    attention kernels that know `is_causal`. In eager it looks at the values: no padding mask and
+    positions that count up by one mean no mask. Positions that the model itself has counted (one
+    row, or one row expanded) always do.
     """
     from transformers import masking_utils
 
@@ -105,10 +105,10 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
 
 
 @contextmanager
-def seemingly_eager() -> Iterator[None]:
-    """Let models of transformers take the way that they take while nothing records them.
+def hidden_compilation() -> Iterator[None]:
+    """Hide from models of transformers that they are compiled.
 
-    Some leave out a mask, and then fail without it, where they find that they are compiled.
+    When compiled, some models leave out a mask, and then fail without it.
     """
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("transformers.")]
     with ExitStack() as stack:
@@ -121,11 +121,11 @@ def seemingly_eager() -> Iterator[None]:
 
 
 @contextmanager
-def unmoved_modules() -> Iterator[None]:
-    """Let a model that moves or converts its own modules while it runs find that already done.
+def modules_stay_in_place() -> Iterator[None]:
+    """Let a model that moves or converts its own modules find that already done.
 
     Raises:
-        TraceError: a conversion that changes something, which the trace would forget.
+        TraceError: a conversion changes a tensor, which the trace would lose.
     """
 
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
@@ -144,8 +144,8 @@ def unmoved_modules() -> Iterator[None]:
 
 
 @contextmanager
-def no_draws_in_python(model: nn.Module) -> Iterator[None]:
-    """Refuse a model that draws from Python's or NumPy's generators: the trace would freeze it.
+def refuse_host_random(model: nn.Module) -> Iterator[None]:
+    """Refuse a model that draws from Python's or NumPy's generators: a trace freezes the numbers.
 
     Raises:
         TraceError: it has drawn.
@@ -160,11 +160,11 @@ def no_draws_in_python(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_attributes(model: nn.Module) -> Iterator[None]:
-    """Let a model's modules have their attributes again once it has been traced.
+def restored_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of a model's modules after its trace.
 
-    What a forward sets, such as the length that a table was made for or the last loss, is made of
-    fake tensors, or tells of a run that has not been.
+    Attributes that a forward sets, such as the length of a table or the last loss, hold fake
+    tensors, or the state of a run that never happened.
     """
     before = [
         (vars(module), {n: (v, _items(v)) for n, v in vars(module).items() if n not in _MODULE})
@@ -186,7 +186,7 @@ _MODULE = frozenset(name for name in nn.Module().__dict__ if "hooks" not in name
 
 
 def _items(value: Any) -> Any:
-    """What a plain container holds; None for anything else."""
+    """A copy of a plain container; None for any other value."""
     return copy.copy(value) if type(value) in (list, dict, set, OrderedDict) else None
 
 
@@ -198,7 +198,7 @@ def _refill(value: Any, items: Any) -> None:
 
 @contextmanager
 def find_replaced_attributes(model: nn.Module, replaced: dict[int, str]) -> Iterator[None]:
-    """Find tensors that forward replaces on the modules themselves, outside of buffers.
+    """Find tensors that forward replaces in plain attributes of modules.
 
     Args:
         model: the model.

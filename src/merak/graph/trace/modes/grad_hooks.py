@@ -1,7 +1,7 @@
-"""Functions that a model has called in its backward: a trace sees none of them.
+"""Backward hooks, which no trace sees: the module around them is opaque, or they are refused.
 
-A module with backward hooks is kept whole, and so is the innermost module around code that hooks
-the gradient of a tensor.
+A module with backward hooks is opaque, and so is the innermost module around code that hooks the
+gradient of a tensor.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ WHY = "its backward hooks, which no trace sees"
 
 
 def select_hooked_modules(model: nn.Module, opaque: OpaqueSelection) -> None:
-    """Keep modules with backward hooks whole.
+    """Make modules with backward hooks opaque.
 
     Args:
         model: the model that is to be traced.
-        opaque: gains them.
+        opaque: gains these modules.
 
     Raises:
-        TraceError: the model itself has such hooks, or a module has those of another kind.
+        TraceError: the model itself has such hooks, or a module has deprecated ones.
     """
     for path, module in _hooked(model):
         kind = type(module).__name__
         if not path:
             raise TraceError(
-                f"{kind} has backward hooks itself, and no module around it could be kept whole "
+                f"{kind} has backward hooks itself, and no module around it could be opaque "
                 "for them; register them on its parts."
             )
         if module._is_full_backward_hook is False:
@@ -48,8 +48,8 @@ def select_hooked_modules(model: nn.Module, opaque: OpaqueSelection) -> None:
                 f"{path} ({kind}) has a hook of register_backward_hook, which torch has "
                 "deprecated; use register_full_backward_hook."
             )
-        if not any(path == whole or path.startswith(f"{whole}.") for whole in opaque.whole):
-            opaque.whole[path] = WHY
+        if not any(path == outer or path.startswith(f"{outer}.") for outer in opaque.modules):
+            opaque.modules[path] = WHY
 
 
 def _hooked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -60,12 +60,12 @@ def _hooked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class TensorHooks(TorchFunctionMode):
-    """While active, code that hooks the gradient of a tensor is found."""
+    """Function mode that refuses hooks on the gradients of tensors."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Let anything else go its way.
+        """Refuse a hook; pass any other call on.
 
         Raises:
             UntraceableError: a tensor of the model is hooked.
@@ -75,7 +75,7 @@ class TensorHooks(TorchFunctionMode):
             raise UntraceableError(
                 f"{where} hooks the gradient of a tensor in the forward of the model itself, "
                 "which no trace sees; do it in the forward of a module of its own, which is then "
-                "kept whole.",
+                "opaque.",
                 f"it hooks the gradient of a tensor ({where})",
             )
         return func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
-"""Leave out what `torch.export` writes down beside its graph and nobody reads.
+"""Work of `torch.export` that nobody reads, left out.
 
-It compiles the Python code of some ten intermediate graphs, and looks up the text of all lines on
-the stack of every operator: a third of its time where a model unrolls a loop.
+`torch.export` compiles the Python code of some ten intermediate graphs, and looks up the text of
+all lines on every operator's stack: a third of its time where a model unrolls a loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx
 
 @contextmanager
 def lean_export() -> Iterator[None]:
-    """Inside, a graph's code is made when it first runs, and stacks are those of `forward`s."""
+    """Compile a graph's code only when it first runs, and keep only `forward`s of stack traces."""
     with (
         patch.object(fx.GraphModule, "recompile", _recompile_when_run),
         patch.object(fx.proxy, "CapturedTraceback", _Forwards, create=True),
@@ -31,7 +31,7 @@ _recompile = fx.GraphModule.recompile
 
 
 def _recompile_when_run(module: fx.GraphModule) -> None:
-    """In place of `GraphModule.recompile`; every graph module has a class of its own."""
+    """Replace `GraphModule.recompile`; every graph module has a class of its own."""
 
     def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if type(self).forward is forward:
@@ -42,14 +42,14 @@ def _recompile_when_run(module: fx.GraphModule) -> None:
 
 
 class _Forwards:
-    """In place of a whole stack: where every `forward` on it is, which is what a tracer keeps."""
+    """A stack trace reduced to its `forward`s, which is what a tracer keeps."""
 
     def __init__(self, frames: list[FrameSummary]) -> None:
         self._frames = frames
 
     @classmethod
     def extract(cls) -> _Forwards:
-        """The stack of who calls."""
+        """The stack trace of the caller."""
         frames: list[FrameSummary] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -61,5 +61,5 @@ class _Forwards:
         return cls(frames[::-1])
 
     def summary(self) -> StackSummary:
-        """As that of torch's own."""
+        """The stack trace, as `CapturedTraceback` has it."""
         return StackSummary.from_list(self._frames)

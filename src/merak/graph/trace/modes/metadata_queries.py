@@ -1,7 +1,7 @@
-"""What tells about a tensor and makes none: most of what a trace calls, and nothing to record.
+"""Queries of tensors' metadata, most of a trace's calls: they skip all other modes.
 
-`torch.export` asks every parameter for a hundred such things. Each would go through all the modes
-that follow what a model does.
+`torch.export` makes a hundred such queries of every parameter. Each would pass all modes of a
+trace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from merak.graph.trace.modes.packed_sequences import PackedSequences
 
 _T: Any = torch.Tensor
-_TELL = frozenset(
+_QUERIES = frozenset(
     [
         *(getattr(_T, name) for name in "dim numel size storage_offset stride".split()),
         *(getattr(_T, name) for name in "is_conj is_inference is_neg untyped_storage".split()),
@@ -32,10 +32,10 @@ _TELL = frozenset(
 
 
 class MetadataQueries(TorchFunctionMode):
-    """The outermost of the modes of a trace: what only tells about a tensor does not go further.
+    """Function mode that answers metadata queries before any other mode sees them.
 
     Args:
-        packed: the one that follows packed sequences, whose sizes it must see.
+        packed: the mode of packed sequences, which must see queries of their sizes.
     """
 
     def __init__(self, packed: PackedSequences) -> None:
@@ -45,8 +45,8 @@ class MetadataQueries(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answer what only tells; anything else goes its way."""
-        if func in _TELL and not self._packed.is_used:
+        """Answer a metadata query; pass any other call on."""
+        if func in _QUERIES and not self._packed.is_used:
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""Packed sequences in a trace: there is room for all of them, and each batch uses what it needs.
+"""Packed sequences in a trace: padded to a fixed number of rows, of which a batch uses some.
 
-`pack_padded_sequence` gives as many rows as the sequences have elements, which depends on the
-batch's numbers. Here packed rows and their counts by time have the sizes of a batch without any
-padding; packing, recurrent layers and padding are operators that look at the rows in use alone.
+`pack_padded_sequence` returns as many rows as the sequences have elements, which depends on the
+batch's values. Here packed rows and their counts by time have the sizes of a batch without any
+padding; packing, recurrent layers and padding are operators on the used rows alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HARMLESS = frozenset("device dtype ndim requires_grad is_cuda layout".split())
 """Attributes that do not tell how many rows there are."""
 
 
-def _is_pretence(tensor: torch.Tensor) -> bool:
+def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -45,7 +45,7 @@ def _pack_padded(
     by_time = x.transpose(0, 1) if batch_first else x
     longest, samples = by_time.shape[:2]
     rows = longest * samples
-    if _is_pretence(x):
+    if _is_fake(x):
         return by_time.reshape(rows, *by_time.shape[2:]).clone(), lengths.new_empty(longest)
     data, counts = _pack(x, lengths.cpu(), batch_first)
     unused = (0, 0) * (data.dim() - 1)
@@ -61,7 +61,7 @@ def _pad_packed(
     is_longest: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     longest = counts.shape[0]
-    if _is_pretence(data):
+    if _is_fake(data):
         samples = data.shape[0] // longest
         shape = (samples, length) if batch_first else (length, samples)
         padded = data[:1].expand(samples * length, *data.shape[1:]).clone()
@@ -92,7 +92,7 @@ def _packed_rnn(
     run = _RNNS[kind]
     given = tuple(states) if kind == "lstm" else states[0]
     how = (weights, biases, layers, dropout, train, bidirectional)
-    if _is_pretence(data):  # as many rows at every time
+    if _is_fake(data):  # all time steps have as many rows
         by_time = data.view(counts.shape[0], -1, *data.shape[1:])
         output, *last = run(by_time, given, *how, False)
         return [output.flatten(0, 1), *last]
@@ -119,17 +119,17 @@ PACKED_RNN = register(
     "bool biases, int layers, float dropout, bool train, bool bidirectional) -> Tensor[]",
     Role.KERNEL,
     _packed_rnn,
-    is_deterministic=True,  # but for its dropout between layers, of which its tag speaks
+    is_deterministic=True,  # but for dropout between layers, see its tag
     is_seeded=True,
 )
 
 
 class _Longest(int):
-    """How many times a packed sequence has, where the model asks for it."""
+    """The number of time steps of a packed sequence, where the model asks for it."""
 
 
 class PackedSequences(TorchFunctionMode):
-    """While active, sequences of tensors without numbers are packed with room for all."""
+    """Function mode that packs fake sequences into a fixed number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class PackedSequences(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Record what packs; of what is packed, refuse what depends on how many rows there are."""
+        """Record packing; refuse operators on packed rows that depend on how many there are."""
         kwargs = kwargs or {}
         if func == _pack and isinstance(args[0], FakeTensor):
             return self._packed(*args, **kwargs)
@@ -191,7 +191,7 @@ class PackedSequences(TorchFunctionMode):
         return output, *last
 
     def _of_counts(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The first count is that of all samples: none is empty."""
+        """Answer a query of counts by time; the first counts all samples, since none is empty."""
         if name == "__getitem__" and args[1] == 0:
             return self._counts[args[0]]
         if name == "size" and args[1:] == (0,):

@@ -1,4 +1,4 @@
-"""Nothing on the screen of a trace that fails, since another one may follow that does not."""
+"""Output of `torch.export` on failures, held back: another trace may follow that succeeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPEAKS_OF_FAILURES = "torch.fx.experimental.symbolic_shapes"
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Hold back what `torch.export` prints of the graph that it had until it failed."""
+    """Hold back what `torch.export` prints of a graph that failed."""
     said = io.StringIO()
     logger = logging.getLogger(_SPEAKS_OF_FAILURES)
     graph = ""

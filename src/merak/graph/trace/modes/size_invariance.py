@@ -1,9 +1,9 @@
-"""Autograd functions that compute every element by itself, whatever size their tensors have.
+"""Elementwise autograd functions, which compute the same on a shard as on the full tensor.
 
 A function's Python code may read the size of its operands (`gradient / math.sqrt(x.numel())`), and
-on a shard it would read the shard's. So a function's forward and backward are recorded on tensors
-without numbers, in the whole size and in the shard's: where both recordings say the same, and hold
-elementwise operators alone, the function gives on a shard what it gives there on the whole.
+on a shard it would read the shard's. So a function's forward and backward are recorded on meta
+tensors of the full size and of the shard's: where both recordings are equal, and hold elementwise
+operators alone, the function computes on a shard what it computes there on the full tensor.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _OF_A_SHAPE = FILLS_SHAPE | FILLS_NEW | {"view", "_unsafe_view", "expand"}
 def is_size_invariant(
     tensors: Sequence[TensorMeta], local: Shape, function: str, arguments: str
 ) -> bool:
-    """Whether an autograd function gives on a shard what it gives there on the whole tensors.
+    """Whether an autograd function computes on a shard what it computes there on full tensors.
 
     Args:
         tensors: its operands, of one shape.
         local: the shape of a shard of each.
-        function: where it is, as `merak::autograd_function` names it.
-        arguments: its arguments, as there.
+        function: its name, as of `merak::autograd_function`.
+        arguments: its arguments, as of `merak::autograd_function`.
     """
-    # Of a function that is defined anew under its name, as in a notebook, nothing is known.
+    # The class is part of the key: a notebook may redefine a function under its name.
     return _is_invariant(named_function(function), tuple(tensors), local, function, arguments)
 
 
@@ -55,14 +55,14 @@ def _is_invariant(
     whole = tensors[0].shape
     if any(meta.shape != whole for meta in tensors):
         return False
-    # A function may ask which gradients are wanted: the trace's own answer, and the widest one.
+    # A function may read needs_input_grad: try the trace's own, and all.
     answers = {
         tuple(meta.requires_grad for meta in tensors),
         tuple(meta.dtype.is_floating_point for meta in tensors),
     }
     dtypes = tuple(meta.dtype for meta in tensors)
     for wanted in sorted(answers):
-        # The whole size once more: a function that keeps count of its calls shows here.
+        # The full size again, which reveals a function with a state.
         recordings = [
             _recording(dtypes, wanted, shape, function, arguments)
             for shape in (whole, local, whole)
@@ -80,9 +80,9 @@ def _recording(
     function: str,
     arguments: str,
 ) -> Recording | None:
-    """What a function does, without the size of its tensors; None if it is not elementwise.
+    """The operators of a function, without sizes; None if it is not elementwise.
 
-    All results' gradients may come back, or that of one alone.
+    The backward is recorded with gradients of all results, and of each alone.
     """
     found: list[Any] = []
     only: int | None = None
@@ -94,7 +94,7 @@ def _recording(
         recorder = _Recorder(shape, operands)
         try:
             num_live = _run(recorder, operands, only, function, arguments)
-        except Exception:  # whatever a function may do on tensors without numbers
+        except Exception:  # whatever a function may do on meta tensors
             return None
         if not recorder.is_elementwise:
             return None
@@ -111,7 +111,7 @@ def _run(
     function: str,
     arguments: str,
 ) -> int:
-    """Record the forward and the backward of some results; how many of them have a gradient."""
+    """Record the forward, and the backward of some results; return how many have a gradient."""
     with torch.enable_grad():
         with recorder:
             results = call_function(operands, function, arguments)
@@ -134,10 +134,10 @@ def _run(
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the operators that run, with tensors by the order in which they come up.
+    """Dispatch mode that notes operators, with tensors numbered in the order in which they appear.
 
     Args:
-        shape: of the operands, which all tensors but single numbers must have.
+        shape: of the operands, which all tensors but scalars must have.
         operands: tensors that are known from the start.
     """
 
@@ -147,17 +147,17 @@ class _Recorder(TorchDispatchMode):
         self.is_elementwise = True
         self.lines: list[Any] = []
         self._places: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []  # else another tensor might come to lie there
+        self._alive: list[torch.Tensor] = []  # else another tensor might get its storage's address
         self.know(operands)
 
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give numbers to tensors; those in one memory have one."""
+        """Number tensors; those that share a storage have one number."""
         for tensor in tensors:
             self._alive.append(tensor)
             self._places.setdefault(tensor.untyped_storage()._cdata, len(self._places))
 
     def note(self, what: Any, values: Any, *more: Any) -> None:
-        """Write down values: tensors by their number, the shape as such."""
+        """Write down values: tensors by number, the operands' shape as such."""
         self.lines.append((what, *map(self._written, _leaves(values, self.shape)), *more))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +183,7 @@ class _Recorder(TorchDispatchMode):
         if not value.is_meta and value.dim() == 0:
             return "number", value.dtype, repr(value.item())
         place = self._places.get(value.untyped_storage()._cdata)
-        # One that nobody made may hold any numbers, such as `x.new_tensor(x.numel())`.
+        # A tensor that no operator made may hold a size, such as `x.new_tensor(x.numel())`.
         self.is_elementwise &= place is not None
         return "tensor", value.dtype, place
 

@@ -1,4 +1,4 @@
-"""`tensor.data`, which autograd does not see and a trace does not either, is `tensor.detach()`."""
+"""`tensor.data`, which neither autograd nor a trace sees, recorded as `tensor.detach()`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class DetachedData(TorchFunctionMode):
-    """While active, what models read as `.data` is recorded as the detached tensor.
+    """Function mode that records reads of `.data` as `detach()`.
 
-    Both share the tensor's memory and take no part in its gradient. Autograd finds writes into the
-    one and not into the other, but a trace follows memory, so here they are found in both.
+    Both share the tensor's storage, without its gradient. Autograd notices writes into the detached
+    tensor alone; a trace follows storages, so it notices them in both.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Detach in place of giving the bare data; anything else goes its way.
+        """Detach a tensor whose `.data` is read; pass any other call on.
 
         Raises:
-            TraceError: the model gives a tensor other data, which no trace sees.
+            TraceError: the model assigns to `.data`, which no trace sees.
         """
         if func == _GET_DATA:
             return args[0].detach()

@@ -1,8 +1,8 @@
-"""Checks of a batch's numbers in a model's code: a trace takes them to pass.
+"""Value checks in a model's code, such as of label ranges: a trace assumes that they pass.
 
-`if labels.max() >= self.vocab_size: raise …` decides nothing but whether the model fails. Numbers
-are not there while it is traced, so the way past the check is taken. Of how many elements are
-picked, as in `assert (ids == separator).nonzero().shape[0] == 3 * len(ids)`, the trace is told.
+`if labels.max() >= self.vocab_size: raise …` decides only whether the model fails. A trace has no
+values, so it assumes that the check passes. A check of a data-dependent size, as in
+`assert (ids == separator).nonzero().shape[0] == 3 * len(ids)`, becomes a constraint of the trace.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _SPEAKERS = ("logger", "logging", "warnings")
 
 
 class ValueChecks:
-    """While active, numbers that only decide whether an error is raised are taken to pass.
+    """Context in which conditions that only guard an error are assumed to pass.
 
-    Whatever asks for the truth of a tensor, or of a comparison of sizes, comes by here: a function
-    of torch that a mode has been told of runs without that mode.
+    Patches, not a function mode: a function of torch that a mode has already seen runs without that
+    mode, and may check values itself.
     """
 
     def __init__(self) -> None:
@@ -51,32 +51,32 @@ class ValueChecks:
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
-        """Begin to answer."""
+        """Patch the conversion of tensors and symbols to booleans."""
 
-        def truth(tensor: FakeTensor) -> bool:
+        def to_bool(tensor: FakeTensor) -> bool:
             return self._truth(tensor, sys._getframe(1))
 
         of_sizes: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
         def truth_of_sizes(condition: torch.SymBool) -> bool:
-            self._take_for_granted(condition, sys._getframe(1))
+            self._assume(condition, sys._getframe(1))
             return of_sizes(condition)
 
         patch = mock.patch.object
-        # The method of Tensor asks the modes first: numbers that they know need no answer.
-        self._patches.enter_context(patch(FakeTensor, "__bool__", truth, create=True))
+        # Tensor's own method asks the modes first: values that they know need no answer.
+        self._patches.enter_context(patch(FakeTensor, "__bool__", to_bool, create=True))
         self._patches.enter_context(patch(torch.SymBool, "__bool__", truth_of_sizes))
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Leave it to torch again."""
+        """Undo the patches."""
         self._patches.close()
 
-    def tell(self, are_sizes_checked: bool) -> None:
-        """Say which checks are left out, on one rank.
+    def warn_skipped(self, are_sizes_checked: bool) -> None:
+        """Warn, on rank 0, of checks that training leaves out.
 
         Args:
-            are_sizes_checked: whether those of sizes are made when the graph runs.
+            are_sizes_checked: whether the graph makes checks of sizes when it runs.
         """
         left_out = self._left_out if are_sizes_checked else self._left_out | self._of_sizes
         for file, line in sorted(left_out):
@@ -100,8 +100,8 @@ class ValueChecks:
         self._left_out.add(place)
         return answer
 
-    def _take_for_granted(self, condition: torch.SymBool, frame: FrameType) -> None:
-        """Where a check asks, tell the trace what it asks for; the graph makes it if it can."""
+    def _assume(self, condition: torch.SymBool, frame: FrameType) -> None:
+        """Assume a check of sizes; the graph makes it if it can."""
         if not free_unbacked_symbols(condition):
             return
         place = _own_line(frame)
@@ -111,7 +111,7 @@ class ValueChecks:
             self._of_sizes.add(place)
 
     def _answer(self, place: Place) -> bool | None:
-        return passing(self._tree(place[0]), place[1])
+        return passing_value(self._tree(place[0]), place[1])
 
     def _tree(self, file: str) -> ast.Module:
         if file not in self._trees:
@@ -123,7 +123,7 @@ class ValueChecks:
 
 
 def _own_line(frame: FrameType | None) -> Place:
-    """The line of the model's code, or of torch's that checks numbers, that a frame runs for."""
+    """The line of the model's code, or of a library's that checks values, that a frame runs for."""
     while frame is not None and _is_inner(frame.f_code.co_filename):
         frame = frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -133,21 +133,21 @@ def _is_inner(file: str) -> bool:
     return is_library(file) and not any(part in file for part in _CHECKING)
 
 
-def passing(tree: ast.AST, line: int) -> bool | None:
-    """How a tensor in a test on a line must be for the test to let the code go on.
+def passing_value(tree: ast.AST, line: int) -> bool | None:
+    """The boolean that a condition on a line must have for the code to go on.
 
     Args:
         tree: the file's code.
-        line: where the tensor's truth is asked for.
+        line: the line that converts a tensor to a boolean.
 
     Returns:
-        True or False, or None where the line is no such test, or one with contrary parts.
+        True or False; None where the line is no such test, or has contrary operands.
     """
     for node in ast.walk(tree):
         if isinstance(node, (ast.If, ast.Assert)) and _spans(node.test, line):
             wanted = _wanted(node)
-            truths = set() if wanted is None else set(_leaves(node.test, wanted))
-            return truths.pop() if len(truths) == 1 else None
+            answers = set() if wanted is None else set(_leaves(node.test, wanted))
+            return answers.pop() if len(answers) == 1 else None
     return None
 
 
@@ -156,7 +156,7 @@ def _spans(test: ast.expr, line: int) -> bool:
 
 
 def _wanted(node: ast.If | ast.Assert) -> bool | None:
-    """What a test must be for no error to be raised; None if it decides something else."""
+    """The boolean with which a test raises no error; None if it decides something else."""
     if isinstance(node, ast.Assert):
         return True
     if _only_complains(node.body):
@@ -165,7 +165,7 @@ def _wanted(node: ast.If | ast.Assert) -> bool | None:
 
 
 def _only_complains(body: list[ast.stmt]) -> bool:
-    """Whether statements raise an error, or do nothing but warn."""
+    """Whether statements raise an error, or only warn."""
     return isinstance(body[-1], ast.Raise) or all(_warns(statement) for statement in body)
 
 
@@ -177,7 +177,7 @@ def _warns(statement: ast.stmt) -> bool:
 
 
 def _leaves(test: ast.expr, wanted: bool) -> Iterator[bool]:
-    """What each part of a test should be; parts that can be no tensor are left out."""
+    """The boolean that each operand of a test should have, if it can be a tensor."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _leaves(test.operand, not wanted)
     elif isinstance(test, ast.BoolOp):

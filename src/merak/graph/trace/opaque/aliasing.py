@@ -1,7 +1,7 @@
-"""Memory that what a kept module returns shares with what it is given.
+"""Storages shared between an opaque call's results and its operands.
 
-When a segment runs, a kept module's results lie in memory of their own. That is the same as in
-eager code unless somebody writes in place into one of two tensors that should share it.
+When a segment runs, an opaque module's results have storages of their own. That equals eager code
+unless something writes in place into one of two tensors that share a storage there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from merak.graph.trace.opaque.probe import CannotBeOpaque
 
 
 def refuse_lost_writes(graph: fx.Graph) -> None:
-    """Find writes that would be seen through a kept module's results, or its other operands.
+    """Refuse writes that eager code would see through an opaque call's results or other operands.
 
-    Calls beside which there are writes are marked: what they share is looked at when they run.
+    Calls beside which there are writes are marked: their aliases are checked when they run.
 
     Args:
         graph: a clean graph.
@@ -62,7 +62,7 @@ def _refuse(node: fx.Node, written_later: set[int]) -> None:
 
 
 def _memory(node: fx.Node) -> Iterator[tuple[int, int | None]]:
-    """The memory of every tensor of a call, by its number, and of every result, by ~number."""
+    """The storage of every tensor of a call, by its number, and of every result, by ~number."""
     for i, operand in enumerate(operands(node)):
         yield i, operand.meta.get("storage")
     for user in node.users:

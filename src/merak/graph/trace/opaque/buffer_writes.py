@@ -1,4 +1,4 @@
-"""Buffers that a kept module may write into: for some values of a batch, if not for others."""
+"""Buffers that an opaque module may write into, for some values of a batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 
 def may_write(module: nn.Module) -> frozenset[str]:
-    """Names of buffers of a module that the code of its classes writes into, somewhere.
+    """Names of a module's buffers that the code of its classes writes into, somewhere.
 
-    A call on made-up values takes one way through the code alone.
+    A probe on synthetic values takes only one branch of the code.
     """
     found = set()
     for path, part in module.named_modules():
@@ -25,7 +25,7 @@ def may_write(module: nn.Module) -> frozenset[str]:
 
 @cache
 def _written_in(cls: type) -> frozenset[str]:
-    """Attributes that a class's code assigns, or calls a method of that writes in place."""
+    """Attributes that a class's code assigns, or calls an in-place method of."""
     if cls.__module__.partition(".")[0] in ("torch", "builtins"):
         return frozenset()
     try:

@@ -1,4 +1,4 @@
-"""What an opaque function or module that loops over a sequence does: found on meta tensors.
+"""Dry runs of opaque loops: outputs, memory and FLOPs, found on meta tensors.
 
 Nothing in such a loop depends on values, else it could not be traced either; so nothing is computed
 and no memory taken, however long the sequence.
@@ -26,7 +26,7 @@ from merak.graph.trace.opaque.extrapolate import extrapolated
 from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.probe import (
     CannotBeOpaque,
-    Found,
+    ProbeResult,
     describe,
     held_tensors,
     mixed,
@@ -38,28 +38,28 @@ from merak.graph.trace.opaque.probe import (
 from merak.graph.trace.opaque.run import attributes, invoke
 
 
-def dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
-    """Call a module on tensors without numbers.
+def dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> ProbeResult:
+    """Call a module on meta or fake tensors, and measure it.
 
     Args:
-        call: with nothing known of what comes out.
-        metas: of its tensors, those of the module first.
-        device: where it is to run.
+        call: without its outputs, which are to be found.
+        metas: metadata of its tensors, the module's own first.
+        device: device that it will run on.
 
     Raises:
-        CannotBeOpaque: it needs numbers, or keeps something, or writes into what it is given.
+        CannotBeOpaque: it needs values, keeps a tensor, or writes into its inputs.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_dry_run, call, metas, device).result()
 
 
-def _dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
+def _dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> ProbeResult:
     path = call.ref.path
     if call.numbers:
         raise CannotBeOpaque(path, "it is called with a number that depends on values")
     assert call.ref.module is not None
-    told = ""
+    reason = ""
     with undisturbed(call):
         for mode, where in _modes(call, device):
             before = attributes(call.ref.module)
@@ -69,24 +69,24 @@ def _dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device
                     return extrapolated(measure, metas) or measure(metas)
             except CannotBeOpaque:
                 raise
-            except Exception as error:  # whatever the code does without numbers
-                told = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            except Exception as error:  # whatever the code does on meta tensors
+                reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             finally:
                 restore(call, before)
-    raise CannotBeOpaque(path, f"it fails on tensors without numbers ({told})")
+    raise CannotBeOpaque(path, f"it fails on fake tensors ({reason})")
 
 
 def _modes(
     call: OpaqueCall, device: torch.device
 ) -> Iterator[tuple[AbstractContextManager[Any], torch.device]]:
-    """Meta tensors are ten times as fast as fake ones, and know no mixed precision of a device."""
+    """Contexts to try: meta tensors are ten times as fast as fake ones, and know no autocast."""
     if call.autocast is None:
         yield nullcontext(), torch.device("meta")
     yield FakeTensorMode(allow_non_fake_inputs=True), device
 
 
 class _Costs(Storages):
-    """Counts, beside live bytes, what operators do; a hundred thousand of them, so in little time.
+    """Dispatch mode that counts live bytes, FLOPs and traffic, with little overhead per operator.
 
     Args:
         known: as of `Storages`.
@@ -128,7 +128,7 @@ class _Costs(Storages):
         return result
 
 
-def _measured(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> Found:
+def _measured(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> ProbeResult:
     tensors = [_empty(meta, device) for meta in metas]
     versions = [tensor._version for tensor in tensors]
     with torch.no_grad(), _Costs(tensors) as plain:
@@ -166,7 +166,7 @@ def _empty(meta: TensorMeta, device: torch.device) -> torch.Tensor:
 
 
 def _called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
-    """What the module returns; as of `probe`, it must keep nothing and draw with torch alone."""
+    """The module's result; as of `probe`, it must keep no tensor and draw with torch alone."""
     assert call.ref.module is not None
     before, states = held_tensors(call.ref.module), (random.getstate(), numpy_state())
     with mixed(call):
@@ -183,7 +183,7 @@ def _called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
 def _backward(
     costs: _Costs, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[int, frozenset[int]]:
-    """The most bytes that the backward takes beyond what is there, and which tensors it reaches."""
+    """The backward's peak beyond what is live, and which tensors get a gradient."""
     live = [output for output in outputs if output.requires_grad]
     wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if not (live and wanted):
@@ -202,7 +202,7 @@ def _written(
     """The buffers that a module writes into.
 
     Raises:
-        CannotBeOpaque: it writes into what it is called with.
+        CannotBeOpaque: it writes into its inputs.
     """
     assert call.ref.module is not None
     suspected = may_write(call.ref.module)

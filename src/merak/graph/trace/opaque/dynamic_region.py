@@ -1,8 +1,8 @@
-"""Operators on what a model picks by values: together one operator of the graph.
+"""Data-dependent regions: operators on data-dependent sizes, together one operator of the graph.
 
 `hidden[mask]` has as many rows as the mask has ones. A trace follows that with a symbol for the
-number, but a graph that is cut, sent and planned has sizes that are known. So all that such tensors
-pass through is one node, from what is picked to where sizes are known again: the last row of each
+number, but a graph that is cut, sent and planned has sizes that are known. So all operators on such
+tensors are one node, from the selection to where sizes are known again: the last row of each
 sample, the mean, the loss. When a segment runs, these operators run as they were traced.
 """
 
@@ -36,13 +36,13 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True, slots=True)
 class DynamicRegion:
-    """The operators that a node stands for.
+    """The operators of a data-dependent region.
 
     Args:
         nodes: their graph, as `merak.graph.ir.serialize` has it; its placeholders are the node's
             tensors.
         outputs: sizes of the tensors that it returns.
-        line: of the model's code, where they begin.
+        line: the first one's line in the model's code.
     """
 
     nodes: tuple[Any, ...]
@@ -63,12 +63,12 @@ class DynamicSizes(Enum):
 
 
 class AssumeNonEmpty(TorchFunctionMode):
-    """While active, a trace takes for granted that at least one element is picked everywhere."""
+    """Function mode in which a trace assumes that no data-dependent size is zero."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Tell the trace so of every size that depends on values."""
+        """Assume of every data-dependent size of a result that it is not zero."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             sizes: Sequence[Any] = leaf.shape if isinstance(leaf, FakeTensor) else ()
@@ -79,7 +79,7 @@ class AssumeNonEmpty(TorchFunctionMode):
 
 
 def dynamic_region_function(region: DynamicRegion) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The function that such an operator becomes when its graph is to run."""
+    """The function that runs a data-dependent region in generated code."""
     forward = fx.GraphModule(torch.nn.Module(), unpack(region.nodes)).forward
 
     def dynamic_region(
@@ -101,28 +101,28 @@ def dynamic_region_function(region: DynamicRegion) -> Callable[..., tuple[torch.
 
 @may_call
 def _check(holds: bool, line: str) -> None:
-    """What the model, or torch while it is traced, takes for granted of what is picked.
+    """Check an assumption about a data-dependent size, made by the model or by torch.
 
     Raises:
         TrainingError: it does not hold.
     """
     if not holds:
         raise TrainingError(
-            f"how many elements are picked at {line} does not fit for these values of the batch: "
+            f"the number of elements selected at {line} does not fit these values of the batch: "
             "the model refuses them, or goes another way than the one that was traced; leave such "
             "batches out, or let the model use torch.where."
         )
 
 
 def gather_dynamic_regions(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
-    """Put nodes in the place of operators on sizes that depend on values.
+    """Replace operators on data-dependent sizes by data-dependent regions.
 
     Args:
         graph: as exported, without assertions other than on such sizes; changed in place.
         line_of: the line of the model's code that a node comes from.
 
     Raises:
-        UntraceableError: what is picked is returned, or written, by the model.
+        UntraceableError: the model returns or writes a tensor of a data-dependent size.
     """
     for node in reversed(list(graph.nodes)):
         if not node.users and _is_about_sizes(node) and not mutated_arguments(node):
@@ -144,7 +144,7 @@ def gather_dynamic_regions(graph: fx.Graph, line_of: Callable[[fx.Node], str]) -
 
 
 def _is_open(node: fx.Node) -> bool:
-    """Whether a size of what a node yields depends on values."""
+    """Whether a node's value has a data-dependent size."""
     if node.op != "call_function" or is_dynamic_region(node):
         return False
     return any(map(_has_symbol, tree_leaves(node.meta.get("val"))))
@@ -157,28 +157,28 @@ def _has_symbol(value: Any) -> bool:
 
 
 def _is_about_sizes(node: fx.Node) -> bool:
-    """Whether an operator makes such a size, or reads one, and does not check it."""
+    """Whether an operator makes or reads a data-dependent size, and does not check it."""
     if node.op != "call_function" or is_assertion(node):
         return False
     return _is_open(node) or any(map(_is_open, node.all_input_nodes))
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Whether a node checks a size that depends on values."""
+    """Whether a node checks a data-dependent size."""
     if node.target is not torch.ops.aten._assert_scalar.default:
         return False
     read = [n for c in node.all_input_nodes for n in (c, *c.all_input_nodes)]
-    return any(map(_is_open, read)) and not any(map(_is_about_truth, node.all_input_nodes))
+    return any(map(_is_open, read)) and not any(map(_is_about_boolean, node.all_input_nodes))
 
 
-def _is_about_truth(node: fx.Node) -> bool:
-    """Whether a node asks if a truth lies between 0 and 1, as torch writes down of its own."""
+def _is_about_boolean(node: fx.Node) -> bool:
+    """Whether a node checks that a boolean is between 0 and 1, as torch writes down of its own."""
     is_truth = any(n.target is torch.sym_ite for n in node.all_input_nodes)
     return is_truth and node.target in (operator.ge, operator.le)
 
 
 def _region(graph: fx.Graph, first: fx.Node) -> set[fx.Node]:
-    """An operator on such sizes, and all that hangs together with it."""
+    """The region of an operator: all that is connected to it by data-dependent sizes."""
     inside = {first}
     while True:
         grown = inside | _joined(inside)
@@ -189,7 +189,7 @@ def _region(graph: fx.Graph, first: fx.Node) -> set[fx.Node]:
 
 
 def _apart(regions: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:
-    """Regions of which none has a node of another one: those that do are one."""
+    """Disjoint regions: those that share a node become one."""
     found: list[set[fx.Node]] = []
     for region in regions:
         shared = [other for other in found if other & region]
@@ -199,12 +199,12 @@ def _apart(regions: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:
 
 
 def _leaving(inside: Collection[fx.Node]) -> list[fx.Node]:
-    """What of it others read, in order."""
+    """Nodes of a region that others read, in order."""
     return [n for n in inside if any(user not in inside for user in n.users)]
 
 
 def _joined(inside: Iterable[fx.Node]) -> set[fx.Node]:
-    """Who reads what is open in it, and what is open that it reads."""
+    """Readers of values of data-dependent sizes in a region, and such values that it reads."""
     found: set[fx.Node] = set()
     for node in inside:
         if _is_open(node):
@@ -216,7 +216,7 @@ def _joined(inside: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _between(graph: fx.Graph, inside: set[fx.Node]) -> set[fx.Node]:
-    """What reads something of it, and is read by it, in one step or several."""
+    """Nodes on a path that leaves a region and comes back to it."""
     after: set[fx.Node] = set()
     for node in graph.nodes:
         if not inside.union(after).isdisjoint(node.all_input_nodes):
@@ -242,19 +242,19 @@ def _replace(graph: fx.Graph, inside: list[fx.Node], line_of: Callable[[fx.Node]
     with graph.inserting_after(call):
         for number, node in reversed(list(enumerate(leaving))):
             one = graph.call_function(operator.getitem, (call, number))
-            one.meta = {k: v for k, v in node.meta.items() if k in _TOLD}
+            one.meta = {k: v for k, v in node.meta.items() if k in _SOURCE_META}
             node.replace_all_uses_with(one, delete_user_cb=lambda user: user not in members)
     for node in reversed(inside):
         graph.erase_node(node)
 
 
-_TOLD = ("val", "stack_trace", "nn_module_stack")
+_SOURCE_META = ("val", "stack_trace", "nn_module_stack")
 
 
 def _call(
     graph: fx.Graph, inside: Sequence[fx.Node], given: Sequence[fx.Node], leaving: Sequence[fx.Node]
 ) -> fx.Node:
-    """The node itself, behind all that it reads and before all that read it."""
+    """Insert the region's node: after all that it reads, and before all that read it."""
     last = inside[-1]
     order = {node: i for i, node in enumerate(graph.nodes)}
     late = _readers(leaving, set(inside))
@@ -265,14 +265,16 @@ def _call(
     cost = CallCost(outputs, _saved(inside, known), _flops(inside, known))
     with graph.inserting_after(last):
         call = graph.call_function(OPAQUE_CALL, ([], list(given), cost.to_json()))
-    call.meta = {k: v for k, v in inside[0].meta.items() if k in _TOLD} | {"val": tuple(vals)}
+    call.meta = {k: v for k, v in inside[0].meta.items() if k in _SOURCE_META} | {
+        "val": tuple(vals)
+    }
     for node in reversed(ahead):
         call.append(node)
     return call
 
 
 def _readers(leaving: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    """Everything outside that depends on it."""
+    """Nodes outside a region that depend on it."""
     found: set[fx.Node] = set()
     todo = [user for node in leaving for user in node.users]
     while todo:
@@ -289,7 +291,7 @@ def _refuse(
     leaving: Sequence[fx.Node],
     line_of: Callable[[fx.Node], str],
 ) -> None:
-    """What cannot be one node: it returns open sizes, or its order among writes would change."""
+    """Refuse a region that returns data-dependent sizes, or whose writes would be reordered."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     members, first, last = set(inside), order[inside[0]], order[inside[-1]]
     late = {n for n in _readers(leaving, members) if order[n] < last}
@@ -336,11 +338,11 @@ def _packed(
     return pack(graph)
 
 
-# What it may cost at most
+# An upper bound of its cost
 
 
 def _bound(given: Iterable[fx.Node]) -> int:
-    """The most that may be picked: as many as a mask has elements."""
+    """The most elements that may be selected: as many as a mask has."""
     vals = [n.meta["val"] for n in given if isinstance(n.meta.get("val"), torch.Tensor)]
     masks = [v.numel() for v in vals if not v.is_floating_point()]
     return max(
@@ -349,7 +351,7 @@ def _bound(given: Iterable[fx.Node]) -> int:
 
 
 def _sizes(value: torch.Tensor, known: int) -> tuple[int, ...]:
-    """The sizes of a tensor if so many are picked."""
+    """The sizes of a tensor, with a number for every data-dependent size."""
     return tuple(_number(size, known) for size in value.shape)
 
 

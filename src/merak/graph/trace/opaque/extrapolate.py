@@ -1,8 +1,8 @@
-"""What a long loop does, from what it does over short sequences.
+"""Costs of a long loop, extrapolated from short sequences.
 
-A loop over 4,096 tokens calls a hundred thousand operators, and takes a minute even on tensors
-without numbers. What it takes and returns is a polynomial of the sequence's length where every pass
-does the same: five short lengths show whether it is one, and which.
+A loop over 4,096 tokens calls a hundred thousand operators, and takes a minute even on meta
+tensors. Its cost and its outputs' sizes are polynomials of the sequence's length where every pass
+does the same: five short lengths show whether they are, and which.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from fractions import Fraction
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.operator import LoopCost
-from merak.graph.trace.opaque.probe import Found
+from merak.graph.trace.opaque.probe import ProbeResult
 
 LENGTHS = (16, 32, 48, 64, 80)
 """Evenly spaced; what works in chunks of 64 or fewer tokens is no polynomial over these."""
 
-Measure = Callable[[Sequence[TensorMeta]], Found]
+Measure = Callable[[Sequence[TensorMeta]], ProbeResult]
 """Runs the loop on operands of some shapes."""
 
 
-def extrapolated(measure: Measure, metas: Sequence[TensorMeta]) -> Found | None:
-    """What a loop does over a long sequence.
+def extrapolated(measure: Measure, metas: Sequence[TensorMeta]) -> ProbeResult | None:
+    """Extrapolate a loop's result and cost to a long sequence.
 
     Args:
         measure: runs it.
-        metas: its operands; which size is the sequence's length is found by trying.
+        metas: metadata of its operands; the size that is the sequence's length is found by trying.
 
     Returns:
-        As if it had been run; None where no size decides how long it is, or what it does is no
-        polynomial of the length.
+        The result of a run at full length; None where no size is the length, or the cost is no
+        polynomial of it.
     """
     sizes = {size for meta in metas for size in meta.shape if size > 2 * LENGTHS[-1]}
     for length in sorted(sizes):
@@ -43,15 +43,17 @@ def extrapolated(measure: Measure, metas: Sequence[TensorMeta]) -> Found | None:
     return None
 
 
-def _at_lengths(measure: Measure, metas: Sequence[TensorMeta], length: int) -> list[Found] | None:
-    found: list[Found] = []
+def _at_lengths(
+    measure: Measure, metas: Sequence[TensorMeta], length: int
+) -> list[ProbeResult] | None:
+    found: list[ProbeResult] = []
     for short in LENGTHS:
         try:
             found.append(measure([_resized(meta, length, short) for meta in metas]))
-        except Exception:  # whatever the code does with shapes that are not what they should be
+        except Exception:  # whatever the code raises for other shapes
             return None
         if len(found) == 2 and _kernels(found[1]) - _kernels(found[0]) < LENGTHS[1] - LENGTHS[0]:
-            return None  # not as many passes as that size has elements
+            return None  # fewer passes than the size says
     return found
 
 
@@ -59,12 +61,12 @@ def _resized(meta: TensorMeta, length: int, short: int) -> TensorMeta:
     return replace(meta, shape=tuple(short if size == length else size for size in meta.shape))
 
 
-def _kernels(found: Found) -> int:
+def _kernels(found: ProbeResult) -> int:
     assert found.loop is not None
     return found.loop.kernels[0]
 
 
-def _polynomial(found: Sequence[Found], length: int) -> Found | None:
+def _polynomial(found: Sequence[ProbeResult], length: int) -> ProbeResult | None:
     fixed = {(repr(f.result), f.written, f.shared, f.always, len(f.outputs)) for f in found}
     if len(fixed) > 1:
         return None
@@ -81,7 +83,7 @@ def _polynomial(found: Sequence[Found], length: int) -> Found | None:
     return replace(found[-1], outputs=outputs, saved_bytes=saved_bytes, flops=flops, loop=loop)
 
 
-def _numbers(found: Found) -> list[int]:
+def _numbers(found: ProbeResult) -> list[int]:
     assert found.loop is not None
     *peaks, kernels, traffic = astuple(found.loop)
     sizes = [size for meta in found.outputs for size in meta.shape]

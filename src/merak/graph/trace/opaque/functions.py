@@ -1,8 +1,8 @@
-"""Opaque functions: calls of plain Python functions, recorded by a trace as one operator each.
+"""Opaque functions: calls of Python functions, recorded by a trace as one operator each.
 
-A function that loops over the tokens of a sequence is named by where it can be imported from, so
-that every process that runs the graph finds it. While a model is traced its code is exchanged, so
-that the call is recorded wherever the model got the function from.
+A function that loops over the tokens of a sequence is named by its import path, so that every
+process that runs the graph finds it. While a model is traced its code object is replaced, so that
+the call is recorded whichever name the model calls it by.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class FunctionModule(nn.Module):
-    """A module without weights whose forward calls a function with its own code.
+    """Module without weights whose forward calls a function.
 
     Args:
         name: of the function, as of `function_name`.
@@ -43,7 +43,7 @@ def is_function(path: str) -> bool:
 def function_name(frame: FrameType) -> str | None:
     """The name, "module:name", of the function that runs in a frame; None if no import finds it.
 
-    Nor is one found that has variables of an enclosing one, or a method that reads its object.
+    None, too, for a function with a closure, and for a method that reads its object.
     """
     code = frame.f_code
     if code.co_freevars or "<" in code.co_qualname or (is_method(code) and _reads_first(code)):
@@ -69,7 +69,7 @@ def _reads_first(code: CodeType) -> bool:
 
 
 def function_of(name: str) -> FunctionType:
-    """The function of a name, without what decorates it.
+    """The function of a name, without its decorators.
 
     Raises:
         ImportError: there is no such module.
@@ -88,7 +88,7 @@ def function_of(name: str) -> FunctionType:
 
 @contextmanager
 def replaced_functions(stand_ins: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a call of one of some functions in this thread calls its stand-in instead.
+    """Replace some functions by stand-ins, in this thread.
 
     Args:
         stand_ins: by the name of the function.
@@ -104,7 +104,7 @@ def _replaced(function: FunctionType, stand_in: Callable[..., Any]) -> Iterator[
     own, original, thread = function.__code__, _copy(function), threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # An opaque module or function is tried in a thread of its own.
+        # An opaque module or function is probed in a thread of its own.
         if threading.get_ident() != thread:
             return original(*args, **kwargs)
         if is_method(own):  # which does not read its object

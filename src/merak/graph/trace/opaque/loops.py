@@ -1,8 +1,8 @@
-"""Python loops in a model's code that a trace would write out pass by pass.
+"""Long Python loops in a model's code, which a trace would unroll.
 
 A loop over the tokens of a sequence makes a graph that grows with the sequence: a Mamba of 64
 layers at 4,096 tokens would have two million operators. Such a loop is found while it runs, after
-its first passes, so that what it stands in can be one opaque operator.
+its first passes, so that the function or module around it can be one opaque operator.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LoopFound(UntraceableError):
     """A loop of many passes, none of which calls a module or reads a weight of its own.
 
     Args:
-        line: the one that it was found at: file, number, text.
+        line: the line at which it was found: file, number, text.
         modules: paths of the modules around it, outermost first.
         place: the code that it stands in.
         functions: names of the functions around it that could be opaque, innermost first.
-        is_too_long: whether it was to be written out, and is longer than a trace can be.
+        is_too_long: whether it was to be unrolled, and is longer than a trace can be.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class LoopFound(UntraceableError):
 
 @dataclass(slots=True)
 class _Activation:
-    """A call of a Python function that is under way.
+    """A call of a Python function that is under way, and its loops.
 
     Args:
         frame: of the call; held, so that no other gets its identity.
-        at: the instruction that it was at when it was last seen.
-        module: what it is the call of, where it is a module's.
-        passes: of its loops; those that are unlike all before are not counted.
-        operators: functions of torch called in it, by itself or by what it calls.
-        is_new: whether the pass that is under way has met what none before has.
+        at: its instruction when it was last seen.
+        module: the module whose forward it is, if it is one.
+        passes: passes of its loops, but for those that met a new module or weight.
+        operators: calls of torch's functions in it, or in functions that it calls.
+        is_new: whether the current pass has met a module or weight that none before has.
         met: modules called, and weights read, so far.
     """
 
@@ -94,13 +94,13 @@ class _Activation:
     met: set[Any] = field(default_factory=set)
 
     def meet(self, what: Any) -> None:
-        """Note a module or a weight."""
+        """Note a module or a weight that a pass has met."""
         if what not in self.met:
             self.met.add(what)
             self.is_new = True
 
     def is_loop(self) -> bool:
-        """Whether it has made some passes, of several operators each."""
+        """Whether the call has made some passes, of several operators each."""
         is_long = self.passes > FEW_PASSES and self.operators >= 2 * self.passes
         return is_long and not _is_library(self.frame)
 
@@ -111,16 +111,16 @@ class _Activation:
 
 
 class Loops(TorchFunctionMode):
-    """While active, a loop of more than `MOST_PASSES` passes raises an error.
+    """Function mode that raises an error for a loop of more than `MOST_PASSES` passes.
 
-    So does one of a few, once loops have made `MANY_OPERATORS`: layers add theirs up.
+    After `MANY_OPERATORS` in loops, a loop of a few passes raises it too: those of layers add up.
 
-    A loop over layers is not meant: its passes call a module, or read a weight or a piece of one,
-    that no pass before has. Nor is a sum of many tensors, with one operator in a pass.
+    A loop over layers raises none: each pass calls a module, or reads a weight or a part of one,
+    that no pass before has. Nor does a sum of many tensors, with one operator in a pass.
 
     Args:
         model: whose forward runs.
-        unrolled: code whose loops are written out all the same, up to `MOST_OPERATORS` in all.
+        unrolled: code whose loops are unrolled all the same, up to `MOST_OPERATORS` in all.
     """
 
     def __init__(self, model: nn.Module, unrolled: Collection[Place]) -> None:
@@ -135,7 +135,7 @@ class Loops(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Look where the call comes from; it goes its way.
+        """Look at the stack of a call, and pass it on.
 
         Raises:
             LoopFound: it comes from a long loop.
@@ -147,7 +147,7 @@ class Loops(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *raised: Any) -> None:
-        """Let go of the frames."""
+        """Release the frames."""
         self._stack.clear()
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
@@ -178,7 +178,7 @@ class Loops(TorchFunctionMode):
         self._refuse()
 
     def _follow(self, activation: _Activation, i: int, common: int, depth: int) -> None:
-        """See whether a call that was under way before has begun another pass of a loop."""
+        """Count a pass if a call that was under way before has jumped back."""
         now = activation.frame.f_lasti
         # At the same instruction again: by another call from there, or by none both times.
         again = (
@@ -221,7 +221,7 @@ class Loops(TorchFunctionMode):
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Calls under way in a model's forward, outermost first; modes on top of them aside."""
+    """Calls under way in a model's forward, outermost first, without function modes."""
     while frame is not None and frame.f_code.co_name in _MODES:
         frame = frame.f_back
     found = []

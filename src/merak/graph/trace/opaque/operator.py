@@ -1,9 +1,8 @@
-"""Modules kept whole in a graph: one operator that calls the module as eager code does.
+"""Opaque calls in a graph: one operator that calls a module as eager code does.
 
-The inside of some modules cannot be written down as operators: what runs next, or a size, depends
-there on the numbers in a tensor. Such a module becomes one node. Its operands are the module's
-parameters and buffers and the tensors it is called with; when a segment runs, the module itself is
-called with them.
+Some modules cannot be traced: their control flow, or a size, depends on the values of a tensor.
+Such a module becomes one node. Its operands are the module's parameters, buffers and input tensors;
+when a segment runs, the module itself is called with them.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ T = TypeVar("T")
 
 
 class ModuleRef:
-    """Where a module is in the user's model; the module itself does not travel to other processes.
+    """Reference to a module of the user's model, of which only the path is stored.
 
     Args:
-        path: of the module.
-        module: itself.
+        path: of the module, or a function's name.
+        module: the module itself; None until `connect_modules` has found it.
     """
 
     def __init__(self, path: str, module: nn.Module | None = None) -> None:
@@ -42,18 +41,18 @@ class ModuleRef:
         return ModuleRef, (self.path,)
 
     def __deepcopy__(self, memo: Any) -> ModuleRef:
-        """A copied graph calls the same module."""
+        """Copies of a graph refer to the same module."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class LoopCost:
-    """What a call that loops over a sequence costs, found on tensors without numbers.
+    """Cost of an opaque call that loops over a sequence, found in a dry run.
 
     Args:
-        plain_bytes: the most that its forward takes at once, outputs included, without a backward.
-        forward_bytes: the same with what the backward needs.
-        backward_bytes: the most that its backward takes beyond that, gradients included.
+        plain_bytes: peak memory of its forward, outputs included, without gradients.
+        forward_bytes: the same with gradients, saved tensors included.
+        backward_bytes: peak memory of its backward beyond that, gradients included.
         kernels: operators that read or write memory, of its forward and of its backward.
         traffic: bytes that these read and write.
     """
@@ -67,29 +66,29 @@ class LoopCost:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
-    """One call of a module that is kept whole.
+    """Call of an opaque module or function.
 
-    Its tensors are first those of the module, then those it is called with.
+    Its tensors are the module's own, followed by its inputs.
 
     Args:
         ref: the module.
         class_name: of the module.
-        why: what in it cannot be traced, and where.
-        states: per tensor of the module, its names in it (several where it is shared).
-        parameters: how many of these are parameters; buffers follow.
-        arguments: (args, kwargs) of its forward, with a `Slot` in the place of every tensor.
-        numbers: slots that are numbers for the module, which others give as tensors.
-        written: which of its tensors it writes into.
-        outputs: the tensors that it returns.
-        shared: (output, tensor) pairs that lie in one memory; the tensor ~n is the output n.
+        why: why it cannot be traced, and at which line.
+        states: per tensor of the module, its names in it (several where it is tied).
+        parameters: the number of parameters among these; buffers follow.
+        arguments: (args, kwargs) of its forward, with a `Slot` in place of every tensor.
+        numbers: slots of scalars, which the graph passes as tensors.
+        written: numbers of its tensors that it writes into.
+        outputs: metadata of the tensors that it returns.
+        shared: (output, tensor) pairs that share a storage; the tensor ~n is the output n.
         modes: train or eval mode of it and its submodules.
-        autocast: (device type, type) of the mixed precision that it runs in; None for none.
+        autocast: (device type, dtype) of the autocast that it runs in; None without autocast.
         grad: whether gradients were on where it is called.
-        saved_bytes: what its backward needs, inputs and weights aside.
-        flops: of the matrix products of its forward, for made-up values.
-        watched: whether something is written, after the call, into what it returns or is given.
-        always: which of its tensors get a gradient in every backward.
-        loop: what it costs, where it is opaque for a loop.
+        saved_bytes: saved tensors of its backward, inputs and weights aside.
+        flops: of the matrix products of its forward, for synthetic values.
+        watched: whether later operators write into its inputs or outputs, so that aliases matter.
+        always: numbers of its tensors that get a gradient in every backward.
+        loop: its cost, where it is opaque for a loop.
     """
 
     ref: ModuleRef
@@ -113,17 +112,17 @@ class OpaqueCall:
 
     @property
     def written_inputs(self) -> tuple[int, ...]:
-        """Which of its tensors that are not the module's own it writes into."""
+        """Numbers of its inputs, the module's own tensors aside, that it writes into."""
         return tuple(i for i in self.written if i >= len(self.states))
 
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """What an opaque call returns and takes, as its operator has it in JSON.
+    """Outputs and cost of an opaque call, stored in its operator as JSON.
 
     Args:
         outputs: shape and type of each of its outputs.
-        saved_bytes: what its backward needs beside its operands.
+        saved_bytes: saved tensors of its backward beside its operands.
         flops: of the matrix products of its forward.
         loop: its cost, where it loops over a sequence.
         number: of the call in its trace; none once the call is in the node's meta.
@@ -136,7 +135,7 @@ class CallCost:
     number: int | None = None
 
     def to_json(self) -> str:
-        """The cost as text; calls that are alike have the same."""
+        """The cost as text; equal calls have equal text."""
         outputs = [(meta.shape, str(meta.dtype).removeprefix("torch.")) for meta in self.outputs]
         found = {"outputs": outputs, "saved": self.saved_bytes, "flops": self.flops}
         if self.loop is not None:
@@ -163,10 +162,10 @@ def cost_of(node: fx.Node) -> CallCost:
 
 
 def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) -> Any:
-    """Record the call in a trace; see `attach_calls`.
+    """Record an opaque call in a trace; see `attach_calls`.
 
     Args:
-        call: what is called.
+        call: the call.
         number: of the call in this trace.
         tensors: its tensors.
 
@@ -180,7 +179,7 @@ def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) 
 
 
 def attach_calls(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
-    """Put the recorded calls into the meta of an exported module's operators."""
+    """Attach the recorded calls to the operators of an exported module."""
     for part in module.modules():
         if not isinstance(part, fx.GraphModule):
             continue
@@ -219,18 +218,18 @@ def in_order(call: OpaqueCall, written: Sequence[T], others: Sequence[T]) -> lis
 
 
 def opaque_nodes(graph: ModelGraph) -> list[fx.Node]:
-    """The operators that call modules that are kept whole, in order."""
+    """The nodes of a graph that call opaque modules, in order."""
     parts = (graph.prologue, *graph.segments)
     return [node for part in parts for node in part.graph.nodes if is_opaque(node)]
 
 
 def opaque_calls(graph: ModelGraph) -> list[OpaqueCall]:
-    """The calls of modules that are kept whole, in order."""
+    """The opaque calls of a graph, in order."""
     return [node.meta["opaque"] for node in opaque_nodes(graph)]
 
 
 def connect_modules(graph: ModelGraph, model: nn.Module) -> None:
-    """Let the operators of a graph that was read from disk call the modules of this model."""
+    """Connect the opaque calls of a graph that was read from disk to a model's modules."""
     for call in opaque_calls(graph):
         path = call.ref.path
         call.ref.module = FunctionModule(path) if is_function(path) else model.get_submodule(path)
@@ -238,21 +237,21 @@ def connect_modules(graph: ModelGraph, model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What a pretended call takes, in bytes."""
+    """Memory of a fake call, in bytes."""
 
     saved: int
     forward: int = 0
     backward: int = 0
 
 
-class _Pretended(Function):
-    """Takes the shapes and the memory of the call, on tensors without numbers."""
+class _FakeCall(Function):
+    """Autograd function with the shapes and the memory of a call, for fake tensors."""
 
     @staticmethod
     def forward(
         ctx: Any, outputs: Sequence[TensorMeta], sizes: _Sizes, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Empty results, and as many saved bytes as the module keeps."""
+        """Empty results, and as many saved bytes as the module saves."""
         device = tensors[0].device if tensors else torch.device("cpu")
         made = tuple(torch.empty(m.shape, dtype=m.dtype, device=device) for m in outputs)
         plain = (m for m in made if not (m.is_floating_point() or m.is_complex()))
@@ -274,7 +273,7 @@ class _Pretended(Function):
 
 
 def _take(num_bytes: int, device: torch.device) -> None:
-    """Hold memory for a moment, as what is pretended does."""
+    """Allocate memory and free it at once, for the peak."""
     torch.empty(max(0, num_bytes), dtype=torch.uint8, device=device)
 
 
@@ -284,13 +283,13 @@ def fake_outputs(
     tensors: Sequence[torch.Tensor],
     loop: LoopCost | None = None,
 ) -> list[torch.Tensor]:
-    """What the call is on tensors without numbers.
+    """Fake outputs of a call, with the memory of the real one.
 
     Args:
-        outputs: what it returns.
-        saved_bytes: what its backward needs beside its operands.
+        outputs: metadata of its outputs.
+        saved_bytes: saved tensors of its backward beside its operands.
         tensors: its operands.
-        loop: what it costs, where it loops over a sequence.
+        loop: its cost, where it loops over a sequence.
     """
     if not outputs:
         return []
@@ -299,13 +298,13 @@ def fake_outputs(
         is_plain = not torch.is_grad_enabled()
         taken = loop.plain_bytes if is_plain else loop.forward_bytes
         sizes = _Sizes(0 if is_plain else saved_bytes, taken, loop.backward_bytes)
-    return list(_Pretended.apply(outputs, sizes, *tensors))  # type: ignore[no-untyped-call]
+    return list(_FakeCall.apply(outputs, sizes, *tensors))  # type: ignore[no-untyped-call]
 
 
 def fake_call(
     written: list[torch.Tensor], tensors: list[torch.Tensor], text: str
 ) -> list[torch.Tensor]:
-    """The operator itself, which computes nothing: its outputs have the cost's shapes."""
+    """Fake outputs of an opaque call: the operator's kernel, which computes nothing."""
     cost = CallCost.from_json(text)
     return fake_outputs(cost.outputs, cost.saved_bytes, [*written, *tensors], cost.loop)
 

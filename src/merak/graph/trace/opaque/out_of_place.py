@@ -1,9 +1,9 @@
-"""Writes of what is picked by values into a model's own tensors, as operators that make new ones.
+"""In-place writes of data-dependent elements, rewritten as operators that make new tensors.
 
 `out.index_add_(0, rows, …)` and `out[rows] = …` in a loop over experts write into one tensor again
-and again. What has sizes that depend on values becomes an operator of its own for each expert, and
-two of these cannot write into one memory. So each makes a new tensor, which all that comes later
-reads in the place of the old one.
+and again. Each expert's data-dependent sizes become a region of their own, and two regions cannot
+write into one storage. So each returns a new tensor, which later operators read in place of the old
+one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SCATTER: Mapping[str, Any] = {
 
 
 def write_out_of_place(graph: fx.Graph, is_open: Callable[[fx.Node], bool]) -> None:
-    """Let writes of picks make new tensors, wherever all that reads the old ones is known.
+    """Rewrite in-place writes of data-dependent elements, where all later readers are known.
 
     Args:
         graph: as exported, with fake tensors as `val`; changed in place.
-        is_open: whether a size of what a node yields depends on values.
+        is_open: whether a node's value has a data-dependent size.
     """
     writes = [
         n for n in graph.nodes if any(map(is_open, n.all_input_nodes)) and mutated_arguments(n)
@@ -48,11 +48,11 @@ def write_out_of_place(graph: fx.Graph, is_open: Callable[[fx.Node], bool]) -> N
         functional = _functional(node.target)
         if functional is not None and not others and not is_open(written):
             rewriting.replace(node, written, functional)
-    rewriting.settle()
+    rewriting.refresh_views()
 
 
 def _functional(target: Any) -> Any:
-    """The operator that makes a new tensor where this one writes; None if it is of no such kind."""
+    """The out-of-place variant of an operator; None if there is none of the same result."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name, _, overload = str(target).removeprefix("aten.").partition(".")
@@ -62,9 +62,9 @@ def _functional(target: Any) -> Any:
 
 
 class _Rewriting:
-    """Knows which nodes lie in one memory, as the trace had it, and where it is read later.
+    """Storages of nodes, as the trace had them, and the places where they are read.
 
-    A node that is made for a write has the place of the write in the order.
+    A node that replaces a write has the write's place in the order.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -80,7 +80,7 @@ class _Rewriting:
         self.changed: set[int] = set()
 
     def replace(self, node: fx.Node, written: fx.Node, functional: Any) -> None:
-        """Put a new tensor in the place of what one operator writes, if nothing is missed so."""
+        """Replace an in-place write by a new tensor, if all its later readers are known."""
         number = self.memory[written]
         path = self._views(written)
         if number is None or number in self.fixed or not self._is_known(node, path, number):
@@ -101,8 +101,8 @@ class _Rewriting:
         self.graph.erase_node(node)
         self.changed.add(number)
 
-    def settle(self) -> None:
-        """Give the views of what is new the memory of it."""
+    def refresh_views(self) -> None:
+        """Recompute the fake values of views of new tensors."""
         for node in self.graph.nodes:
             if self.memory.get(node) in self.changed:
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
@@ -110,7 +110,7 @@ class _Rewriting:
                     node.meta["val"] = node.target(*args, **kwargs)
 
     def _views(self, written: fx.Node) -> list[fx.Node]:
-        """What is written, what that is a view of, … up to a tensor that is no such view."""
+        """The written tensor, its base, … up to a tensor that is no such view."""
         path = [written]
         while path[-1] not in self.roots and path[-1].op == "call_function":
             family = aten_family(path[-1].target)
@@ -123,14 +123,14 @@ class _Rewriting:
         return path
 
     def _is_known(self, node: fx.Node, path: list[fx.Node], number: int) -> bool:
-        """Whether nothing older in this memory is read after a write, but the views of its path."""
+        """Whether only the views of its path are read after a write, of all older ones."""
         now = self.place[node]
         others = (m for m in self.members[number] if m not in path and m is not node)
         older = (m for m in others if self.place[m] <= now)
         return not any(self.place[user] > now for member in older for user in member.users)
 
     def _put_back(self, view: fx.Node, source: fx.Node, new: tuple[fx.Node, fx.Node]) -> fx.Node:
-        """The tensor that a view is of, with what is new in the view's place."""
+        """The base of a view, with a new tensor in the view's place."""
         value, node = new
         family = aten_family(view.target)
         if family in _SCATTER:
@@ -142,7 +142,7 @@ class _Rewriting:
     def _new(
         self, target: Any, args: Any, kwargs: Any, origin: fx.Node, like: tuple[fx.Node, fx.Node]
     ) -> fx.Node:
-        """A node before a write, and of what shape: that of another one."""
+        """Insert a node before a write, with another node's shape."""
         shaped, write = like
         with self.graph.inserting_before(write):
             made = self.graph.call_function(target, args, dict(kwargs))

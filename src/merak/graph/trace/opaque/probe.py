@@ -1,7 +1,7 @@
-"""What a module that is kept whole returns: found by calling it on made-up values.
+"""Probes of opaque modules: one module is called on synthetic values to find what it returns.
 
-Only the one module is called, on the CPU or where the model is, with values that are as good as
-any: what they decide is checked to be the same for others, and again when the module runs.
+Only the one module is called, on the CPU or the model's device. What its outputs depend on is
+checked with several sets of values, and again when the module runs.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ _MOST_BYTES = 2**30
 
 
 class CannotBeOpaque(TraceError):
-    """A module that cannot be one operator; the message is a sentence about it.
+    """A module that cannot be opaque; the message is a sentence about it.
 
     Args:
         path: of the module.
-        why: what is in the way.
-        is_object: whether that is an object that goes in or out, such as a cache.
+        why: the cause.
+        is_object: whether the cause is an object that is passed or returned, such as a cache.
     """
 
     def __init__(self, path: str, why: str, *, is_object: bool = False) -> None:
-        super().__init__(f"{path} cannot be kept whole: {why}")
+        super().__init__(f"{path} cannot be opaque: {why}")
         self.path = path
         self.why = why
         self.is_object = is_object
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a module does with made-up values.
+class ProbeResult:
+    """Outputs, writes and cost of a module, as a probe has found them.
 
     Args:
-        result: nested, with slots in the place of tensors.
-        outputs: these tensors.
-        written: which of its tensors it writes into.
+        result: nested, with slots in place of tensors.
+        outputs: metadata of these tensors.
+        written: as of `OpaqueCall`.
         shared: as of `OpaqueCall`.
-        saved_bytes: what autograd keeps beside what it is given.
+        saved_bytes: as of `OpaqueCall`.
         flops: of its matrix products.
         always: as of `OpaqueCall`.
         loop: as of `OpaqueCall`.
@@ -89,18 +89,19 @@ def probe(
     real: Mapping[str, torch.Tensor],
     device: torch.device,
     modes: Sequence[TorchFunctionMode] = (),
-) -> Found:
-    """Call a module on made-up values.
+) -> ProbeResult:
+    """Call a module on synthetic values, and measure it.
 
     Args:
-        call: with nothing known of what comes out.
-        metas: of its tensors, those of the module first.
-        real: parameters and buffers that have numbers already, by name in the module.
-        device: where it is to run.
-        modes: function modes that it is to run in, the outermost first.
+        call: without its outputs, which are to be found.
+        metas: metadata of its tensors, the module's own first.
+        real: parameters and buffers that have values already, by name in the module.
+        device: device to run it on.
+        modes: function modes to run it in, the outermost first.
 
     Raises:
-        CannotBeOpaque: it fails on all values that were tried, or what it returns depends on them.
+        CannotBeOpaque: it fails on all values that were tried, or its outputs' sizes depend on
+            them.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
@@ -118,9 +119,9 @@ class _Probe:
     modes: Sequence[TorchFunctionMode]
 
 
-def _probe(subject: _Probe) -> Found:
+def _probe(subject: _Probe) -> ProbeResult:
     path = subject.call.ref.path
-    found: list[Found] = []
+    found: list[ProbeResult] = []
     errors: list[Exception] = []
     with undisturbed(subject.call):
         for numbers, values in product(_numbers(subject), (_usual, _other, _ones)):
@@ -128,14 +129,14 @@ def _probe(subject: _Probe) -> Found:
                 found.append(_try(subject, values, numbers))
             except CannotBeOpaque:
                 raise
-            except Exception as error:  # whatever the module's code does with made-up values
+            except Exception as error:  # whatever the module's code does with synthetic values
                 errors.append(error)
             if len(found) > 1:
                 break
     if not found:
-        told = str(errors[0]).strip().partition("\n")[0]
+        reason = str(errors[0]).strip().partition("\n")[0]
         raise CannotBeOpaque(
-            path, f"it fails on made-up values ({type(errors[0]).__name__}: {told})"
+            path, f"it fails on synthetic values ({type(errors[0]).__name__}: {reason})"
         )
     first, *others = found
     for other in others:
@@ -153,8 +154,8 @@ def _probe(subject: _Probe) -> Found:
     return replace(most, written=tuple(written), shared=shared)
 
 
-def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> Found:
-    """Call it twice: alike both times, or it could not run again for a recomputation."""
+def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> ProbeResult:
+    """Call it twice: with other results the second time, it could not be recomputed."""
     before = attributes(_module(subject.call))
     try:
         first, _ = _once(subject, values, numbers)
@@ -172,7 +173,7 @@ def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> Found:
 
 def _once(
     subject: _Probe, values: Values, numbers: Mapping[int, Any]
-) -> tuple[list[torch.Tensor], Found]:
+) -> tuple[list[torch.Tensor], ProbeResult]:
     call = subject.call
     tensors = _tensors(subject, values, numbers)
     versions = [tensor._version for tensor in tensors]
@@ -210,18 +211,18 @@ def _once(
 
 def describe(
     call: OpaqueCall, tensors: Sequence[torch.Tensor], result: Any
-) -> tuple[list[torch.Tensor], Found]:
-    """The tensors that a module has returned for others, and what they are."""
+) -> tuple[list[torch.Tensor], ProbeResult]:
+    """The tensors in a module's result, and their description."""
     try:
         outputs, template = flatten(result)
     except NotPlain as error:
         raise CannotBeOpaque(call.ref.path, f"it returns a {error}", is_object=True) from error
     metas = tuple(TensorMeta(tuple(t.shape), t.dtype) for t in outputs)
-    return outputs, Found(template, metas, (), sharing(outputs, tensors))
+    return outputs, ProbeResult(template, metas, (), sharing(outputs, tensors))
 
 
 def _flop_counter() -> FlopCounterMode:
-    """Counts without asking in which module: the hooks for that want every graph to be whole."""
+    """A FLOP counter without a module tracker: the tracker's hooks need every graph to be whole."""
     counter = FlopCounterMode(display=False)
     everything = nullcontext()
     everything.parents = {"Global"}  # type: ignore[attr-defined]
@@ -230,7 +231,7 @@ def _flop_counter() -> FlopCounterMode:
 
 
 def held_tensors(module: nn.Module) -> dict[int, str]:
-    """Where a module holds tensors, parameters aside: by their identity."""
+    """Attributes of a module that hold tensors, parameters aside, by the tensors' identity."""
     parts = list(module.modules())
     found = {
         id(leaf): f"the attribute {name} of a {type(parts[i]).__name__}"
@@ -242,7 +243,7 @@ def held_tensors(module: nn.Module) -> dict[int, str]:
 
 
 def refuse_held(call: OpaqueCall, before: Mapping[int, str]) -> None:
-    """A tensor that the module keeps for others, or for its next call, would be missing there."""
+    """Refuse a module that keeps a tensor for others, or for its next call."""
     for number, where in held_tensors(_module(call)).items():
         if number not in before:
             raise CannotBeOpaque(
@@ -253,7 +254,7 @@ def refuse_held(call: OpaqueCall, before: Mapping[int, str]) -> None:
 
 
 def restore(call: OpaqueCall, before: Mapping[tuple[int, str], Any]) -> None:
-    """Give a module that was tried the attributes that it had before."""
+    """Restore a probed module's attributes."""
     parts = list(_module(call).modules())
     for i, name in attributes(_module(call)).keys() - before.keys():
         del vars(parts[i])[name]
@@ -286,7 +287,7 @@ def _tensors(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> lis
 def _state(
     meta: TensorMeta, real: torch.Tensor | None, generator: torch.Generator, as_one: bool
 ) -> torch.Tensor:
-    """A parameter or buffer: its own numbers, where it has any."""
+    """A parameter or buffer: its own values, where it has any, else synthetic ones."""
     if real is not None and not real.is_meta:
         return real.detach().clone()
     if not meta.dtype.is_floating_point:
@@ -297,7 +298,7 @@ def _state(
 
 
 def _usual(meta: TensorMeta, generator: torch.Generator) -> torch.Tensor:
-    """Normal numbers; zeros, which index anything; and truths."""
+    """Normal numbers; zeros, which are valid indices of anything; and true booleans."""
     if meta.dtype.is_floating_point or meta.dtype.is_complex:
         return torch.randn(meta.shape, generator=generator).to(meta.dtype)
     if meta.dtype is torch.bool:
@@ -321,7 +322,7 @@ def _ones(meta: TensorMeta, generator: torch.Generator) -> torch.Tensor:
 
 
 def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
-    """Values of the numbers that it is given: shares of a size first, as for a split."""
+    """Values of unknown scalars: fractions of a size first, as for a split."""
     slots = sorted(subject.call.numbers)
     if not slots:
         yield {}
@@ -329,15 +330,15 @@ def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
     inputs = subject.metas[len(subject.call.states) :]
     sizes = dict.fromkeys(m.shape[0] for m in inputs if m.shape)
     for size in sizes:
-        share, more = divmod(size, len(slots))
-        yield {slot: share + (i < more) for i, slot in enumerate(slots)}
+        part, more = divmod(size, len(slots))
+        yield {slot: part + (i < more) for i, slot in enumerate(slots)}
     yield dict.fromkeys(slots, 0)
     yield dict.fromkeys(slots, 1)
 
 
 @contextmanager
 def undisturbed(call: OpaqueCall) -> Iterator[None]:
-    """Call the module as eager code would, whatever a trace has put in the place of things."""
+    """Undo the patches of a trace, so that a module runs as in eager code."""
     module = _module(call)
     forward = vars(module).pop("forward", None)
     with ExitStack() as stack:
@@ -357,7 +358,7 @@ def undisturbed(call: OpaqueCall) -> Iterator[None]:
 
 @contextmanager
 def mixed(call: OpaqueCall) -> Iterator[None]:
-    """The mixed precision that a module runs in."""
+    """The autocast context that a module runs in."""
     if call.autocast is None:
         yield
         return
@@ -367,7 +368,7 @@ def mixed(call: OpaqueCall) -> Iterator[None]:
 
 @contextmanager
 def _inside(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Put this thread into modes that another one has entered: entering them twice could undo them.
+    """Push function modes of another thread: to enter them twice could undo them.
 
     Args:
         modes: the outermost first.
@@ -393,6 +394,6 @@ def _module(call: OpaqueCall) -> nn.Module:
 
 
 def numpy_state() -> tuple[int, bytes]:
-    """Where NumPy's own generator is."""
+    """The state of NumPy's global generator."""
     state = np.random.get_state(legacy=False)["state"]
     return int(state["pos"]), state["key"].tobytes()

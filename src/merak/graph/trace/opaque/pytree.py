@@ -1,4 +1,9 @@
-"""Tensors inside nested arguments and results: taken out, and put back."""
+"""Tensors in nested arguments and results: flattened into slots, and filled in again.
+
+`torch.utils._pytree` would take a dataclass or mapping that nobody has registered, such as the
+outputs and caches of plain models, for a leaf, and rebuild a registered one by its constructor,
+which may refuse slots. Here containers are copied, and their items exchanged.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +34,22 @@ PLAIN = (
 
 
 class NotPlain(Exception):
-    """A value that is neither a tensor, nor plain, nor made of such; the message is its type."""
+    """A value that is neither a tensor nor plain data; the message is its type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a tensor in nested values."""
+    """Placeholder for a tensor in nested values."""
 
     number: int
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """Take the tensors, and numbers that are not known yet, out of nested values.
+    """Take the tensors, and unknown scalars, out of nested values.
 
     Returns:
-        The tensors in order, and the values with a `Slot` in the place of each; a tensor that is
-        there twice has one slot.
+        The tensors in order, and the values with a `Slot` in place of each; a tensor that occurs
+        twice has one slot.
 
     Raises:
         NotPlain: a value that is none of tuples, lists, mappings, dataclasses and plain values.
@@ -66,7 +71,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def fill(template: Any, values: Sequence[Any]) -> Any:
-    """Put values back into the slots of what `flatten` has left."""
+    """Fill values into the slots that `flatten` has left."""
 
     def walk(item: Any) -> Any:
         if isinstance(item, Slot):
@@ -77,7 +82,7 @@ def fill(template: Any, values: Sequence[Any]) -> Any:
 
 
 def _rebuilt(value: Any, walk: Any) -> Any:
-    """The same container with what `walk` makes of its items."""
+    """The same container, with `walk` applied to its items."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(walk(item) for item in value))
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""What a trace puts in the place of the calls of modules that it keeps whole."""
+"""Recording of opaque calls: replacements of the forwards of opaque modules during a trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
 from merak.graph.trace.opaque.operator import ModuleRef, OpaqueCall, record_call
-from merak.graph.trace.opaque.probe import CannotBeOpaque, Found, probe
+from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
 from merak.graph.trace.opaque.pytree import PLAIN, NotPlain, fill, flatten
 from merak.graph.trace.opaque.run import attributes
 from merak.graph.trace.opaque.selection import OpaqueSelection
@@ -25,8 +25,8 @@ from merak.graph.trace.opaque.selection import OpaqueSelection
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Numbers(TorchFunctionMode):
-    """Remembers from which tensors a model's code has taken numbers that are not known yet."""
+class ScalarSources(TorchFunctionMode):
+    """Function mode that remembers the source tensors of unknown scalars."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Numbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Note the tensor of a number; anything else goes its way."""
+        """Note the source tensor of a scalar; pass the call on."""
         if func is torch.Tensor.tolist and _is_row(args[0]):
             return [self._note(one.item(), one) for one in args[0].unbind()]
         result = func(*args, **(kwargs or {}))
@@ -49,7 +49,7 @@ class Numbers(TorchFunctionMode):
         return number
 
     def source(self, number: Any) -> torch.Tensor | None:
-        """The tensor that holds a number."""
+        """The tensor that holds a scalar."""
         return self._sources.get(str(number.node.expr))
 
 
@@ -59,7 +59,7 @@ def _is_row(tensor: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RealTensors:
-    """A model's parameters and buffers before a trace puts fake ones in their place.
+    """A model's own parameters and buffers, before a trace replaces them by fake tensors.
 
     Args:
         tensors: by path of their module and name.
@@ -72,7 +72,7 @@ class RealTensors:
 
     @staticmethod
     def of(model: nn.Module) -> RealTensors:
-        """Those that the model has now, before its trace begins."""
+        """The tensors that a model has before its trace begins."""
         return RealTensors(
             {
                 (id(module), name): tensor
@@ -85,7 +85,7 @@ class RealTensors:
         )
 
     def under(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Those of one module, by their names in it."""
+        """The tensors of one module, by their names in it."""
         return {
             f"{path}.{name}".removeprefix("."): self.tensors[id(part), name]
             for path, part in module.named_modules(remove_duplicate=False)
@@ -102,21 +102,21 @@ def record_opaque_modules(
     device: torch.device,
     calls: list[OpaqueCall],
 ) -> Iterator[None]:
-    """Let a trace record calls of some modules as one operator each.
+    """Let a trace record calls of opaque modules and functions as one operator each.
 
     Args:
         model: the model that is traced.
-        opaque: which of its modules.
-        real: its parameters and buffers themselves.
-        device: where it is to run.
+        opaque: its opaque modules and functions.
+        real: its own parameters and buffers.
+        device: device that it will run on.
         calls: gains the calls as they are recorded.
     """
-    if not opaque.whole and not opaque.functions:
+    if not opaque.modules and not opaque.functions:
         yield
         return
-    numbers = Numbers()
+    numbers = ScalarSources()
     functions = {name: FunctionModule(name) for name in opaque.functions}
-    refs = {path: model.get_submodule(path) for path in opaque.whole} | functions
+    refs = {path: model.get_submodule(path) for path in opaque.modules} | functions
     given = {path: attributes(module) for path, module in refs.items()}
     looped = frozenset((*opaque.looped, *functions))
     recorder = _Recorder(calls, real, device, numbers, given, looped)
@@ -126,7 +126,7 @@ def record_opaque_modules(
     }
     before: list[tuple[nn.Module, Any]] = []
     try:
-        for path, why in opaque.whole.items():
+        for path, why in opaque.modules.items():
             module = model.get_submodule(path)
             before.append((module, vars(module).get("forward")))
             vars(module)["forward"] = recorder.forward(ModuleRef(path, module), why)
@@ -145,7 +145,7 @@ def record_opaque_modules(
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Let a model of transformers make no cache, which only the generation of text reads."""
+    """Let a model of transformers make no key-value cache, which only text generation reads."""
     configs = {id(c): c for c in (vars(module).get("config") for module in model.modules())}
     found: dict[int, Any] = {i: c for i, c in configs.items() if getattr(c, "use_cache", False)}
     try:
@@ -159,28 +159,28 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Recorder:
-    """Records calls of modules that are kept whole.
+    """Records calls of opaque modules and functions.
 
     Args:
-        calls: those that were recorded.
-        real: the model's parameters and buffers themselves.
-        device: where it is to run.
-        numbers: those that the model's code has taken from tensors.
-        given: attributes of every module that is kept, by its path, as the trace began.
+        calls: recorded calls.
+        real: the model's own parameters and buffers.
+        device: device that it will run on.
+        numbers: scalars that the model's code has taken from tensors.
+        given: attributes of every opaque module, by its path, as the trace began.
         looped: paths of the modules and functions that are opaque for a loop.
-        known: what modules do with tensors of some shapes.
+        known: results of probes, by module kind and shapes.
     """
 
     calls: list[OpaqueCall]
     real: RealTensors
     device: torch.device
-    numbers: Numbers
+    numbers: ScalarSources
     given: Mapping[str, Mapping[tuple[int, str], Any]]
     looped: frozenset[str]
-    known: dict[Any, Found] = field(default_factory=dict)
+    known: dict[Any, ProbeResult] = field(default_factory=dict)
 
     def forward(self, ref: ModuleRef, why: str) -> Callable[..., Any]:
-        """What is in the place of a module's forward."""
+        """The replacement of a module's forward."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._refuse_set(ref)
@@ -195,7 +195,7 @@ class _Recorder:
         return forward
 
     def _refuse_set(self, ref: ModuleRef) -> None:
-        """Code around the module that sets its attributes does not run where the module does."""
+        """Refuse a module whose attributes are set by code around it, which runs elsewhere."""
         assert ref.module is not None
         before = self.given[ref.path]
         for (i, name), value in attributes(ref.module).items():
@@ -211,7 +211,7 @@ class _Recorder:
     def _known_numbers(
         self, ref: ModuleRef, inputs: list[Any]
     ) -> tuple[list[torch.Tensor], frozenset[int]]:
-        """The inputs with tensors in the place of numbers, and which these are."""
+        """The inputs with tensors in place of unknown scalars, and the places of those."""
         values, numbers = [], set()
         for i, value in enumerate(inputs):
             if isinstance(value, _SYMBOLS):
@@ -228,7 +228,7 @@ class _Recorder:
     def _call(
         self, ref: ModuleRef, why: str, arguments: Any, numbers: frozenset[int]
     ) -> OpaqueCall:
-        """What is known of the call before anything has been tried."""
+        """The call, before anything has been probed."""
         module = ref.module
         assert module is not None
         parameters = _by_tensor(module.named_parameters(remove_duplicate=False))
@@ -272,13 +272,15 @@ class _Recorder:
         results = record_call(call, len(self.calls) - 1, tensors)
         return fill(found.result, results)
 
-    def _found(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> Found:
+    def _found(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> ProbeResult:
         metas = []
         for tensor in tensors:
             if any(isinstance(size, torch.SymInt) for size in tensor.shape):
                 raise CannotBeOpaque(call.ref.path, "it is called with sizes that are not known")
             metas.append(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        is_loop = call.ref.path in self.looped  # which depends on no value, nor on a buffer's
+        is_loop = (
+            call.ref.path in self.looped
+        )  # a loop depends on no values, not on a buffer's either
         real = {} if is_loop else self.real.under(_module(call))
         likeness = _likeness(_module(call), real)
         how = (repr(call.arguments), call.numbers, call.grad, call.autocast)
@@ -298,12 +300,12 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 def _likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
-    """The same for modules that do the same, as layers of a model do: one is tried for all.
+    """A key that is equal for modules that compute the same, such as layers: one is probed for all.
 
-    What a module is found to do is looked at again when it runs.
+    A call is checked against the probe's result when it runs.
     """
     if any(not tensor.is_meta for tensor in real.values() if not isinstance(tensor, nn.Parameter)):
-        return id(module)  # what a buffer holds may decide
+        return id(module)  # its control flow may depend on a buffer's values
     held = frozenset(
         (i, name, repr(value) if isinstance(value, PLAIN) else id(value))
         for (i, name), value in attributes(module).items()

@@ -1,4 +1,4 @@
-"""What of a model is kept whole, for people to read."""
+"""Report of a model's opaque modules and functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from merak.graph.trace.opaque.operator import opaque_nodes, operands
 
 @dataclass(frozen=True, slots=True)
 class OpaqueModule:
-    """A module that is one operator of the graph.
+    """A module or function that is one operator of the graph.
 
     Args:
         module: its path in the model; of a function, "module:name".
         class_name: of the module, or "function".
-        why: the line of the model that cannot be traced, and what is in the way.
-        parameters: numbers in its parameters, none of which is split.
+        why: the line of the model that cannot be traced, and the cause.
+        parameters: elements of its parameters, none of which is sharded.
         calls: how often the model calls it.
     """
 
@@ -31,7 +31,7 @@ class OpaqueModule:
 
 
 def report_opaque(graph: ModelGraph) -> list[OpaqueModule]:
-    """The modules that a graph keeps whole, in order of their first calls."""
+    """The opaque modules and functions of a graph, in order of their first calls."""
     found: dict[str, OpaqueModule] = {}
     for node in opaque_nodes(graph):
         call = node.meta["opaque"]
@@ -46,17 +46,17 @@ def report_opaque(graph: ModelGraph) -> list[OpaqueModule]:
     return list(found.values())
 
 
-def opaque_lines(kept: Sequence[OpaqueModule]) -> Iterator[str]:
-    """The same as lines of text; modules that are alike in all but their place share one."""
+def opaque_lines(modules: Sequence[OpaqueModule]) -> Iterator[str]:
+    """The report as lines of text; modules that differ only in their path share a line."""
     groups: dict[tuple[str, str], list[OpaqueModule]] = {}
-    for one in kept:
+    for one in modules:
         groups.setdefault((one.class_name, one.why), []).append(one)
     for (class_name, why), alike in groups.items():
         first, *others = (one.module for one in alike)
         more = f" and {len(others)} more" if others else ""
         size = sum(one.parameters for one in alike)
         yield (
-            f"kept whole: {first}{more} ({_kind(class_name, size)}): {why}; it runs as plain "
+            f"opaque: {first}{more} ({_kind(class_name, size)}): {why}; it runs as plain "
             "PyTorch, and tensor parallelism does not split it"
         )
 

@@ -1,4 +1,4 @@
-"""Running a module that is kept whole: its forward, its backward, its writes, its modes."""
+"""Execution of opaque modules: forward, backward, writes and train modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 def opaque_function(call: OpaqueCall) -> Callable[..., list[torch.Tensor]]:
-    """The function that a kept operator becomes when its graph is to run."""
+    """The function that runs an opaque call in generated code."""
 
     def opaque_call(
         written: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], cost: str
@@ -31,24 +31,24 @@ def opaque_function(call: OpaqueCall) -> Callable[..., list[torch.Tensor]]:
 
 
 def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Call the module.
+    """Run an opaque call on real tensors.
 
     Args:
-        call: what is called, and how.
-        tensors: its parameters and buffers, and what it is called with.
+        call: the call.
+        tensors: the module's parameters and buffers, and its inputs.
 
     Returns:
-        The tensors that it returns. Those it writes into are changed.
+        Its output tensors. Tensors that it writes into are changed.
 
     Raises:
-        TrainingError: it does something else than what was found when the model was traced.
+        TrainingError: its writes, outputs or aliases differ from those that its probe has found.
     """
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return fake_outputs(call.outputs, call.saved_bytes, tensors, call.loop)
     needs_gradient = call.grad and torch.is_grad_enabled()
     with _autocast(call):
         if needs_gradient and any(tensor.requires_grad for tensor in tensors):
-            results = list(_Kept.apply(call, *tensors))  # type: ignore[no-untyped-call]
+            results = list(_OpaqueFunction.apply(call, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 results = _outcome(call, _separate(call, tensors))
@@ -57,15 +57,15 @@ def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
     return results
 
 
-class _Kept(Function):
-    """The call with a backward of its own, in which the module has its weights again.
+class _OpaqueFunction(Function):
+    """Autograd function of the call, in whose backward the module has its weights again.
 
-    What a module does in the backward may read them: recomputation, reversible layers.
+    Code of the module that runs in the backward may read them: recomputation, reversible layers.
     """
 
     @staticmethod
     def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the module on leaves of its own, and keep what it made for the backward."""
+        """Run the module on leaves of its own, and save its graph for the backward."""
         leaves = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
         before = _attributes(call)
         with torch.enable_grad():
@@ -96,20 +96,20 @@ class _Kept(Function):
 
 
 def _separate(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of the inputs that it writes into: autograd must see the write, and the value."""
+    """Copies of inputs that the module writes into: autograd must see the write and the value."""
     copied = call.written_inputs
     return [t.clone() if i in copied else t for i, t in enumerate(tensors)]
 
 
 def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Call the module; its outputs, and then what it wrote into what it is called with."""
+    """The module's outputs, followed by the inputs that it wrote into."""
     versions = [tensor._version for tensor in tensors]
     results = invoke(call, tensors)
     path = call.ref.path
     for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
         if tensor._version != version and i not in call.written:
             raise TrainingError(
-                f"the module {path}, which is kept whole, writes into {_what(call, i)} for these "
+                f"the module {path}, which is opaque, writes into {_what(call, i)} for these "
                 "values of the batch and did not when the model was traced; let it write there "
                 "always, or make a new tensor."
             )
@@ -117,7 +117,7 @@ def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     _refuse_other_outputs(call, found)
     if call.watched and not sharing(found, tensors) <= call.shared:
         raise TrainingError(
-            f"the module {path}, which is kept whole, returns for these values of the batch what "
+            f"the module {path}, which is opaque, returns for these values of the batch what "
             "shares memory with something that is written into later, and did not when the model "
             "was traced; let it return a clone."
         )
@@ -129,7 +129,7 @@ def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 def sharing(
     outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> frozenset[tuple[int, int]]:
-    """Pairs of an output and a tensor, or ~number of a later output, that lie in one memory."""
+    """Pairs of an output and a tensor, or ~number of a later output, that share a storage."""
     places: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
         places.setdefault(tensor.untyped_storage()._cdata, []).append(i)
@@ -146,14 +146,14 @@ def _refuse_other_outputs(call: OpaqueCall, found: Sequence[torch.Tensor]) -> No
     now = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
     if now != known:
         raise TrainingError(
-            f"the module {call.ref.path}, which is kept whole, returns {_listed(now)} for these "
+            f"the module {call.ref.path}, which is opaque, returns {_listed(now)} for these "
             f"values of the batch and {_listed(known)} when the model was traced; let the sizes of "
             "what it returns not depend on values."
         )
 
 
 def invoke(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
-    """What the module returns; buffers that it replaces are written instead."""
+    """The module's result; buffers that it replaces are written instead."""
     module = _module(call)
     inputs = tensors[len(call.states) :]
     values = [t.item() if i in call.numbers else t for i, t in enumerate(inputs)]
@@ -169,7 +169,7 @@ def invoke(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The module's forward under its backward hooks; those of its forward run around it."""
+    """The module's forward with its backward hooks; its forward hooks run around the call."""
     hooks, _ = module._get_backward_hooks()
     before = module._get_backward_pre_hooks()
     if not (hooks or before):
@@ -182,38 +182,38 @@ def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def in_place(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, the module has these parameters and buffers, and the modes it was traced in."""
+    """Put parameters and buffers into the module, and the train modes it was traced in."""
     module = _module(call)
-    kept: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[tuple[dict[str, Any], str, Any]] = []
     modes = [part.training for part in module.modules()]
     try:
         for names, tensor in zip(call.states, tensors, strict=False):
             for path in names:
                 owner, name = _slot(module, path)
                 slots: Any = owner._parameters if name in owner._parameters else owner._buffers
-                kept.append((slots, name, slots[name]))
+                before.append((slots, name, slots[name]))
                 slots[name] = tensor
         _train(module, call.modes)
         with _flat_weights(module):
             yield
     finally:
         _train(module, modes)
-        for slots, name, tensor in reversed(kept):
+        for slots, name, tensor in reversed(before):
             slots[name] = tensor
 
 
 @contextmanager
 def _flat_weights(module: nn.Module) -> Iterator[None]:
-    """Recurrent modules keep a second list of their parameters."""
+    """Put the parameters into the second list of them that recurrent modules have."""
     found = [part for part in module.modules() if "_flat_weights_names" in vars(part)]
-    kept = [vars(part)["_flat_weights"] for part in found]
+    before = [vars(part)["_flat_weights"] for part in found]
     try:
         for part in found:
             names: Any = part._flat_weights_names
             vars(part)["_flat_weights"] = [getattr(part, name, None) for name in names]
         yield
     finally:
-        for part, weights in zip(found, kept, strict=True):
+        for part, weights in zip(found, before, strict=True):
             vars(part)["_flat_weights"] = weights
 
 
@@ -237,7 +237,7 @@ def _attributes(call: OpaqueCall) -> Mapping[tuple[int, str], Any]:
 
 
 def attributes(module: nn.Module) -> dict[tuple[int, str], Any]:
-    """Everything that a module and its submodules hold beside parameters, buffers and modules."""
+    """Attributes of a module and its submodules, beside parameters, buffers and modules."""
     return {
         (i, name): value
         for i, part in enumerate(module.modules())
@@ -248,7 +248,7 @@ def attributes(module: nn.Module) -> dict[tuple[int, str], Any]:
 
 @contextmanager
 def _having(call: OpaqueCall, wanted: Mapping[tuple[int, str], Any]) -> Iterator[None]:
-    """Inside, the module has the attributes that its forward gave it; others' may have followed."""
+    """Set the attributes that the module's forward gave it; another call may have followed."""
     if not wanted:
         yield
         return
@@ -262,7 +262,7 @@ def _having(call: OpaqueCall, wanted: Mapping[tuple[int, str], Any]) -> Iterator
 
 
 def set_attributes(parts: Sequence[nn.Module], wanted: Mapping[tuple[int, str], Any]) -> None:
-    """Give modules attributes, past what they do when one is set."""
+    """Set modules' attributes, past their own `__setattr__`."""
     for (i, name), value in wanted.items():
         vars(parts[i])[name] = value
 

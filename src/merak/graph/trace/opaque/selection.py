@@ -1,4 +1,4 @@
-"""Which modules a trace keeps whole: the innermost around what cannot be traced."""
+"""Selection of opaque modules: the innermost around code that cannot be traced."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ logger = logging.getLogger(__name__)
 Traced = TypeVar("Traced")
 
 MOST_OPAQUE = 0.5
-"""With a larger share of the parameters in modules that are kept whole, another way is tried."""
+"""With a larger fraction of the parameters in opaque modules, another way is tried."""
 
 
 @dataclass(slots=True)
 class OpaqueSelection:
-    """What is kept whole while one model is traced; it grows with every trace that fails.
+    """Opaque modules and functions of one model; they grow with every trace that fails.
 
     Args:
-        whole: paths of the modules that are kept, and why.
-        refused: kinds of modules that cannot be.
-        without_cache: whether the model is to make no cache of keys and values, since modules that
-            are kept would be called with it.
-        by_batch: whether choices that hang on the batch alone are traced both ways, as those that
-            hang on chance are.
-        asks_batch: whether a trace that failed had come by such a choice.
-        sizes: what becomes of sizes that depend on values, outside of what is kept.
+        modules: paths of the opaque modules, and why each is.
+        refused: kinds of modules that cannot be opaque.
+        without_cache: whether the model makes no key-value cache; else opaque modules may be called
+            with one.
+        by_batch: whether both branches of conditions on the batch alone are traced, as those of
+            random conditions are.
+        asks_batch: whether a trace that failed had evaluated such a condition.
+        sizes: policy for data-dependent sizes outside of opaque modules.
         functions: names of the functions that are opaque for their loops, and why.
         not_for_loops: names and paths of functions and modules that cannot be.
-        looped: paths of the modules that are kept for a loop, and the code that it stands in.
-        unrolled: code whose loops are written out pass by pass.
+        looped: paths of the modules that are opaque for a loop, and the code that it stands in.
+        unrolled: code whose loops are unrolled.
     """
 
-    whole: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
     refused: set[tuple[type, str]] = field(default_factory=set)
     without_cache: bool = False
     by_batch: bool = False
@@ -57,49 +57,49 @@ class OpaqueSelection:
     unrolled: set[Place] = field(default_factory=set)
 
     def forget_loops(self) -> None:
-        """Decide anew about loops: another shape of the batch may have shorter ones."""
+        """Forget decisions about loops: those of another batch shape may be shorter."""
         for path in self.looped:
-            self.whole.pop(path, None)
+            self.modules.pop(path, None)
         for known in (self.functions, self.not_for_loops, self.looped, self.unrolled):
             known.clear()
 
     def known(self) -> tuple[dict[str, str], dict[str, str]]:
         """The modules and functions that are opaque now."""
-        return dict(self.whole), dict(self.functions)
+        return dict(self.modules), dict(self.functions)
 
-    def follow(self, other: OpaqueSelection) -> None:
-        """From now on keep what another one keeps."""
-        self.whole, self.refused = other.whole, other.refused
+    def adopt(self, other: OpaqueSelection) -> None:
+        """Adopt another selection."""
+        self.modules, self.refused = other.modules, other.refused
         self.without_cache, self.by_batch = other.without_cache, other.by_batch
         self.sizes = other.sizes
         self.functions, self.not_for_loops = other.functions, other.not_for_loops
         self.looped, self.unrolled = other.looped, other.unrolled
 
-    def enough(self, model: nn.Module, trace: Callable[[], Traced]) -> Traced:
-        """Trace until as much is kept as it needs.
+    def trace_until_supported(self, model: nn.Module, trace: Callable[[], Traced]) -> Traced:
+        """Trace with more and more opaque modules, until it succeeds.
 
         Args:
             model: the model.
-            trace: traces it with what is kept whole so far.
+            trace: traces it with the opaque modules so far.
 
         Raises:
-            TraceError: it cannot be traced, whatever of it is kept.
+            TraceError: it cannot be traced, whichever modules are opaque.
         """
         try:
             return self._enough(model, trace)
         except UntraceableError as error:
             if self.sizes is not DynamicSizes.REFUSED:
                 raise
-            known = dict(self.whole), set(self.refused), self.without_cache
+            known = dict(self.modules), set(self.refused), self.without_cache
             for sizes in (DynamicSizes.REGIONS, DynamicSizes.NON_EMPTY):
-                self.whole, self.refused, self.sizes = {}, set(), sizes
+                self.modules, self.refused, self.sizes = {}, set(), sizes
                 try:
                     return self._enough(model, trace)
                 except TraceError:
                     continue
-            self.whole, self.refused, self.without_cache = known
+            self.modules, self.refused, self.without_cache = known
             self.sizes = DynamicSizes.REFUSED
-            raise error from None  # which says what is in the way without any of this
+            raise error from None  # the first error names the cause without any fallback
 
     def _enough(self, model: nn.Module, trace: Callable[[], Traced]) -> Traced:
         first: TraceError | None = None
@@ -112,7 +112,7 @@ class OpaqueSelection:
                     raise self.explain(first, error) from None
 
     def widen(self, model: nn.Module, error: TraceError) -> bool:
-        """Keep the innermost module around a failure that can be kept, and those like it.
+        """Make the innermost module around a failure opaque that can be, and those like it.
 
         Returns:
             Whether there was one.
@@ -121,16 +121,16 @@ class OpaqueSelection:
             self.without_cache = True  # the object may be one
             return True
         if isinstance(error, LoopFound):
-            return self._keep_loop(model, error)
-        if isinstance(error, CannotBeOpaque) and self._write_out(model, error.path):
+            return self._make_loop_opaque(model, error)
+        if isinstance(error, CannotBeOpaque) and self._unroll(model, error.path):
             return True
         paths = _around(model, error)
         why = ""
         if isinstance(error, CannotBeOpaque):
             self._refuse(model, error.path)
-            why = self.whole.pop(error.path, error.why)
+            why = self.modules.pop(error.path, error.why)
             for path in _alike(model, error.path):
-                self.whole.pop(path, None)
+                self.modules.pop(path, None)
             inside = [p for p in paths if f"{error.path}.".startswith(f"{p}.")]
             paths = inside or _outer(error.path)
         elif isinstance(error, UntraceableError):
@@ -138,25 +138,25 @@ class OpaqueSelection:
         else:
             return False
         for path in reversed(paths):
-            # One that is whole already and fails in its call would fail again and again.
-            if path and path not in self.whole and _kind(model, path) not in self.refused:
-                self._keep(model, path, why)
+            # One that is opaque already and fails in its call would fail again and again.
+            if path and path not in self.modules and _kind(model, path) not in self.refused:
+                self._make_opaque(model, path, why)
                 return True
         return False
 
-    def _keep_loop(self, model: nn.Module, error: LoopFound) -> bool:
-        """Let a function around a loop be opaque, or the module; else the loop is written out.
+    def _make_loop_opaque(self, model: nn.Module, error: LoopFound) -> bool:
+        """Make a function around a loop opaque, or the module; else let the loop be unrolled.
 
-        So it is where one module has most of the parameters, unless no trace can be as long.
+        A loop is unrolled where one module has most of the parameters, if a trace can be so long.
         """
         for name in error.functions:
             if name not in self.not_for_loops and name not in self.functions:
                 self.functions[name] = error.why
                 return True
         path = error.modules[-1] if error.modules else ""
-        can_keep = path and path not in self.whole and path not in self.not_for_loops
-        if can_keep and (error.is_too_long or share_of(model, path) <= MOST_OPAQUE):
-            self._keep(model, path, error.why)
+        can_be = path and path not in self.modules and path not in self.not_for_loops
+        if can_be and (error.is_too_long or share_of(model, path) <= MOST_OPAQUE):
+            self._make_opaque(model, path, error.why)
             self.looped |= dict.fromkeys(_alike(model, path), error.place)
             return True
         if error.is_too_long:
@@ -172,8 +172,8 @@ class OpaqueSelection:
         )
         return True
 
-    def _write_out(self, model: nn.Module, path: str) -> bool:
-        """What was opaque for a loop and cannot be is not any more.
+    def _unroll(self, model: nn.Module, path: str) -> bool:
+        """Give up an opaque function or module of a loop that cannot be one.
 
         Returns:
             Whether it was.
@@ -188,16 +188,16 @@ class OpaqueSelection:
         self.unrolled.add(self.looped[path])
         for one in _alike(model, path):
             self.looped.pop(one, None)
-            self.whole.pop(one, None)
+            self.modules.pop(one, None)
         return True
 
     @staticmethod
     def explain(first: TraceError, last: TraceError) -> TraceError:
-        """What to tell of a model that cannot be traced, whatever of it is kept whole.
+        """The error of a model that cannot be traced, whichever modules are opaque.
 
         Args:
-            first: what came first.
-            last: what came when nothing was left to be kept.
+            first: the first error.
+            last: the error when no further module could be opaque.
         """
         if isinstance(last, LoopFound):
             return TraceError(str(last))
@@ -209,17 +209,17 @@ class OpaqueSelection:
     def _refuse(self, model: nn.Module, path: str) -> None:
         self.refused.add(_kind(model, path))
 
-    def _keep(self, model: nn.Module, path: str, why: str) -> None:
+    def _make_opaque(self, model: nn.Module, path: str, why: str) -> None:
         for one in _alike(model, path):
-            if any(f"{one}.".startswith(f"{outer}.") for outer in self.whole):
+            if any(f"{one}.".startswith(f"{outer}.") for outer in self.modules):
                 continue
-            for inner in [p for p in self.whole if p.startswith(f"{one}.")]:
-                del self.whole[inner]
-            self.whole[one] = why
+            for inner in [p for p in self.modules if p.startswith(f"{one}.")]:
+                del self.modules[inner]
+            self.modules[one] = why
 
 
 def share_of(model: nn.Module, path: str) -> float:
-    """Share of a model's parameters (numbers, not tensors) that one of its modules has."""
+    """Fraction of a model's parameter elements that one of its modules has."""
     own = model.get_submodule(path).parameters()
     return sum(p.numel() for p in own) / (sum(p.numel() for p in model.parameters()) or 1)
 
@@ -231,7 +231,7 @@ def _outer(path: str) -> list[str]:
 
 
 def _kind(model: nn.Module, path: str) -> tuple[type, str]:
-    """Modules of one class at places that differ in numbers alone are of one kind."""
+    """The kind of a module: its class, and its path with all numbers alike."""
     return type(model.get_submodule(path)), re.sub(r"\d+", "*", path)
 
 
@@ -243,7 +243,7 @@ def _alike(model: nn.Module, path: str) -> list[str]:
 def _around(model: nn.Module, error: BaseException) -> list[str]:
     """Paths of the modules whose forward was under way when an error was raised, outermost first.
 
-    A module is told by its dict: a trace may put another object with the same in its place.
+    Modules are compared by their dict: a trace may replace one by an object that shares it.
     """
     paths = {id(vars(module)): path for path, module in model.named_modules()}
     longest: list[str] = list(getattr(error, "modules", ()))

@@ -126,7 +126,7 @@ def test_a_transform_of_functions(kind: str) -> None:
     ("part", "columns"),
     [(parts.Slopes, ("x",)), (parts.Batched, ("x",)), (parts.Polluting, ("x", "y"))],
 )
-def test_a_part_that_no_operators_can_stand_for_is_kept_whole(
+def test_a_part_that_no_operators_can_stand_for_is_opaque(
     part: type[nn.Module], columns: tuple[str, ...]
 ) -> None:
     compare(parts.Around(part()), batch_for(*columns), kept=("part",))
@@ -138,7 +138,7 @@ def test_a_part_that_no_operators_can_stand_for_is_kept_whole(
         ("batched", "it takes gradients in batches (is_grads_batched)"),
         ("parameters", "it calls backward(), which adds to the gradients of the model's own"),
         ("attribute", "it reads the .grad of a parameter"),
-        ("through", "cannot be written as operators (it goes through energy, which is kept whole)"),
+        ("through", "cannot be written as operators (it goes through energy, which is opaque)"),
         ("thaws", "it lets a frozen parameter be trained"),
         ("freezes", "sets requires_grad of a parameter of the shape (8, 6) to False"),
     ],
@@ -179,7 +179,7 @@ def test_a_constant_without_numbers_is_refused() -> None:
     TABLES.clear()
     assert text.startswith("the model cannot be traced at ")
     assert f"{__file__}:{line_of('# reads the table')}: " in text
-    assert "a tensor of the shape (6,) that has no numbers" in text
+    assert "a tensor of the shape (6,) that has no values" in text
 
 
 def message(model: nn.Module, batch: Mapping[str, Tensor]) -> str:

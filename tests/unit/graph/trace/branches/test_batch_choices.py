@@ -137,10 +137,10 @@ class Computes(Padded):
         return functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
 
 
-def test_a_small_part_is_kept_whole_instead() -> None:
+def test_a_small_part_is_opaque_instead() -> None:
     source = GraphSource(Inside())
     build_graph(source, metas(batch_of(0, 11)), training=True)
-    assert list(source.opaque.whole) == ["part"] and not source.opaque.by_batch
+    assert list(source.opaque.modules) == ["part"] and not source.opaque.by_batch
 
 
 def test_what_leaves_nothing_out_is_refused_with_its_line() -> None:

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from merak.core.errors import TraceError
-from merak.graph.trace.branches.branches import covering
+from merak.graph.trace.branches.branches import covering_array
 from merak.graph.trace.branches.flags import is_condition
 from tests.unit.graph.dropped_layers import (
     DEPTH,
@@ -209,11 +209,11 @@ class Counting(Stack):
 
 REFUSED = {
     Counting: "by something that the model itself computes or writes",
-    Remembering: "where it chooses by a random draw what runs next",
-    Replacing: "is computed in its place|where it chooses by a random draw",
+    Remembering: "where a random number decides what runs next",
+    Replacing: "is computed in its place|where a random number decides",
     InPlace: "writes in place into what a layer",
     Learnt: "by the parameter keep",
-    Nested: "change how many more it makes",
+    Nested: "change how many more it evaluates",
 }
 
 
@@ -225,7 +225,7 @@ def test_refused(kind: type[Stack]) -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 11, 24])
 def test_every_two_choices_are_seen_in_all_ways(num: int) -> None:
-    rows = [frozenset[int](), *covering(num)]
+    rows = [frozenset[int](), *covering_array(num)]
     for pair in combinations(range(num), 2):
         seen = {tuple(i in row for i in pair) for row in rows}
         assert seen == set(product((False, True), repeat=2))

@@ -1,4 +1,4 @@
-"""Hooks on gradients: kept in a module that is kept whole, or refused with a sentence."""
+"""Hooks on gradients: run in an opaque module, or refused with a sentence."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def unchanged(module: nn.Module, gradients: Any, outputs: Any) -> None:
     """A hook that changes nothing."""
 
 
-def test_the_module_around_a_hooked_tensor_is_kept_whole() -> None:
+def test_the_module_around_a_hooked_tensor_is_opaque() -> None:
     opaque = OpaqueSelection()
     trace(HookedInside(), metas(rows()), opaque=opaque)
-    assert list(opaque.whole) == ["hooking"]
-    assert "hooks the gradient of a tensor" in opaque.whole["hooking"]
+    assert list(opaque.modules) == ["hooking"]
+    assert "hooks the gradient of a tensor" in opaque.modules["hooking"]
 
 
-def test_a_hooked_module_is_kept_whole() -> None:
+def test_a_hooked_module_is_opaque() -> None:
     model, opaque = Mlp(), OpaqueSelection()
     model.b.register_full_backward_hook(unchanged)
     trace(model, metas(rows()), opaque=opaque)
-    assert list(opaque.whole) == ["b"]
+    assert list(opaque.modules) == ["b"]
 
 
 def test_hooks_around_which_no_module_is_are_refused() -> None:

@@ -37,7 +37,7 @@ def test_arguments_that_are_numbers_are_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("function", own.NOWHERE)
-def test_what_sees_the_size_is_kept_whole(function: type[Function]) -> None:
+def test_what_sees_the_size_is_not_split(function: type[Function]) -> None:
     assert not may_split(function)
 
 
@@ -48,7 +48,7 @@ def test_what_sees_one_dim_is_split_along_others() -> None:
     assert not may_split(own.SizeInBackward, dim=0)
 
 
-def test_operands_of_several_shapes_are_kept_whole() -> None:
+def test_operands_of_several_shapes_are_not_split() -> None:
     metas = [TensorMeta(shape, torch.float32, requires_grad=True) for shape in ((4, 32), (32,))]
     name = f"{own.Passing.__module__}:Passing"
     assert not is_size_invariant(metas, (4, 16), name, arguments(torch.zeros(()), torch.zeros(())))

@@ -11,7 +11,7 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.modes.value_checks import passing
+from merak.graph.trace.modes.value_checks import passing_value
 from merak.graph.trace.trace import trace
 
 COLUMNS = {"x": TensorMeta((2, 4), torch.float32)}
@@ -34,7 +34,7 @@ COLUMNS = {"x": TensorMeta((2, 4), torch.float32)}
     ],
 )
 def test_what_lets_a_check_pass(code: str, answer: bool | None) -> None:
-    assert passing(ast.parse(textwrap.dedent(code)), 1) is answer
+    assert passing_value(ast.parse(textwrap.dedent(code)), 1) is answer
 
 
 class Checked(nn.Module):

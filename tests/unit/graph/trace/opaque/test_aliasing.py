@@ -1,4 +1,4 @@
-"""Modules kept whole whose results share memory, or that keep something between their calls."""
+"""Opaque modules whose results share storages, or that hold state between their calls."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_write_into_shared_memory_makes_the_module_around_it_whole(part: nn.Mo
     source = GraphSource(model)
     batch = {"x": torch.randn(6, 8)}
     loss = step(model, build_graph(source, COLUMNS, training=True), batch)
-    assert list(source.opaque.whole) == ["part"]
+    assert list(source.opaque.modules) == ["part"]
     expected = eager(**batch)["loss"]
     expected.backward()
     torch.testing.assert_close(loss, expected)
@@ -190,7 +190,7 @@ class GrowsBuffer(nn.Module):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (WritesOutside(), "passes cannot be kept whole: it returns a tensor that shares memory"),
+        (WritesOutside(), "passes cannot be opaque: it returns a tensor that shares memory"),
         (SetsAttribute(), "the attribute factor of a Told in it is set by code around it"),
         (Model(Remembers()), "it keeps a tensor in the attribute seen of a Remembers"),
         (Model(Counts()), "called twice alike it returns two things"),
@@ -257,7 +257,7 @@ def test_a_result_may_be_written_into_unless_it_turns_out_to_share_memory() -> N
     eager = copy.deepcopy(model)
     source = GraphSource(model)
     graph = build_graph(source, COLUMNS, training=True)
-    assert list(source.opaque.whole) == ["part.turns"]
+    assert list(source.opaque.modules) == ["part.turns"]
     batch = {"x": torch.randn(6, 8)}
     step(model, graph, batch)
     eager(**batch)["loss"].backward()

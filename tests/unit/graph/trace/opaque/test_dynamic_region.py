@@ -159,7 +159,7 @@ def test_a_batch_for_which_the_trace_is_not_true_is_refused(
 ) -> None:
     model = kind()
     graph = traced(model)
-    with pytest.raises(TrainingError, match=f"{__file__}.* does not fit for these values"):
+    with pytest.raises(TrainingError, match=f"{__file__}.* does not fit these values"):
         run(graph, model, change(batch(), **{column: value}))
 
 

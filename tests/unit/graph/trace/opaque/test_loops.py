@@ -248,7 +248,7 @@ def test_layers_pieces_of_a_weight_and_terms_of_a_sum_are_no_such_loop() -> None
 
 
 @pytest.mark.parametrize("block", [Recurrent, WritingMixer])
-def test_a_module_is_kept_whole_where_no_function_can_be(block: type[nn.Module]) -> None:
+def test_a_module_is_opaque_where_no_function_can_be(block: type[nn.Module]) -> None:
     model = Model(block)
     graph = built(model, LONG)
     assert {call.class_name for call in opaque_calls(graph)} == {block.__name__}
@@ -294,7 +294,7 @@ def test_a_longer_one_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         built(TopLevel(), 3 * LONG)
 
 
-def test_a_module_of_most_of_the_model_is_kept_only_where_the_loop_is_too_long(
+def test_a_module_of_most_of_the_model_is_opaque_only_where_the_loop_is_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Model(Recurrent, 1)

@@ -1,4 +1,4 @@
-"""Modules kept whole: their gradients, their writes, and what is refused."""
+"""Opaque modules: their gradients, their writes, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.opaque import record as kept_record
+from merak.graph.trace.opaque import record
 from merak.graph.trace.opaque.operator import OpaqueCall, connect_modules, opaque_calls
 from merak.graph.trace.opaque.report import opaque_lines, report_opaque
 
@@ -168,11 +168,11 @@ def test_gradients_and_buffers_are_those_of_eager_code(
         torch.testing.assert_close(own, other)
 
 
-def test_only_the_innermost_module_is_kept_and_the_line_is_named() -> None:
+def test_only_the_innermost_module_is_opaque_and_the_line_is_named() -> None:
     source = GraphSource(Model(Ranged))
     build_graph(source, COLUMNS, training=True)
-    assert list(source.opaque.whole) == ["blocks.0.range", "blocks.1.range"]
-    assert "if x.max() > self.top:" in source.opaque.whole["blocks.0.range"]
+    assert list(source.opaque.modules) == ["blocks.0.range", "blocks.1.range"]
+    assert "if x.max() > self.top:" in source.opaque.modules["blocks.0.range"]
 
 
 def test_a_graph_that_was_written_down_calls_the_modules_of_the_model_it_is_read_for() -> None:
@@ -212,7 +212,7 @@ class Picked(nn.Module):
 
 def test_sizes_that_depend_on_values_are_refused() -> None:
     columns = {"x": COLUMNS["x"]}
-    with pytest.raises(TraceError, match="picks cannot be kept whole: what it returns has sizes"):
+    with pytest.raises(TraceError, match="picks cannot be opaque: what it returns has sizes"):
         build_graph(GraphSource(Picked()), columns, training=True)
 
 
@@ -270,27 +270,27 @@ def test_results_of_every_kind_shared_modules_and_no_grad() -> None:
     assert model.training and model.kinds.training
 
 
-def test_what_is_kept_is_reported_once_for_modules_that_are_alike() -> None:
+def test_opaque_modules_are_reported_once_for_modules_that_are_alike() -> None:
     graph = build_graph(GraphSource(Model(Experts)), COLUMNS, training=True)
     first, second = report_opaque(graph)
     assert (first.module, first.class_name, first.calls) == ("blocks.0", "Experts", 2)
     assert (second.module, second.calls) == ("blocks.1", 1)
     assert first.parameters == 8 * 3 + 3 + 3 * (8 * 8 + 8)
     (line,) = opaque_lines([first, second])
-    assert line.startswith("kept whole: blocks.0 and 1 more (Experts, 486 parameters): ")
+    assert line.startswith("opaque: blocks.0 and 1 more (Experts, 486 parameters): ")
     assert f"{__file__}:" in line
     assert "chosen.unique().tolist()" in line
 
 
 def test_of_modules_that_are_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    probe = kept_record.probe
+    probe = record.probe
 
     def counted(call: OpaqueCall, *others: Any) -> Any:
         tried.append(call.ref.path)
         return probe(call, *others)
 
-    monkeypatch.setattr(kept_record, "probe", counted)
+    monkeypatch.setattr(record, "probe", counted)
     build_graph(GraphSource(Model(Experts)), COLUMNS, training=True)
     # The first call's argument is the batch, without a gradient; the last two calls are alike.
     assert tried == ["blocks.0", "blocks.1"]

@@ -1,4 +1,4 @@
-"""What modules that are kept whole cost and hold: as many products and bytes as in eager code."""
+"""Cost and memory of opaque modules: as many products and bytes as in eager code."""
 
 from __future__ import annotations
 

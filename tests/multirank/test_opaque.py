@@ -1,4 +1,4 @@
-"""Modules kept whole on real ranks: gradients, buffers and evaluations as in one process."""
+"""Opaque modules on real ranks: gradients, buffers and evaluations as in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from merak.check.reference import reference
 from merak.core.errors import ScheduleError
 from merak.core.mesh import current_mesh
 from tests.multirank.compare import assert_gradients_close
-from tests.multirank.kept_models import BLOCKS, Gated, HitExperts, Stack, batch_of, case_of
+from tests.multirank.opaque_models import BLOCKS, Gated, HitExperts, Stack, batch_of, case_of
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 

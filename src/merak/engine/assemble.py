@@ -1,0 +1,310 @@
+"""Assembles the engine of a rank: its stages with their weights, and what connects the ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch import nn
+
+from merak.core.errors import ScheduleError
+from merak.core.gradients import is_low_precision
+from merak.core.mesh import Mesh
+from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets
+from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
+from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
+from merak.engine.comm.stage_io import StageIO
+from merak.engine.comm.stage_replicas import reduced_of, replica_groups
+from merak.engine.comm.tied_gradients import Leaf, Shared, TiedGradients
+from merak.engine.engine import Engine
+from merak.engine.health.oom import OomGuard
+from merak.engine.health.status import Progress
+from merak.engine.health.step_records import clock_of
+from merak.engine.health.watchdog import watch
+from merak.engine.local_programs import ProgramCache, num_readers
+from merak.engine.microbatches import MicrobatchFactory
+from merak.engine.segments.activation_offload import ActivationOffload
+from merak.engine.stage import Stage
+from merak.engine.state import EngineState, SaveFewer
+from merak.engine.weight_versions import LiveWeights, StashedWeights, Weights
+from merak.engine.zero.fsdp import FsdpParameters, replace_parameters
+from merak.engine.zero.optimizer_params import OptimizerParams, Precision
+from merak.engine.zero.param_all_gather import ParamAllGather, wait_on_access
+from merak.engine.zero.unshard_order import UnshardOrder
+from merak.graph.program.program import StageProgram
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
+from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
+from merak.plan.tied_parameters import find_holders
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the parts of this rank's engine are made from.
+
+    Args:
+        layout: the model, laid out.
+        programs: this rank's programs.
+        mesh: the grid of ranks.
+        options: how the job is laid out.
+        parameters: this rank's parameters by name, unsharded over dp.
+        tied: names of parameters whose gradients are collected from several segments.
+        progress: reports every wait.
+        oom_guard: what this rank does where memory runs out inside a step.
+    """
+
+    layout: Layout
+    programs: ProgramCache
+    mesh: Mesh
+    options: EngineOptions
+    parameters: Mapping[str, nn.Parameter]
+    tied: frozenset[str]
+    progress: Progress
+    oom_guard: OomGuard
+
+    @property
+    def stages(self) -> Iterable[StageProgram]:
+        """The programs of this rank's stages."""
+        return self.programs.base.stages.values()
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.programs.source.model
+
+
+def assemble(  # one argument for each thing that the build has decided
+    layout: Layout,
+    programs: ProgramCache,
+    names: Sequence[str],
+    mesh: Mesh,
+    options: EngineOptions,
+    save_fewer: SaveFewer | None,
+) -> Engine:
+    """Assemble the engine of this rank, whose weights are loaded; a collective of all ranks.
+
+    Args:
+        layout: the model, laid out.
+        programs: this rank's programs.
+        names: of the parameters that this rank holds.
+        mesh: the grid of ranks.
+        options: how the job is laid out.
+        save_fewer: changes the plan after a step that ran out of memory; None for errors instead.
+    """
+    model = programs.source.model
+    held = dict(model.named_parameters(remove_duplicate=False))
+    programs.buffers |= dict(model.named_buffers(remove_duplicate=False))
+    job = _Job(
+        layout,
+        programs,
+        mesh,
+        options,
+        {name: held[name] for name in names},
+        _tied_names(layout),
+        Progress(clock_of(mesh.device), options.recorded_steps),
+        OomGuard(is_armed=save_fewer is not None),
+    )
+    fsdp = _fsdp_parameters(job)
+    if fsdp is not None:
+        job = replace(job, parameters={**job.parameters, **fsdp.meta_parameters})
+    all_gather = _param_all_gather(job)
+    precision = Precision(options.master_weights, options.float32_gradients)
+    group = mesh.group("dp") if options.zero else None
+    optimizer_params = OptimizerParams(job.parameters, group, precision, all_gather, fsdp)
+    stages = _stages(job, fsdp, all_gather)
+    transfers = _transfers(job)
+    groups = replica_groups(mesh, layout.schedule)
+    engine = Engine(
+        EngineState(
+            mesh=mesh,
+            model=model,
+            stages=stages,
+            stage_rank=layout.stage_rank,
+            parameters=job.parameters,
+            owned=_owned(job),
+            norm_order=_norm_order(job),
+            densified=programs.densified,
+            shared=job.tied,
+            buffers=programs.buffers,
+            replica_buffers=_replica_buffers(job, groups),
+            kept_buffers=_kept_buffers(job),
+            base=programs.base,
+            program_for=programs,
+            plan_for=layout.plans,
+            microbatches=MicrobatchFactory(mesh, programs.buffers, options.seed),
+            transfers=transfers,
+            stage_io=StageIO(transfers, mesh),
+            reducer=_reducer(job, groups, optimizer_params),
+            tied=_tied_gradients(job, stages, optimizer_params, fsdp),
+            optimizer_params=optimizer_params,
+            fsdp=fsdp,
+            zero=options.zero,
+            progress=job.progress,
+            oom_guard=job.oom_guard,
+            save_fewer=save_fewer,
+        )
+    )
+    weakref.finalize(engine, watch(job.progress, mesh))
+    return engine
+
+
+def _stages(
+    job: _Job, fsdp: FsdpParameters | None, all_gather: ParamAllGather | None
+) -> dict[int, Stage]:
+    offload = ActivationOffload(job.mesh.device) if job.layout.activations.offloaded else None
+    return {
+        stage: Stage(
+            stage,
+            _weights(job, stage, all_gather),
+            job.programs.buffers,
+            weight_gradients,
+            job.mesh.device,
+            fsdp,
+            offload,
+        )
+        for stage, weight_gradients in job.programs.weight_gradients.items()
+    }
+
+
+def _weights(job: _Job, stage: int, all_gather: ParamAllGather | None) -> Weights:
+    if job.layout.schedule.is_synchronous:
+        return LiveWeights(job.parameters, job.tied, all_gather)
+    segments = job.programs.base.stages[stage].segments
+    own = {name for segment in segments for name in segment.segment.parameters}
+    return StashedWeights({name: p for name, p in job.parameters.items() if name in own})
+
+
+def _transfers(job: _Job) -> Transfers:
+    """Point-to-point traffic between the stages, of training and of evaluation."""
+    transfers = Transfers(job.mesh, job.progress, job.oom_guard, max_open_sends=4 * job.mesh.pp)
+    evaluated = channels_of_pipe(job.layout.stage_rank)
+    transfers.connect(channels_of(job.layout.plans.base.steps) | evaluated)
+    return transfers
+
+
+def _replica_buffers(job: _Job, groups: Mapping[int, dist.ProcessGroup | None]) -> ReplicaBuffers:
+    written = stage_buffers(job.layout, job.mesh, groups) if job.options.trains else []
+    replica_buffers = ReplicaBuffers(written, job.programs.buffers, job.mesh, job.progress)
+    replica_buffers.start()
+    return replica_buffers
+
+
+def _reducer(
+    job: _Job,
+    groups: Mapping[int, dist.ProcessGroup | None],
+    optimizer_params: OptimizerParams,
+) -> GradientReducer:
+    reduced = reduced_of(
+        job.programs.own_segments(),
+        job.programs.owners,
+        groups,
+        job.parameters,
+        job.tied,
+        job.options.bucket_bytes,
+    )
+    return GradientReducer(reduced, job.progress, optimizer_params.by_id(), job.oom_guard)
+
+
+def _tied_names(layout: Layout) -> frozenset[str]:
+    """Parameters whose gradient is collected apart, since several segments read them."""
+    if not layout.schedule.is_synchronous:
+        return frozenset()  # their readers are on one stage, whose leaves sum what they give
+    return frozenset(name for name, count in num_readers(layout.graph).items() if count > 1)
+
+
+def _owned(job: _Job) -> frozenset[str]:
+    """The parameters whose first reader in the first pipe is here."""
+    owners, stage_rank = job.programs.owners, job.layout.stage_rank
+    first = {name: stage_rank[min(owners[name])] for name in job.parameters}
+    return frozenset(name for name, rank in first.items() if rank == job.mesh.pp_rank)
+
+
+def _norm_order(job: _Job) -> tuple[str, ...]:
+    """The trained parameters that any segment reads, in the order of the model's parameters."""
+    read = {name for segment in job.layout.graph.segments for name in segment.parameters}
+    return tuple(n for n, p in job.model.named_parameters() if n in read and p.requires_grad)
+
+
+def _kept_buffers(job: _Job) -> frozenset[str]:
+    """The buffers that this rank answers for: the first stage to read one, or stage 0."""
+    first: dict[str, int] = {}
+    for stage, own in enumerate(job.layout.partition.stages):
+        for segment in job.layout.graph.segments[own.start : own.stop]:
+            for name in segment.buffers:
+                first.setdefault(name, stage)
+    names = dict(job.model.named_buffers(remove_duplicate=False))
+    stage_rank = job.layout.stage_rank
+    return frozenset(n for n in names if stage_rank[first.get(n, 0)] == job.mesh.pp_rank)
+
+
+def _param_all_gather(job: _Job) -> ParamAllGather | None:
+    """The all-gather of what replicas have stepped (ZeRO-1 and 2), in the order of the forward."""
+    group = job.mesh.group("dp")
+    if not job.options.zero or group is None:
+        return None
+    parameters = job.parameters
+    read = [n for stage in job.stages for s in stage.segments for n in s.segment.parameters]
+    in_order = [n for n in dict.fromkeys([*read, *parameters]) if not parameters[n].is_meta]
+    names = {id(parameters[name]): name for name in in_order}
+    buckets = [
+        {names[id(parameter)]: parameter for parameter in bucket}
+        for bucket in fill_buckets((parameters[n] for n in in_order), job.options.bucket_bytes)
+    ]
+    most_open = MAX_OPEN_GATHERS if job.options.zero >= 2 else None
+    all_gather = ParamAllGather(buckets, group, most_open, job.progress)
+    wait_on_access(job.model, all_gather)
+    return all_gather
+
+
+def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
+    """The parameters that FSDP shards (ZeRO-3); the model has meta parameters in their places."""
+    mesh, options, parameters = job.mesh, job.options, job.parameters
+    group = mesh.group("dp")
+    if options.zero != 3 or group is None:
+        return None
+    low = [name for name, p in parameters.items() if p.requires_grad and is_low_precision(p)]
+    if low and not (options.master_weights and options.float32_gradients):
+        raise ScheduleError(
+            f"zero=3 sums gradients in the type that is stepped, and {low[0]!r} is of "
+            f"{parameters[low[0]].dtype}; set master_weights=True and leave gradient_sums="
+            "'float32', or use zero=2."
+        )
+    segments = [
+        [n for n in s.segment.parameters if parameters[n].dim()]  # a single number has no rows
+        for stage in job.stages
+        for s in stage.segments
+    ]
+    assert mesh.device_mesh is not None
+    order = UnshardOrder(group, mesh.device, job.progress)
+    replicas = mesh.device_mesh["dp"]
+    fsdp = FsdpParameters(segments, parameters, replicas, options.master_weights, job.tied, order)
+    metas = {id(parameters[name]): meta for name, meta in fsdp.meta_parameters.items()}
+    replace_parameters(job.model, metas)
+    return fsdp
+
+
+def _tied_gradients(
+    job: _Job,
+    stages: Mapping[int, Stage],
+    optimizer_params: OptimizerParams,
+    fsdp: FsdpParameters | None,
+) -> TiedGradients:
+    weights = [stage.weights for stage in stages.values()]
+    live = [own for own in weights if isinstance(own, LiveWeights)]
+    leaves: dict[str, Sequence[Leaf]] = {
+        name: [own.shared[name] for own in live if name in own.shared] for name in job.tied
+    }
+    parameters = final = optimizer_params.parameters  # masters take their gradients from there
+    if optimizer_params.is_sharded:
+        final = {name: item.tensor for name, item in optimizer_params.items.items()}
+    if fsdp is not None:  # shards are collected
+        leaves |= {name: [fsdp.leaves[name]] for name in job.tied if name in fsdp.leaves}
+        parameters = {**parameters, **fsdp.optimizer_tensors}
+    every_microbatch = job.options.exact_tied_gradients
+    shared = Shared(parameters, leaves, final, every_microbatch, job.progress, job.oom_guard)
+    schedule = job.layout.schedule
+    num_pipes = len(schedule.pipes) if schedule.is_synchronous else 0
+    pipes = [find_holders(job.layout.readers(pipe)) for pipe in range(num_pipes)]
+    return TiedGradients(job.mesh, pipes, shared)

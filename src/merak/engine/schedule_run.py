@@ -1,0 +1,86 @@
+"""The interpreter of schedules: performs this rank's steps, of training and evaluation alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from merak.engine.stage import Microbatch
+from merak.engine.state import EngineState
+from merak.engine.tensors_by_name import TensorDict
+from merak.engine.zero.unshard_order import unshards_of
+from merak.graph.program.program import Program
+from merak.plan.step_plans import StepPlan
+from merak.schedule.ir import Action
+from merak.schedule.steps import Payload, Receive, Send
+
+Handlers = Mapping[type[Any], Callable[[Any, Any], None]]
+"""By kind of step, the method of a run that performs it."""
+
+
+class ScheduleRun(ABC):
+    """One run of a schedule on this rank: forwards, and the activations between stages.
+
+    Args:
+        state: of this rank's engine.
+        plan: the schedule, and every rank's steps of it.
+        programs: of this replica's microbatches, by number.
+    """
+
+    handlers: Handlers
+
+    def __init__(self, state: EngineState, plan: StepPlan, programs: Sequence[Program]) -> None:
+        self._state = state
+        self._plan = plan
+        self._programs = programs
+        self._schedule = plan.schedule
+        self._rank = state.mesh.pp_rank
+
+    def perform(self) -> None:
+        """Perform this rank's steps, in order."""
+        for step in self._plan.steps[self._rank]:
+            self.handlers[type(step)](self, step)
+
+    def unshards(self) -> Iterator[tuple[tuple[str, ...], bool]]:
+        """The order in which the run gathers FSDP parameters; see `unshards_of`."""
+        for action in self._schedule.actions[self._rank]:
+            program = self._programs[action.microbatch].stages[action.stage]
+            yield from unshards_of(action.kind, program, self._schedule.recompute[action.stage])
+
+    def send(self, step: Send) -> None:
+        """Start to send what the action before has computed."""
+        self._state.stage_io.send(step)
+
+    def receive(self, step: Receive) -> None:
+        """Post a receive, for an action to come."""
+        self._state.stage_io.post(step, self._programs[step.microbatch])
+
+    def forward(self, action: Action, microbatch: Microbatch) -> TensorDict:
+        """Run a stage forward, and give its activations to the next one.
+
+        Returns:
+            The values that the stage sends, and the model's outputs made here.
+        """
+        stage, number = action.stage, action.microbatch
+        if not microbatch.batch_only:
+            self._state.microbatches.compute_batch_only(microbatch)
+        received = self.taken(Payload.ACTIVATION, stage - 1, number)
+        made = self.run_stage(action, microbatch, received)
+        if stage + 1 < self._schedule.num_stages:
+            sent = {name: made[name] for name in self._programs[number].stages[stage].sent}
+            self._state.stage_io.give(Payload.ACTIVATION, stage, number, sent)
+        return made
+
+    @abstractmethod
+    def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
+        """Run the segments of a stage forward: for a backward to come, or without."""
+
+    def taken(self, payload: Payload, producer: int, number: int) -> TensorDict:
+        """The activations or gradients that a neighbouring stage has given; waits for them."""
+        if not 0 <= producer < self._schedule.num_stages:
+            return {}
+        source = Receive(payload, producer, number, self._schedule.rank_of(producer, number))
+        values = self._state.stage_io.take(source, self._programs[number])
+        self._state.progress.inputs_ready()
+        return values

@@ -1,0 +1,92 @@
+"""Checks before a training step or an evaluation: microbatch counts of replicas, table indices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from merak.core.errors import DataError, ScheduleError
+from merak.core.tensor_meta import Signature
+from merak.engine.state import EngineState
+from merak.graph.program.index_ranges import out_of_range
+
+
+def check_indices(
+    state: EngineState,
+    what: str,
+    signatures: Sequence[Signature],
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    training: bool,
+) -> None:
+    """Refuse batches with indices beyond the tables that they are looked up in.
+
+    Args:
+        state: of this rank's engine.
+        what: the step or evaluation that is about to run, for people to read.
+        signatures: of each microbatch.
+        batches: its columns, as far as this rank reads them.
+        training: whether the model is about to train on them.
+
+    Raises:
+        DataError: an index is out of range.
+    """
+    for signature, batch in zip(signatures, batches, strict=True):
+        problem = out_of_range(state.program_for(signature, training).ranges, batch)
+        if problem is not None:
+            raise DataError(f"in {what}, {problem}")
+
+
+def check_counts(state: EngineState, num_microbatches: int, has_update: bool) -> None:
+    """Compare the replicas' numbers of microbatches before a training step, where that matters.
+
+    With ZeRO-2 and 3, gradients are reduced after every microbatch if all replicas have equally
+    many, and else at the step's end.
+
+    Args:
+        state: of this rank's engine.
+        num_microbatches: of this replica.
+        has_update: whether the engine is given an optimizer's step to call.
+
+    Raises:
+        ScheduleError: an asynchronous schedule without an optimizer, or a layout that needs equal
+            replicas without having them.
+    """
+    schedule = state.plan_for.base.schedule
+    if not schedule.is_synchronous and not has_update:
+        raise ScheduleError(
+            f"schedule={schedule.name!r} updates the weights inside a step; give the engine an "
+            "optimizer, or use a synchronous schedule such as '1f1b'."
+        )
+    if schedule.is_synchronous and state.zero < 2:
+        return
+    most, least = microbatch_counts(state, num_microbatches)
+    if state.zero >= 2:
+        state.reducer.every_microbatch = most == least
+    if most == least:
+        return
+    if not schedule.is_synchronous:
+        raise ScheduleError(
+            f"schedule={schedule.name!r} updates the weights after every few microbatches on all "
+            f"replicas together, but they have {least} to {most} in this step; leave the last "
+            "part of an epoch out (dataloader_drop_last=True)."
+        )
+    if state.zero == 3:
+        raise ScheduleError(
+            f"zero=3 gathers parameters on all replicas together, but they have {least} to "
+            f"{most} microbatches here; leave the last part of an epoch out "
+            "(dataloader_drop_last=True), or use zero=2."
+        )
+
+
+def microbatch_counts(state: EngineState, num_microbatches: int) -> tuple[int, int]:
+    """The most and the least microbatches that a replica has; its replicas call it together."""
+    mesh = state.mesh
+    group = mesh.group("dp")
+    if group is None:
+        return num_microbatches, num_microbatches
+    counts = torch.tensor([num_microbatches, -num_microbatches], device=mesh.device)
+    with state.progress.waiting("the number of microbatches on", mesh.peers("dp")):
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+    return int(counts[0]), -int(counts[1])

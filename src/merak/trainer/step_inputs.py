@@ -1,0 +1,60 @@
+"""The inputs of one training step, as transformers' loop gives them: one microbatch a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from merak.core.errors import DataError
+from merak.data import BatchSignature, signature
+from merak.trainer.batch_exchange import Batch, ExchangedBatches
+
+
+class StepInputs:
+    """Collects the inputs of a step's microbatches, which the pipeline runs together.
+
+    Args:
+        batches: this rank's columns of each microbatch, as the loop is about to give them.
+        exchanged: the same microbatches as all ranks see them.
+    """
+
+    def __init__(self, batches: Sequence[Batch], exchanged: ExchangedBatches) -> None:
+        self.exchanged = exchanged
+        self.microbatches: list[Batch] = []
+        self._expected = [signature(batch) for batch in batches]
+
+    def add(self, trainer: type, inputs: Mapping[str, Any]) -> bool:
+        """Take the inputs of the next microbatch.
+
+        Args:
+            trainer: the class that gives them, which may have changed them before.
+            inputs: this rank's columns.
+
+        Returns:
+            Whether they are the step's last ones.
+
+        Raises:
+            DataError: they have other columns, shapes or types than the ranks have exchanged.
+        """
+        expected = self._expected[len(self.microbatches)]
+        _refuse_other_columns(trainer, expected, signature(inputs))
+        self.microbatches.append(inputs)
+        return len(self.microbatches) == len(self._expected)
+
+    @property
+    def metadata(self) -> tuple[dict[str, Any], ...]:
+        """Per replica, the metadata of the microbatch that was added last."""
+        return self.exchanged.metadata[len(self.microbatches) - 1]
+
+
+def _refuse_other_columns(trainer: type, expected: BatchSignature, found: BatchSignature) -> None:
+    if found == expected:
+        return
+    before, after = dict(expected.columns), dict(found.columns)
+    name = min(n for n in {**before, **after} if before.get(n) != after.get(n))
+    raise DataError(
+        f"{trainer.__name__} changes column {name!r} of a batch from {before.get(name, 'none')} to "
+        f"{after.get(name, 'none')} in training_step or _prepare_inputs, when all ranks have "
+        "prepared for its shape; change names, shapes and types in the data_collator, and only "
+        "values there."
+    )

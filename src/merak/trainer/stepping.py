@@ -1,0 +1,168 @@
+"""The data flow of a batch in the trainer: from transformers' loop into the engine, and back.
+
+`get_batch_samples` takes a step's microbatches from the loader and exchanges their shapes with the
+other ranks. The loop hands them to `training_step` one by one, where `_prepare_inputs` may change
+their values; the last one starts the pipeline, which runs all of them. `_clip_grad_norm` and
+`_get_grad_norm` then ask the engine for the norm over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from merak.trainer.batch_exchange import BatchExchange
+from merak.trainer.logs import Throughput
+from merak.trainer.not_finite import SkippedSteps
+from merak.trainer.saving import Saving
+from merak.trainer.step_inputs import StepInputs
+from merak.trainer.tokens import TOKENS, TokenCounter
+
+
+class Stepping(Saving):
+    """The part of `MerakTrainer` that runs training steps."""
+
+    throughput: Throughput
+    _batch_exchange: BatchExchange | None
+    _counter: TokenCounter | None
+    _skipped: SkippedSteps
+    # The step that runs, and the losses of its microbatches once it has run.
+    _step: StepInputs | None
+    _losses: torch.Tensor
+    _flops_per_token: float
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The step's microbatches for the loop, whose shapes all ranks exchange, and label tokens.
+
+        Args:
+            epoch_iterator: this rank's columns of this replica's microbatches.
+            num_batches: microbatches of a step.
+            device: where a single process counts.
+        """
+        batches = list(islice(epoch_iterator, num_batches))
+        assert self._batch_exchange is not None and self._counter is not None
+        metadata = [self._counter.metadata(batch) for batch in batches]
+        exchanged = self._batch_exchange.exchange(batches, metadata)
+        self._step = StepInputs(batches, exchanged)
+        across = self.args.average_tokens_across_devices
+        replicas = range(self.mesh.dp) if across else (self.mesh.dp_rank,)
+        rows = exchanged.metadata
+        counts = [row[r]["labels"] for row in rows for r in replicas if "labels" in row[r]]
+        # On the host: the engine sends it with the columns, and nothing waits for the device here.
+        return batches, torch.tensor(float(sum(counts))) if counts else None
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs as they are: the engine moves those columns to the device that it reads."""
+        return inputs
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Take the inputs of one microbatch; the step's last one runs all of them in the pipeline.
+
+        Args:
+            model: the user's, whose parameters are those of this rank.
+            inputs: the columns of the microbatch that this rank reads.
+            num_items_in_batch: label tokens of the step; None where the loss is a mean.
+
+        Returns:
+            The loss of the step, a scalar, the same on every rank; zero before its last microbatch.
+
+        Raises:
+            DataError: a subclass gives other columns or shapes than the data has.
+        """
+        assert self._step is not None
+        prepared = self._prepare_inputs(inputs) if inputs else inputs  # a rank may read no column
+        if not self._step.add(type(self), prepared):
+            return torch.zeros((), device=self.mesh.device)
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        self._losses = self._run_step(self._step, num_items_in_batch)
+        total = self._losses[0]
+        for loss in self._losses[1:]:  # one by one, as the loop sums those of a single process
+            total = total + loss
+        return total
+
+    def _run_step(
+        self, step: StepInputs, num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """All microbatches' losses; gradients are final afterwards."""
+        engine, counter = self.engine, self._counter
+        assert engine is not None and counter is not None
+        own = step.exchanged.own(self.mesh)
+        engine.optimizer_params.clear_gradients()
+        extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
+        losses = engine.train_step(
+            self.state.global_step,
+            [counter.with_tokens(found).columns for _, found in own],
+            [{**step.microbatches[number], **extra} for number, _ in own],
+            self._loss_scale(step.exchanged.num_microbatches, num_items_in_batch is not None),
+            self._inner_optimizer().step if engine.updates_inside else None,
+            1.0 if self.scaler is None else self.scaler.get_scale(),
+        )
+        every = [replica for row in step.exchanged.metadata for replica in row]
+        self.throughput.add(sum(metadata.get("inputs", 0) for metadata in every))
+        numbers = [number for number, _ in own]
+        everything = losses
+        if numbers != list(range(len(step.microbatches))):
+            everything = torch.zeros(len(step.microbatches), device=losses.device)
+            everything[numbers] = losses
+        engine.all_reduce(everything, "dp", "losses")
+        return everything
+
+    def _loss_scale(self, num_microbatches: int, counted: bool) -> float:
+        """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""
+        if not counted:
+            # transformers leaves it to a loss function to scale what it sums over microbatches.
+            is_sum = self.compute_loss_func is not None
+            return 1.0 / (self.mesh.dp if is_sum else num_microbatches)
+        return 1.0 if self.args.average_tokens_across_devices else 1.0 / self.mesh.dp
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        assert self.engine is not None
+        return self.engine.clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        assert self.engine is not None
+        norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
+        step = self.state.global_step + 1
+        skips = self._skipped.skips(self.args, step, self._losses, norm)
+        self.optimizer._is_overflow = skips  # the learning rate then does not move either
+        if self.args.logging_nan_inf_filter:
+            self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
+        if skips:
+            self.engine.optimizer_params.clear_gradients()  # without a gradient nothing is stepped
+        return None if self.engine.updates_inside else norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """transformers' own log, with NaN for the loss of steps of which none was finite."""
+        if self.args.logging_nan_inf_filter:
+            self._skipped.logged(logs)
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
+        """Floating point operations of the round's microbatches on all replicas."""
+        return int(self._flops_per_token * self._round_tokens("inputs"))
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        kind = str(self.args.include_num_input_tokens_seen)
+        if kind != "no":
+            counted = "non_padding" if kind == "non_padding" else "inputs"
+            self.state.num_input_tokens_seen += self._round_tokens(counted)
+
+    def _round_tokens(self, kind: str) -> int:
+        """Tokens of the microbatches that the last call of `training_step` was for."""
+        assert self._step is not None
+        return sum(metadata.get(kind, 0) for metadata in self._step.metadata)
