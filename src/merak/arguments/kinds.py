@@ -129,7 +129,7 @@ def _named(options: tuple[Any, ...]) -> str:
     names: dict[str, None] = {}
     for option in options:
         if option is None or option is type(None):
-            continue  # said last
+            continue  # comes last
         kind = typing.get_origin(option) or option
         if kind is list and typing.get_args(option):
             inner = _NAMES.get(_options(typing.get_args(option)[0])[0], "values")

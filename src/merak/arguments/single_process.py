@@ -1,7 +1,7 @@
 """Accelerate in single-process mode, inside a job of many ranks.
 
 Merak reduces gradients and hands out data itself, so each rank's `transformers.Trainer` must
-believe that it is alone: no DistributedDataParallel, no sharded loader, gather the identity.
+believe that it is the only process: no DistributedDataParallel, no sharded loader, gather the identity.
 Accelerate decides by the launcher's environment variables, so those are hidden while it looks.
 """
 
@@ -53,7 +53,7 @@ def single_process_accelerate() -> Iterator[None]:
 
     Raises:
         MeshError: `merak.init` has not been called.
-        ArgumentsError: `accelerate launch` asked for something that Merak cannot honour.
+        ArgumentsError: `accelerate launch` requests something that Merak cannot honour.
     """
     device = current_mesh().device
     _refuse_launch_options()
@@ -72,7 +72,7 @@ def fresh_state() -> PartialState:
 
     Raises:
         MeshError: `merak.init` has not been called.
-        ArgumentsError: `accelerate launch` asked for something that Merak cannot honour.
+        ArgumentsError: `accelerate launch` requests something that Merak cannot honour.
     """
     with single_process_accelerate():
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -39,7 +39,7 @@ class ScheduleReport:
     """Report of one simulated schedule.
 
     Args:
-        name: of the schedule; where it is not the one asked for, `notes` say why.
+        name: of the schedule; where it is not the requested one, `notes` say why.
         ranks: pipeline degree.
         stages: stages of the model, over all ranks.
         microbatches: per iteration.

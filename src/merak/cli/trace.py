@@ -188,7 +188,7 @@ def _part(segment: Segment, found: SegmentReport, shapes: Mapping[str, int]) -> 
 def peak_rss_bytes() -> int:
     """Return the peak resident memory of this process.
 
-    What `getrusage` says counts the process that started this one too, so Linux is asked elsewhere.
+    `getrusage` counts the process that started this one too, so Linux is read from /proc.
     """
     status = Path("/proc/self/status")
     if status.exists():

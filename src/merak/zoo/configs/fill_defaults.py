@@ -67,7 +67,7 @@ def missing_field(error: BaseException | None, config: PreTrainedConfig) -> Fiel
     """Find a field that the model reads in one nested config and that only others have.
 
     Args:
-        error: what the model said; what it came from is looked at too.
+        error: raised by the model; its causes are searched too.
         config: the config that it was built from.
 
     Returns:

@@ -95,7 +95,7 @@ def nearer(numbers: Sequence[int], old: int, new: int) -> list[int]:
 
 def _until_all_kinds(config: PreTrainedConfig, old: int, layers: int) -> int:
     """Add layers, where a pattern that the config's class computes has kinds that come later."""
-    for field, value in tuple(vars(config).items()):  # some configs note what they are asked
+    for field, value in tuple(vars(config).items()):  # some configs record what is read
         if names.LAYERS.match(field) and value == old:
             for name in _computed(config):
                 layers = max(layers, _first_with_all(config, field, name, layers))
