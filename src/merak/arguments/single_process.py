@@ -1,8 +1,8 @@
 """Accelerate in single-process mode, inside a job of many ranks.
 
 Merak reduces gradients and hands out data itself, so each rank's `transformers.Trainer` must
-believe that it is the only process: no DistributedDataParallel, no sharded loader, gather the identity.
-Accelerate decides by the launcher's environment variables, so those are hidden while it looks.
+believe that it is the only process: no DistributedDataParallel, no sharded loader, and gather is
+the identity. Accelerate decides by the variables of the launcher, so those are hidden from it.
 """
 
 from __future__ import annotations
