@@ -1,4 +1,4 @@
-"""What is wrong with training arguments beyond what a rule for one field of transformers says."""
+"""Checks of training arguments beyond the rule for one field of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from merak.plan.recompute_spec import Mode, parse_recompute
 
 
 def own_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
-    """One sentence for everything that this job cannot honour.
+    """Yield a sentence for every argument that this job cannot honour.
 
     Args:
         arguments: to look at.

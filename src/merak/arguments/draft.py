@@ -14,7 +14,7 @@ from merak.core.mesh import current_mesh
 
 @dataclass(repr=False)
 class DraftArguments(MerakArguments):
-    """Arguments that are checked as every rank will check them, and that touch no device.
+    """Arguments that are checked like those of every rank, without touching a device.
 
     The process that starts the ranks would otherwise hold memory of the first one's GPU.
 
@@ -26,6 +26,6 @@ class DraftArguments(MerakArguments):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """The device of the planned mesh, as it stands."""
+        """Return the device of the planned mesh."""
         self._n_gpu = 0
         return current_mesh().device

@@ -1,4 +1,4 @@
-"""Feature dicts as plain values, for arguments that travel as JSON."""
+"""Feature dicts as JSON values, for arguments that are saved as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from merak.graph.tensor_parallel.features import Attribute
 
 
 def write_features(features: Mapping[str, Any]) -> dict[str, Any]:
-    """A feature dict in the form that a JSON file has.
+    """Convert a feature dict to the form of a JSON file.
 
     Args:
         features: patterns → attributes, as objects or written already.

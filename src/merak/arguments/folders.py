@@ -1,4 +1,4 @@
-"""Whether a run can write where it is told to."""
+"""Output folder of a run: checks that it can be written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from merak.core.errors import ArgumentsError
 
 
 def folder_problems(arguments: TrainingFields) -> Iterator[str]:
-    """Why the output folder cannot be there, as far as one can tell without making it."""
+    """Yield why the output folder cannot be made, as far as can be told without making it."""
     wanted = Path(str(arguments.output_dir)).expanduser().absolute()
     found = next(p for p in (wanted, *wanted.parents) if os.path.lexists(p))
     if not found.is_dir():
@@ -28,7 +28,7 @@ def folder_problems(arguments: TrainingFields) -> Iterator[str]:
 
 
 def make_output_folder(folder: str) -> None:
-    """Make the folder of a run's results, and see that a file can be written there.
+    """Make the folder of a run's results, and check that a file can be written there.
 
     Raises:
         ArgumentsError: it cannot.

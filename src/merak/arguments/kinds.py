@@ -1,4 +1,4 @@
-"""The kind of value that every argument takes, read off its annotation.
+"""Types of arguments, checked against their annotations.
 
 One mechanism for all fields, those of a newer transformers included: `max_steps: three` is refused
 by name before anything compares it with a number.
@@ -42,7 +42,7 @@ OWN_CHECKS = frozenset(("accelerator_config", "parallelism_config", "debug", "fs
 
 
 def kind_problems(arguments: object, cls: type) -> Iterator[str]:
-    """One sentence for every field whose value is of another kind than its annotation says.
+    """Yield a sentence for every field whose value has another type than its annotation.
 
     Args:
         arguments: a dataclass instance.
@@ -70,7 +70,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The kinds of a union; the one kind of anything else."""
+    """Return the types of a union; the one type of any other annotation."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return tuple(option for part in typing.get_args(hint) for option in _options(part))
     return (hint,)
@@ -101,7 +101,7 @@ def _each_fits(values: list[Any] | tuple[Any, ...], kinds: tuple[Any, ...]) -> b
 def _choice_problem(
     field: dataclasses.Field[Any], value: object, options: tuple[Any, ...]
 ) -> Iterator[str]:
-    """What is wrong with a value of the right kind that is none of a few choices."""
+    """Yield the sentence that refuses a value of the right type that is no choice."""
     choices = tuple(field.metadata.get("choices") or CHOICES.get(field.name, ()))
     for option in options:
         if isinstance(option, type) and issubclass(option, Enum):
@@ -129,7 +129,7 @@ def _named(options: tuple[Any, ...]) -> str:
     names: dict[str, None] = {}
     for option in options:
         if option is None or option is type(None):
-            continue  # said last
+            continue  # comes last
         kind = typing.get_origin(option) or option
         if kind is list and typing.get_args(option):
             inner = _NAMES.get(_options(typing.get_args(option)[0])[0], "values")

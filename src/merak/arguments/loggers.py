@@ -1,4 +1,4 @@
-"""Whether the loggers of `report_to` are known and installed, before anything is built for them."""
+"""Loggers of `report_to`: checks that they are known and installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytek
 
 
 def logger_problems(arguments: TrainingFields) -> Iterator[str]:
-    """One sentence for every logger that is unknown or not installed."""
+    """Yield a sentence for every logger that is unknown or not installed."""
     known = integration_utils.INTEGRATION_TO_CALLBACK
     wanted = arguments.report_to or []
     for name in [wanted] if isinstance(wanted, str) else wanted:
@@ -35,7 +35,7 @@ def logger_problems(arguments: TrainingFields) -> Iterator[str]:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a logger's package is there, as transformers itself finds out."""
+    """Tell whether a logger's package is installed, as transformers itself finds out."""
     ask = getattr(integration_utils, f"is_{NEEDS.get(name, name)}_available", None)
     if ask is None and name == "comet_ml":
         return bool(getattr(integration_utils, "_is_comet_installed", True))

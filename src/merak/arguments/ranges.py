@@ -44,13 +44,13 @@ RANGES: Mapping[str, Range] = {
 
 
 def range_problems(arguments: Any) -> Iterator[str]:
-    """One sentence for every number that is out of its range."""
+    """Yield a sentence for every number that is out of its range."""
     for name, allowed in RANGES.items():
         yield from range_problem(f"{name}=", getattr(arguments, name, None), allowed)
 
 
 def loader_problems(arguments: Any) -> Iterator[str]:
-    """What torch's loader would refuse of options that are for its workers alone."""
+    """Yield a sentence for every option of loader workers where there are none."""
     if arguments.dataloader_num_workers:
         return
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):

@@ -1,4 +1,4 @@
-"""What Merak does with a training argument, as data: honoured, without effect, or refused."""
+"""Rules for training arguments, as data: honoured, without effect, or refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from merak.core.mesh import Mesh
 
 
 class Policy(Enum):
-    """What becomes of an argument's value."""
+    """Policy for an argument's value."""
 
     HONOURED = "honoured"
     NO_EFFECT = "no effect"
@@ -21,7 +21,7 @@ class Policy(Enum):
 
 
 class Layout(Enum):
-    """The jobs in which a value is refused."""
+    """Jobs in which a value is refused."""
 
     ANY = "in every job"
     DATA_PARALLEL = "with dp > 1"
@@ -30,7 +30,7 @@ class Layout(Enum):
     NOT_CPU = "unless `merak.init` chose the CPU"
 
     def holds(self, mesh: Mesh) -> bool:
-        """Whether this job is one of them."""
+        """Tell whether this job is one of them."""
         return {
             Layout.ANY: True,
             Layout.DATA_PARALLEL: mesh.dp > 1,
@@ -42,7 +42,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The decision about one argument.
+    """Rule for one argument.
 
     Args:
         policy: what becomes of a value that is not the default.
@@ -58,17 +58,17 @@ class Rule:
 
 
 def honoured(sentence: str) -> Rule:
-    """An argument that keeps its meaning."""
+    """Make the rule of an argument that keeps its meaning."""
     return Rule(Policy.HONOURED, sentence)
 
 
 def no_effect(sentence: str) -> Rule:
-    """An argument that changes nothing, rightly so."""
+    """Make the rule of an argument that rightly changes nothing."""
     return Rule(Policy.NO_EFFECT, sentence)
 
 
 def refused(sentence: str, *accepted: object, layout: Layout = Layout.ANY) -> Rule:
-    """An argument that cannot be honoured; the sentence says why and what to use."""
+    """Make the rule of an argument that cannot be honoured; the sentence says why."""
     return Rule(Policy.REFUSED, sentence, accepted, layout)
 
 
@@ -79,7 +79,7 @@ UNKNOWN = refused("this version of Merak does not know what it means; leave it a
 def problems(
     arguments: object, rules: Mapping[str, Rule], own: frozenset[str], mesh: Mesh
 ) -> Iterator[str]:
-    """One sentence for every argument that this job cannot honour.
+    """Yield a sentence for every argument that this job cannot honour.
 
     Args:
         arguments: a dataclass instance of training arguments.
@@ -99,7 +99,7 @@ def problems(
 
 
 def refusal(name: str, value: object, rule: Rule) -> str:
-    """The sentence for a value that is refused: the argument, its value, why, and what to use."""
+    """Format the sentence that refuses a value: the argument, its value, why, and what to use."""
     shown = value.value if isinstance(value, Enum) else value
     where = "" if rule.layout is Layout.ANY else f" {rule.layout.value}"
     return f"{name}={shown!r} cannot be honoured{where}: {rule.sentence}."

@@ -1,8 +1,8 @@
 """Accelerate in single-process mode, inside a job of many ranks.
 
 Merak reduces gradients and hands out data itself, so each rank's `transformers.Trainer` must
-believe that it is alone: no DistributedDataParallel, no sharded loader, gather the identity.
-Accelerate decides by the launcher's environment variables, so those are hidden while it looks.
+believe that it is the only process: no DistributedDataParallel, no sharded loader, and gather is
+the identity. Accelerate decides by the variables of the launcher, so those are hidden from it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def single_process_accelerate() -> Iterator[None]:
 
     Raises:
         MeshError: `merak.init` has not been called.
-        ArgumentsError: `accelerate launch` asked for something that Merak cannot honour.
+        ArgumentsError: `accelerate launch` requests something that Merak cannot honour.
     """
     device = current_mesh().device
     _refuse_launch_options()
@@ -68,11 +68,11 @@ def single_process_accelerate() -> Iterator[None]:
 
 
 def fresh_state() -> PartialState:
-    """Accelerate's process state, made anew: one process, on this rank's device.
+    """Make Accelerate's process state anew: one process, on this rank's device.
 
     Raises:
         MeshError: `merak.init` has not been called.
-        ArgumentsError: `accelerate launch` asked for something that Merak cannot honour.
+        ArgumentsError: `accelerate launch` requests something that Merak cannot honour.
     """
     with single_process_accelerate():
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -34,7 +34,7 @@ CACHE_VARIABLE = "MERAK_CACHE"
 
 
 def default_trace_cache() -> str:
-    """The folder of traced models: $MERAK_CACHE, or ~/.cache/merak (as XDG_CACHE_HOME says)."""
+    """Return the folder of cached traces: $MERAK_CACHE, or ~/.cache/merak (XDG_CACHE_HOME)."""
     named = os.environ.get(CACHE_VARIABLE)
     if named is not None:
         return named
@@ -100,7 +100,7 @@ class MerakArguments(TrainingFields):
             self.bucket_bytes = BUCKET_BYTES if cap_mb is None else cap_mb * 2**20
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments as plain values; a feature dict as a JSON file has it."""
+        """Convert the arguments to plain values; a feature dict as a JSON file has it."""
         plain: dict[str, Any] = super().to_dict()  # type: ignore[no-untyped-call]
         if isinstance(self.feature_dict, Mapping):
             plain["feature_dict"] = write_features(self.feature_dict)
@@ -108,7 +108,7 @@ class MerakArguments(TrainingFields):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """This rank's device, with Accelerate in single-process mode."""
+        """Return this rank's device, with Accelerate in single-process mode."""
         mesh = current_mesh()
         self.distributed_state = fresh_state()
         self._n_gpu = 1 if mesh.device.type == "cuda" else 0
@@ -116,24 +116,24 @@ class MerakArguments(TrainingFields):
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """What the model's forward is autocast to; None for its own precision."""
+        """Type of the autocast of the model's forward; None for its own precision."""
         if self.bf16:
             return torch.bfloat16
         return torch.float16 if self.fp16 else None
 
     @property
     def world_size(self) -> int:
-        """The number of replicas, which batch sizes are multiplied by: the degree of dp."""
+        """Number of replicas, which batch sizes are multiplied by: the degree of dp."""
         return current_mesh().dp
 
     @property
     def process_index(self) -> int:
-        """The global rank; 0 logs and saves."""
+        """Global rank; 0 logs and saves."""
         return current_mesh().rank
 
     @property
     def local_process_index(self) -> int:
-        """The rank on this node."""
+        """Local rank on this node."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
@@ -153,7 +153,7 @@ class MerakArguments(TrainingFields):
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let rank 0 (of each node, where `local`) do the work before the others.
+        """Run the work inside on rank 0 (of each node, where `local`) before the others.
 
         Args:
             local: the first rank of each node rather than that of the job.

@@ -1,1 +1,1 @@
-"""The command line: thin commands over the same functions that scripts use."""
+"""Command line: thin commands over the same functions that scripts use."""

@@ -1,4 +1,4 @@
-"""`merak check`: whether a model trains on ranks as it does in one process."""
+"""`merak check`: training on ranks compared with training in one process."""
 
 from __future__ import annotations
 

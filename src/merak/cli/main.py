@@ -1,4 +1,4 @@
-"""The `merak` command: finds the subcommand, and turns what is wrong into one sentence."""
+"""`merak`: the command, its subcommands and its exit codes."""
 
 from __future__ import annotations
 

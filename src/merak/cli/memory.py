@@ -1,4 +1,4 @@
-"""`merak memory`: what every stage of a job will take, before anything runs."""
+"""`merak memory`: the memory of every stage of a job, before anything runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MemoryRequest(JobRequest):
 
 @takes(MemoryRequest)
 def memory(request: MemoryRequest) -> None:
-    """Show what every stage of a job will take, without running or creating anything."""
+    """Show the memory of every stage of a job, without running or creating anything."""
     with stdout_to_stderr():
         report = memory_report(request)
     show(report, page, request.as_json)
@@ -150,7 +150,7 @@ def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
 
 
 def _types(request: MemoryRequest) -> tuple[torch.dtype, torch.dtype | None]:
-    """Of the parameters, and of autocast."""
+    """Return the types of the parameters and of autocast."""
     import torch
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,4 +1,4 @@
-"""What `merak memory` shows: every stage's bytes, and every pp rank's peak."""
+"""Report of `merak memory`: the bytes of every stage, and the peak of every pp rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Bytes of one stage.
+    """Memory of one stage, in bytes.
 
     Args:
         stage: its number.
@@ -69,7 +69,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """The memory of a job.
+    """Report of the memory of a job.
 
     Args:
         model: the architecture's class name.
@@ -132,7 +132,7 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
 
 
 def _assumed(sheet: DeviceProfile, traced_for: str) -> str:
-    """What rests on a data sheet, and on operators of another device."""
+    """Describe what rests on a data sheet, and on operators of another device."""
     kernels = (
         "; the model is traced for the CPU, so what its kernels (attention above all) keep and "
         "take beside their results is the CPU's"
@@ -143,7 +143,7 @@ def _assumed(sheet: DeviceProfile, traced_for: str) -> str:
 
 
 def _stages(forecast: Forecast, ranks: tuple[RankMemory, ...]) -> list[StageReport]:
-    """A row for each stage; where several ranks hold one, that of the rank which needs most."""
+    """Make a row for each stage; where several ranks hold one, that of the rank with most bytes."""
     found: dict[int, StageReport] = {}
     for rank in ranks:
         for stage in rank.stages:
@@ -178,7 +178,7 @@ def _rank(rank: RankMemory, schedule: Schedule, found: Estimate) -> RankReport:
 
 
 def page(report: MemoryReport) -> str:
-    """A report for people to read."""
+    """Format a report for people."""
     columns = ("parameters", "gradients", "optimizer", "activations", "total")
     lines = [
         f"{report.model}: {report.schedule} with {report.microbatches} microbatches, "

@@ -1,4 +1,4 @@
-"""What commands print: a page for people, or one JSON object and nothing else."""
+"""Output of commands: a page for people, or one JSON object and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Report = TypeVar("Report")
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send what anything prints inside to standard error; standard output is for the result."""
+    """Redirect output inside to standard error; standard output is for the result."""
     with redirect_stdout(sys.stderr):
         yield
 

@@ -36,10 +36,10 @@ _SECONDS_PER_PAIR = 2.5e-6
 
 @dataclass(frozen=True, slots=True)
 class ScheduleReport:
-    """One schedule, simulated.
+    """Report of one simulated schedule.
 
     Args:
-        name: of the schedule; where it is not the one asked for, `notes` say why.
+        name: of the schedule; where it is not the requested one, `notes` say why.
         ranks: pipeline degree.
         stages: stages of the model, over all ranks.
         microbatches: per iteration.
@@ -69,7 +69,7 @@ class ScheduleReport:
 
 @dataclass(frozen=True, slots=True)
 class ListReport:
-    """The names of all schedules."""
+    """Names of all schedules."""
 
     schedules: list[str]
 
@@ -183,7 +183,7 @@ def _announce_duration(stages: int, microbatches: int) -> None:
 
 
 def report(simulation: Simulation) -> ScheduleReport:
-    """What `--json` prints."""
+    """Make the report that `--json` prints."""
     built = simulation.schedule
     return ScheduleReport(
         name=built.name,
@@ -201,7 +201,7 @@ def report(simulation: Simulation) -> ScheduleReport:
 
 
 def _costs(num_stages: int, request: ScheduleRequest) -> Costs:
-    """Equal stages of equal layers, and the tensor parallel all-reduces of each."""
+    """Make the costs of equal stages of equal layers, with their tensor parallel all-reduces."""
     costs = uniform(num_stages, **request.times)
     if request.layers < 1 or not request.all_reduce >= 0:
         raise ScheduleError(
@@ -272,7 +272,7 @@ def _page(simulation: Simulation) -> str:
 
 
 def _staleness(built: Schedule) -> str:
-    """How many updates behind their own the weights of each stage's gradients are, at most."""
+    """Return per stage how many updates its weights lag behind its gradients, at most."""
     return " ".join(
         str(max(built.update_of(m) - version for m, version in enumerate(versions)))
         for versions in built.weight_versions

@@ -1,4 +1,4 @@
-"""`merak trace`: how a model is cut into segments, without its weights."""
+"""`merak trace`: the segments of a model, without its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSummary:
-    """One segment, for people to read.
+    """Summary of one segment.
 
     Args:
         name: the module path it mostly comes from.
@@ -52,7 +52,7 @@ class SegmentSummary:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """What tracing and cutting a model gave, and what it took.
+    """Report of tracing a model and cutting it into segments.
 
     Args:
         model: the architecture's class name.
@@ -186,9 +186,9 @@ def _part(segment: Segment, found: SegmentReport, shapes: Mapping[str, int]) -> 
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has had resident.
+    """Return the peak resident memory of this process.
 
-    What `getrusage` says counts the process that started this one too, so Linux is asked elsewhere.
+    `getrusage` counts the process that started this one too, so Linux is read from /proc.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -223,7 +223,7 @@ def _page(report: TraceReport) -> str:
 
 
 def _segments(parts: Sequence[SegmentSummary]) -> Iterator[str]:
-    """The segments; how one is split is said for the first of its kind."""
+    """List the segments; the sharding of one is listed for the first of its kind."""
     shown: set[tuple[str, ...]] = set()
     for index, part in enumerate(parts):
         yield f"  {index:>4}  {part.name:<48} {count(part.parameters):>14}"

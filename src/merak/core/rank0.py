@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from merak.core import errors
 from merak.core.errors import MerakError
-from merak.core.health.status import waiting_for_first
+from merak.core.health.status import waiting_for_rank0
 
 Decision = TypeVar("Decision")
 
@@ -81,7 +81,7 @@ def decide_on_rank0(mesh: Ranks, what: str, decide: Callable[[], Decision]) -> D
             made = [decide()]
         except Exception as caught:
             error, made = caught, [_failure(what, caught)]
-    with waiting_for_first(what):
+    with waiting_for_rank0(what):
         dist.broadcast_object_list(made, src=0)
     if error is not None:
         raise error

@@ -10,7 +10,7 @@ from merak.plan.cost.device import PRESETS, DeviceProfile, preset
 
 DEVICES = ("cpu", "cuda")
 USUAL_GPU = "h100-sxm"
-"""Whose speeds are assumed for a GPU that is not there, and that nothing more is said of."""
+"""Device whose speeds are assumed for a GPU that is not there and has no further name."""
 
 BACKENDS = ("gloo", "nccl")
 

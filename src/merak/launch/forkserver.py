@@ -56,7 +56,7 @@ def start_method() -> str:
     """Return multiprocessing's start method of ranks."""
     import torch
 
-    # Who has asked for devices, as some imports do, cannot lend them to what is forked from it.
+    # A process that has initialised devices, as some imports do, cannot share them with its forks.
     if _pid() is None or torch.accelerator.is_available():
         return FROM_NOTHING
     return FROM_IMPORTED

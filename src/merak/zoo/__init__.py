@@ -1,1 +1,1 @@
-"""The models of transformers' architectures: small versions of them, and batches for them."""
+"""Models of transformers' architectures by name: small versions of them, and batches for them."""

@@ -1,4 +1,4 @@
-"""Small versions of models by name, for `merak check`."""
+"""Checks of models by name, in small versions, for `merak check`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MAX_MISSING_FIELDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A model by name, as the user asks for it.
+    """Model by name, as the user requests it.
 
     Args:
         model: as `--model`.
@@ -59,7 +59,7 @@ class Request:
     trust_remote_code: bool = False
 
     def source(self, changes: Mapping[str, Any]) -> ModelSource:
-        """The model's class and config, with further changes of fields the user has not set."""
+        """Resolve the model's class and config, with changes of fields the user has not set."""
         fields = merged(changes, self.given)
         # What a model lacks in its config, and was found for it, its config does not know.
         source = resolve_model(
@@ -105,7 +105,7 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
 
 
 def small_version(request: Request, layout: Layout, options: CheckOptions) -> Trained:
-    """The smallest version of a model that trains in one process, and what it does there.
+    """Return the smallest version of a model that trains in one process, and its outcome there.
 
     Raises:
         CommandError: there is no such model.
@@ -115,7 +115,7 @@ def small_version(request: Request, layout: Layout, options: CheckOptions) -> Tr
 
 
 def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterator[Version]:
-    """Versions of a model: as its config says, then with what the config leaves open."""
+    """Yield versions of a model: as its config is, then with default values for open fields."""
     # A stage of its own for every rank, even if its schedule gives it two.
     wanted = Wanted(layers=max(2, layout.pp), heads_divisor=layout.tp)
     for one in _changes(request, wanted):
@@ -126,7 +126,7 @@ def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterat
 
 
 def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
-    """What to change in the config, the most wanted first."""
+    """Yield changes of the config, the most wanted first."""
     config = request.source({}).config
     plain = list(attempts(config, request.given, wanted))
     likely = plain[:2]
@@ -142,7 +142,7 @@ def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
 
 
 def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:
-    """What to fill in, with what the model then asks for; configs that refuse it are left out."""
+    """Yield completions of the config; those that its class refuses are left out."""
     seen: list[Fields] = [{}]
     for completion in completions(request.source({}).config):
         try:
@@ -155,7 +155,7 @@ def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:
 
 
 def _with_missing_fields(request: Request, completion: Fields, wanted: Wanted) -> Fields:
-    """A completion, and fields that the model built with it finds missing."""
+    """Add the fields to a completion that the model built with it finds missing."""
     for _ in range(MAX_MISSING_FIELDS):
         config = request.source(completion).config
         smallest = next(attempts(config, request.given, wanted)).fields
@@ -174,7 +174,7 @@ def _with_missing_fields(request: Request, completion: Fields, wanted: Wanted) -
 
 
 def _padding(request: Request) -> Fields:
-    """The padding token that `_pad` names, if it does."""
+    """Return the padding token that `_pad` names, if it does."""
     source = resolve_model(
         request.model, request.given, trust_remote_code=request.trust_remote_code
     )
@@ -201,7 +201,7 @@ def _jobs(
     most: int | None,
     failures: Sequence[MerakError],
 ) -> Iterator[Job]:
-    """Jobs for a version: the same model, on batches of several kinds, so many at most."""
+    """Yield jobs for a version: the same model, on batches of several kinds."""
     source = request.source(changes)
     limit = getattr(text_part(source.config), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else DEFAULT_SEQUENCE
@@ -223,7 +223,7 @@ def _jobs(
 
 
 def _small_images(source: ModelSource, columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Smaller images, and what there is for their pixels, if the config leaves their size open."""
+    """Return smaller images and their patches, if the config leaves their size open."""
     owners = (source.config, getattr(source.config, "vision_config", None))
     image = columns.get("pixel_values")
     is_image = image is not None and len(image.shape) == 4
@@ -260,7 +260,7 @@ def _refuse_counts(layout: Layout, options: CheckOptions) -> None:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder of this check alone; the same on all ranks that torchrun has started."""
+    """Make a folder of this check alone; the same on all ranks that torchrun has started."""
     if not under_torchrun():
         with tempfile.TemporaryDirectory(prefix="merak-check-") as name:
             yield Path(name)

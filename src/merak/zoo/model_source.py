@@ -27,7 +27,7 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's class and config, before anything of it is built.
+    """Class and config of a model, before anything of it is built.
 
     Args:
         model_class: the transformers architecture.
@@ -41,11 +41,11 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """The architecture's class name."""
+        """Class name of the architecture."""
         return self.model_class.__name__
 
     def build(self) -> PreTrainedModel:
-        """The model as a script of one device would build it from the config.
+        """Build the model as a script of one device would, from the config.
 
         Raises:
             CommandError: the model's own code refuses the config.
@@ -104,7 +104,7 @@ def resolve_model(
 
 
 def class_by_name(name: str) -> type[PreTrainedModel]:
-    """A transformers model class.
+    """Return a transformers model class.
 
     Raises:
         CommandError: transformers has no model of this name.
@@ -128,7 +128,7 @@ def _what_to_name(name: str) -> str:
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:
-    """The JSON object of `--config`.
+    """Parse the JSON object of `--config`.
 
     Raises:
         CommandError: the text is not a JSON object.
@@ -257,7 +257,7 @@ def _change(
 def _with_defaults(
     owner: type[PreTrainedConfig], field: str, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Changes of a config inside another, with what that one's class sets in it by default.
+    """Add the defaults of a nested config's class to changes of it.
 
     Its defaults in there are not those of its own class.
     """
@@ -285,7 +285,7 @@ def _check_field(config: PreTrainedConfig, name: str) -> None:
 
 
 def check_inner_fields(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
-    """Refuse unknown fields of configs inside a config, which transformers takes without a word.
+    """Refuse unknown fields of nested configs, which transformers accepts silently.
 
     Args:
         config: with the changes.
@@ -317,7 +317,7 @@ def _parse_config(
 
 
 def _leave_dtype_to_the_whole(config: PreTrainedConfig) -> None:
-    """Models inside a model would be built in their own configs' types, beside a float32 rest."""
+    """Clear the types of nested configs, so that submodels have the whole model's."""
     for _, inner in inner_configs(config):
         inner.dtype = None
         _leave_dtype_to_the_whole(inner)

@@ -1,4 +1,4 @@
-"""Find the small version of a transformers model that a check trains."""
+"""Search for the small version of a transformers model that a check trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_PARAMETERS = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A job, and what one process made of it.
+    """Job, and its outcome in one process.
 
     Args:
         job: what was trained.
@@ -34,7 +34,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version of a model.
+    """Version of a model.
 
     Args:
         jobs: makes jobs that train it on different batches, the most wanted one first; it is given
@@ -51,7 +51,7 @@ class Version:
 
 
 def first_that_trains(versions: Iterable[Version]) -> Trained:
-    """The first of some versions of a model that plain PyTorch can train in one process.
+    """Return the first version of a model that plain PyTorch can train in one process.
 
     Args:
         versions: the most wanted one first.
@@ -76,7 +76,7 @@ def first_that_trains(versions: Iterable[Version]) -> Trained:
 
 
 def _train(version: Version) -> Trained | MerakError:
-    """A version trained on the first of its batches with which it trains, else the first reason."""
+    """Train a version on the first batch with which it trains; else return the first reason."""
     failures: list[MerakError] = []
     try:
         for job in version.jobs(failures):
@@ -97,7 +97,7 @@ def _train(version: Version) -> Trained | MerakError:
 
 
 class _TooLarge(EagerError):
-    """A version that nobody wants to train for a check."""
+    """Refusal of a version that is too large to train for a check."""
 
 
 def _refuse_large(job: Job, version: Version) -> None:

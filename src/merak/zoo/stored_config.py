@@ -1,4 +1,4 @@
-"""Configs as they are stored: read, and made ready for changes of single fields."""
+"""Stored configs, read and prepared for changes of single fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT = "__float__"
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object in a file.
+    """Read a JSON object from a file.
 
     Raises:
         CommandError: the file is missing, or holds something else.
@@ -33,7 +33,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def in_todays_names(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored fields without those that a config's class turns into others when it reads them.
+    """Drop the stored fields that a config's class converts to others when it reads them.
 
     A change of the others would be lost beside them. What the class concludes from fields that it
     keeps is left to it, so that it follows a change of those.
@@ -55,7 +55,7 @@ def in_todays_names(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict
 
 
 def with_fewer_layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config of which a change leaves the first layers alone.
+    """Shorten the fields of a config of which a change leaves the first layers.
 
     What the fields say of each layer is cut to those that stay, unless it is changed as well.
 
@@ -75,7 +75,7 @@ def with_fewer_layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> 
 
 
 def _of_first(name: str, value: Any, old: int, new: int) -> Any:
-    """What a field says of the first layers of a model."""
+    """Shorten a field to the first layers of a model."""
     if name == BY_LAYER and isinstance(value, Mapping):
         return {number: own for number, own in value.items() if int(number) < new}
     if names.LAYER_NUMBERS.search(name) and are_counts(value):
@@ -84,5 +84,5 @@ def _of_first(name: str, value: Any, old: int, new: int) -> Any:
 
 
 def _with_floats(read: dict[str, Any]) -> Any:
-    """An object of a config, or the number that transformers writes so: JSON has no infinity."""
+    """Convert an object of a config to the float that it stands for: JSON has no infinity."""
     return float(read[FLOAT]) if read.keys() == {FLOAT} else read

@@ -1,4 +1,4 @@
-"""A recipe's data: text of many kinds, tokenized and packed once, or a dataset as it is."""
+"""Data of a recipe: text of many kinds, tokenized and packed once, or a dataset as it is."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _pack_into(folder: Path, texts: Texts, held_out: Texts | None, recipe: DataR
 
 
 def _split(texts: Sequence[str], held_out: float) -> tuple[list[str], list[str]]:
-    """Every n-th text is held out, at least one, so that both parts are of all kinds."""
+    """Hold out every n-th text, at least one, so that both parts are of all kinds."""
     if not texts:
         raise CommandError("data.source has no text in it; name one that has.")
     if held_out and len(texts) < 2:
@@ -183,7 +183,7 @@ def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokeniz
 def _pack(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], sequence: int
 ) -> npt.NDArray[np.int32]:
-    """Texts one after the other, an end token behind each, cut into whole samples."""
+    """Concatenate texts, an end token behind each, and cut them into whole samples."""
     end = tokenizer.eos_token_id
     ending = [end] if isinstance(end, int) else []
     pieces: list[npt.NDArray[np.int32]] = []

@@ -1,4 +1,4 @@
-"""What every rank of `merak train` does with a recipe."""
+"""Training job of a recipe, as every rank of `merak train` runs it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A recipe, and where it runs.
+    """Recipe, and the device and backend of its run.
 
     Args:
         recipe: what is trained.
@@ -57,7 +57,7 @@ class Job:
 
 
 def check_job(job: Job) -> None:
-    """Look at all of a recipe before ranks are started for it, as they would.
+    """Check all of a recipe as ranks would, before they are started.
 
     Raises:
         MerakError: something in it is wrong; what only the data can tell is not looked at.
@@ -99,13 +99,13 @@ def check_job(job: Job) -> None:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says of training, as `MerakArguments` takes it."""
+    """Return the training settings of a recipe as `MerakArguments` takes them."""
     # Throughput is measured in input tokens, so they are counted unless the recipe says no.
     return {"include_num_input_tokens_seen": "all", **recipe.arguments}
 
 
 def run_job(job: Job) -> TrainReport | None:
-    """Train; called alike on every rank.
+    """Train; a collective of all ranks.
 
     Returns:
         How it ended, on rank 0; None elsewhere.
@@ -155,7 +155,7 @@ def run_job(job: Job) -> TrainReport | None:
 
 
 class _Clock(TrainerCallback):
-    """Remembers how many tokens had been seen before this run, which may be a resumed one."""
+    """Callback that records the number of tokens before this run, which may be a resumed one."""
 
     def __init__(self) -> None:
         self._tokens_before = 0
@@ -164,7 +164,7 @@ class _Clock(TrainerCallback):
         self._tokens_before = state.num_input_tokens_seen
 
     def num_tokens(self, state: TrainerState) -> int:
-        """Input tokens that this run has trained on."""
+        """Return the number of input tokens that this run has trained on."""
         return int(state.num_input_tokens_seen) - self._tokens_before
 
 
@@ -217,7 +217,7 @@ def _is_masked(source: ModelSource) -> bool:
 
 
 def _collator(source: ModelSource, corpus: Corpus) -> Any:
-    """Makes labels of packed text; a dataset with its own columns keeps transformers' default."""
+    """Make the collator of packed text; a dataset keeps transformers' default."""
     tokenizer = corpus.tokenizer
     if tokenizer is None:
         return None
@@ -235,7 +235,7 @@ def _collator(source: ModelSource, corpus: Corpus) -> Any:
 def _fit_to_tokenizer(
     source: ModelSource, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> ModelSource:
-    """A fresh model takes the tokenizer's vocabulary; one from a file must have room for it."""
+    """Fit a new model to the tokenizer's vocabulary; a stored one must be large enough."""
     given = recipe.model.config
     if not Path(recipe.model.name).expanduser().exists():
         ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS if hasattr(source.config, name)}
@@ -251,7 +251,7 @@ def _fit_to_tokenizer(
 
 
 def _check_text(source: ModelSource, recipe: DataRecipe) -> None:
-    """Refuse text for a model that is not trained on such, or not at such a length."""
+    """Refuse text for a model that is not trained on text, or not at its length."""
     if not (_is_causal(source) or _is_masked(source)):
         raise CommandError(
             f"{source.name} is trained neither to continue text nor to fill gaps in it; give a "

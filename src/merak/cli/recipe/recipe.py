@@ -1,4 +1,4 @@
-"""Recipes: what `merak train` reads from a YAML file, checked before anything is started."""
+"""Recipes: the YAML files of `merak train`, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGEST_VOCABULARY = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelRecipe:
-    """What is trained.
+    """Model section of a recipe.
 
     Args:
         name: a transformers class name, or a folder (weights are used) or file with a config.
@@ -46,7 +46,7 @@ class ModelRecipe:
 
 @dataclass(frozen=True, slots=True)
 class DataRecipe:
-    """What it is trained on.
+    """Data section of a recipe.
 
     Args:
         source: "standard-library", a folder of text files, a JSON lines file, or a dataset that
@@ -72,7 +72,7 @@ class DataRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many ranks, and how they share the work."""
+    """Parallel degrees of a recipe."""
 
     dp: int = 1
     tp: int = 1
@@ -80,13 +80,13 @@ class Degrees:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of the job."""
+        """Number of ranks of the job."""
         return math.prod((self.dp, self.tp, self.pp))
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One training run.
+    """Recipe of one training run.
 
     Args:
         model: what is trained.
@@ -102,12 +102,12 @@ class Recipe:
 
     @property
     def output_dir(self) -> Path:
-        """The folder of the run's results."""
+        """Folder of the run's results."""
         return Path(str(self.arguments["output_dir"])).expanduser()
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2: `1e-4` is a number, and `off`, `on`, `yes` and `no` are words."""
+    """Loader of YAML 1.2: `1e-4` is a number, and `off`, `on`, `yes` and `no` are words."""
 
 
 _BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"

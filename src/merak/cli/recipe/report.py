@@ -1,4 +1,4 @@
-"""The result of a training run, as `merak train` prints it."""
+"""Report of a training run, as `merak train` prints it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """How a training run ended.
+    """Report of a finished training run.
 
     Args:
         loss: mean training loss since the log before the last one.

@@ -1,4 +1,4 @@
-"""Where a recipe's text comes from: the standard library, folders, JSON lines, datasets."""
+"""Texts of a recipe: from the standard library, folders, JSON lines or datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts that are read when they are needed.
+    """Texts that are read on demand.
 
     Args:
         files: files that hold one text each, or JSON lines with one text a line.
@@ -37,14 +37,14 @@ class Texts:
     dataset: datasets.Dataset | None = None
 
     def stamp(self) -> list[object]:
-        """What changes when a text does."""
+        """Fingerprint that changes when a text does."""
         if self.dataset is not None:
             return [self.dataset._fingerprint, self.column]
         stats = [(str(file), file.stat()) for file in self.files]
         return [self.column, *((name, s.st_size, s.st_mtime_ns) for name, s in stats)]
 
     def read(self, max_bytes: int | None) -> list[str]:
-        """The texts, in order, until they are `max_bytes` long together."""
+        """Read the texts, in order, until they have `max_bytes` together."""
         taken: list[str] = []
         num_bytes = 0
         for text in self._all():
@@ -70,7 +70,7 @@ class Texts:
 
 
 def find_source(recipe: DataRecipe) -> Texts | datasets.DatasetDict:
-    """The texts that a recipe names, or the dataset, split as it was saved.
+    """Find the texts that a recipe names, or the dataset, split as it was saved.
 
     Raises:
         CommandError: there is no such source, or nothing in it.
@@ -103,7 +103,7 @@ def find_source(recipe: DataRecipe) -> Texts | datasets.DatasetDict:
 
 
 def standard_library_files() -> tuple[Path, ...]:
-    """The source files of Python's own library, in a fixed order."""
+    """List the source files of Python's own library, in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
     return tuple(
         file

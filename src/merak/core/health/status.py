@@ -112,7 +112,7 @@ def waiting_for_all(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def waiting_for_first(what: str) -> Iterator[None]:
+def waiting_for_rank0(what: str) -> Iterator[None]:
     """Enter a wait of all ranks for a decision of rank 0.
 
     Args:

@@ -1,1 +1,1 @@
-"""Batches that fit a model: from its config, its documentation and what its forward asks for."""
+"""Batches for a model: from its config, its documentation and the errors of its forward."""

@@ -1,4 +1,4 @@
-"""Example batches: what a transformers model's forward takes, by its class and config."""
+"""Example batches of a transformers model, by its class and config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_CHOICES = 2
 
 
 class Task(Enum):
-    """What a model's labels are."""
+    """Task of a model: the kind of its labels."""
 
     TOKENS = "a word for every token"
     TAGS = "a class for every token"
@@ -99,7 +99,7 @@ def example_columns(
     batch: int = 1,
     sequence: int | None = None,
 ) -> dict[str, Column]:
-    """The columns of a batch with which a model can be traced or trained: inputs and labels.
+    """Make the columns of a batch to trace or train a model with: inputs and labels.
 
     Args:
         model_class: the architecture.
@@ -130,7 +130,7 @@ def example_columns(
 
 
 def _main_input(model_class: type[PreTrainedModel], taken: Mapping[str, object]) -> str:
-    """The argument that the model is mainly about, or another one that may stand in for it."""
+    """Return the main input of a model, or another argument in its place."""
     main = model_class.main_input_name
     found = next((name for name in (main, *INPUTS) if name in INPUTS and name in taken), main)
     if found not in INPUTS and found not in described(model_class):
@@ -143,7 +143,7 @@ def _main_input(model_class: type[PreTrainedModel], taken: Mapping[str, object])
 
 
 def _required(model_class: type[PreTrainedModel]) -> Iterator[str]:
-    """The arguments that a model's forward cannot do without."""
+    """Return the required arguments of a model's forward."""
     empty = inspect.Parameter.empty
     _, *taken = inspect.signature(model_class.forward).parameters.values()
     varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -151,7 +151,7 @@ def _required(model_class: type[PreTrainedModel]) -> Iterator[str]:
 
 
 def _made(model_class: type[PreTrainedModel], names: Collection[str], sizes: _Sizes) -> Columns:
-    """Columns for arguments, of those that are known or documented."""
+    """Make columns for arguments, of those that are known or documented."""
     documented = _described_columns(model_class, names, sizes)
     known = {name: INPUTS[name](sizes) for name in names if name in INPUTS}
     return {name: (documented | known)[name] for name in names if name in documented | known}
@@ -175,7 +175,7 @@ def requested_columns(
     sequence: int,
     names: Collection[str],
 ) -> Columns:
-    """Columns of one sample for arguments of a model's forward that it turns out to need."""
+    """Make columns of one sample for arguments that a model's forward turns out to need."""
     return _made(model_class, names, _Sizes(1, sequence, _task(model_class), config))
 
 
@@ -185,14 +185,14 @@ def documented_columns(
     sequence: int,
     names: Collection[str],
 ) -> Columns:
-    """Columns of one sample for arguments of a model's forward, as it documents them."""
+    """Make columns of one sample for arguments of a model's forward, as it documents them."""
     return _described_columns(model_class, names, _Sizes(1, sequence, _task(model_class), config))
 
 
 def further_inputs(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, sequence: int
 ) -> Columns:
-    """Columns of one sample for all that a model may take in, its main input aside."""
+    """Make columns of one sample for all inputs of a model but the main one."""
     sizes = _Sizes(1, sequence, _task(model_class), config)
     taken = inspect.signature(model_class.forward).parameters
     main = _main_input(model_class, taken)
@@ -200,12 +200,12 @@ def further_inputs(
 
 
 def predicts_classes(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a model is for telling the class of a sample."""
+    """Tell whether a model classifies samples."""
     return _task(model_class) is Task.SAMPLES
 
 
 def sound_mask(model_class: type[PreTrainedModel], columns: Columns) -> Columns:
-    """A mask that takes in the whole of a recording, for models that want one to be told."""
+    """Make the mask of a whole recording, for models that require one."""
     taken = inspect.signature(model_class.forward).parameters
     sound = columns.get("input_features")
     if sound is None or "attention_mask" not in taken:
@@ -214,13 +214,13 @@ def sound_mask(model_class: type[PreTrainedModel], columns: Columns) -> Columns:
 
 
 def predicts_pairs(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a model is for telling which texts go with which images."""
+    """Tell whether a model matches texts with images."""
     names = auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
     return any(model_class.__name__ in _names(value) for value in names)
 
 
 def example_arguments(model_class: type[PreTrainedModel]) -> dict[str, bool]:
-    """What a model must be called with beside a batch to give a loss: encoders of pairs do not."""
+    """Return the arguments beside a batch with which a model returns a loss."""
     taken = inspect.signature(model_class.forward).parameters
     return {"return_loss": True} if "return_loss" in taken else {}
 
@@ -253,12 +253,12 @@ def _sequence(config: PreTrainedConfig, wanted: int | None) -> int:
 
 
 def _shifts_labels(config: PreTrainedConfig) -> bool:
-    """Whether the decoder's inputs are made from the labels: most models need a start token."""
+    """Tell whether the decoder's inputs are made from the labels, with a start token."""
     return getattr(config, "decoder_start_token_id", None) is not None
 
 
 def visual_field(config: PreTrainedConfig, default: int, *fields: str) -> Any:
-    """The first of some fields that the config has, or its part for images."""
+    """Return the first of some fields that the config has, or its part for images."""
     owners = (config, getattr(config, "vision_config", None))
     found = (getattr(owner, name, None) for name in fields for owner in owners)
     return next((value for value in found if value is not None), default)
@@ -271,7 +271,7 @@ def _token_ids(sizes: _Sizes) -> Column:
 
 
 def _end_of_text(sizes: _Sizes) -> int | None:
-    """The token that ends a text: some models read a whole text's class off its place."""
+    """Return the token that ends a text: some models classify a whole text at its position."""
     end = getattr(text_part(sizes.config), "eos_token_id", None)
     fits = isinstance(end, int) and 0 <= end < sizes.vocabulary
     return end if fits and sizes.task is Task.SAMPLES else None
@@ -283,7 +283,7 @@ def _pixels(sizes: _Sizes) -> Column:
 
 
 def _sound(sizes: _Sizes) -> Column:
-    """A recording: its wave where the model makes frames of it, else its spectrum by frame."""
+    """Make a recording: a waveform where the model computes frames, else a spectrum by frame."""
     strides = getattr(sizes.config, "conv_stride", None)
     if strides:
         return Column((sizes.batch, sizes.sequence * math.prod(strides)))
@@ -293,7 +293,7 @@ def _sound(sizes: _Sizes) -> Column:
 
 
 def _bins(sizes: _Sizes) -> int | None:
-    """How many numbers a frame of sound has."""
+    """Return the number of values of a frame of sound."""
     owners = _sound_configs(sizes)
     return _first(owners, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
 
@@ -321,7 +321,7 @@ def _spectrum(sizes: _Sizes) -> Column:
 
 
 def _first(owners: Sequence[object], *names: str) -> int | None:
-    """The first of some fields that some config has."""
+    """Return the first of some fields that some config has."""
     found = (getattr(owner, name, None) for name in names for owner in owners)
     return next((value for value in found if isinstance(value, int)), None)
 

@@ -1,4 +1,4 @@
-"""Columns of example batches, and random numbers for them."""
+"""Columns of example batches, and random values for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from merak.core.tensor_meta import TensorMeta
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of an example batch.
+    """Column of an example batch.
 
     Args:
         shape: its sizes, the batch first.
@@ -36,7 +36,7 @@ class Column:
 
     @property
     def meta(self) -> TensorMeta:
-        """The column without its numbers."""
+        """Metadata of the column."""
         if self.is_switch:
             return TensorMeta(self.shape, torch.bool)
         dtype = torch.float32 if self.num_values is None else torch.int64
@@ -47,7 +47,7 @@ Columns = dict[str, Column]
 
 
 def draw_batch(columns: Mapping[str, Column], *, seed: int) -> dict[str, torch.Tensor]:
-    """Random numbers for the columns, the same for the same seed, on the CPU."""
+    """Draw random values for columns, the same for the same seed, on the CPU."""
     return {name: _draw(column, seed_for(seed, name)) for name, column in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""Example columns by what a model's own documentation says about its forward's arguments."""
+"""Example columns from a model's own documentation of its forward's arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PREDICTED = ("prediction_length", "horizon_length")
 
 
 class Kind(Enum):
-    """What numbers a column holds."""
+    """Kind of the values of a column."""
 
     REAL = "any numbers"
     WHOLE = "whole numbers"
@@ -53,7 +53,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """An argument that takes a tensor, as the documentation has it.
+    """Argument that takes a tensor, as the documentation describes it.
 
     Args:
         name: the argument's.
@@ -68,7 +68,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Sizes that are known beside those that the config gives.
+    """Sizes that are known beside those of the config.
 
     Args:
         sequence: tokens of a sequence.
@@ -82,7 +82,7 @@ class Known:
 
 
 def described(model_class: type[PreTrainedModel]) -> dict[str, Described]:
-    """The tensors that a model's forward takes, by name, as far as it says their shapes."""
+    """Parse the documented shapes of tensors that a model's forward takes, by name."""
     taken = inspect.signature(model_class.forward).parameters
     text = inspect.getdoc(model_class.forward) or ""
     return {found.name: found for found in _arguments(text) if found.name in taken}
@@ -112,7 +112,7 @@ def _kind(name: str, tensor: str) -> Kind:
 
 
 def documented_column(argument: Described, config: PreTrainedConfig, known: Known) -> Column:
-    """A column of one sample for an argument.
+    """Make a column of one sample for an argument.
 
     Args:
         argument: what the documentation says.
@@ -135,7 +135,7 @@ def documented_column(argument: Described, config: PreTrainedConfig, known: Know
 
 
 def _size(words: str, name: str, config: PreTrainedConfig, known: Known) -> int:
-    """A dimension's size, of products such as `height * width` too."""
+    """Compute a dimension's size, of products such as `height * width` too."""
     size = 1
     for word in words.split("*"):
         size *= _factor(_plain(word), name, config, known)
@@ -143,7 +143,7 @@ def _size(words: str, name: str, config: PreTrainedConfig, known: Known) -> int:
 
 
 def _plain(word: str) -> str:
-    """`config.num_labels` and `number of labels` are both called `num_labels`."""
+    """Normalize a size's name: `config.num_labels` and `number of labels` are `num_labels`."""
     field = word.strip().rpartition("config.")[2]
     return re.sub(r"^number_of_", "num_", field.replace(" ", "_"))
 
@@ -170,7 +170,7 @@ def _factor(word: str, name: str, config: PreTrainedConfig, known: Known) -> int
 
 
 def _of_its_kind(word: str, name: str, config: PreTrainedConfig) -> int:
-    """A size that the config names after the argument: `num_time_features` of past ones."""
+    """Find a size that the config names after the argument: `num_time_features` of past ones."""
     if word.endswith("_len") and (predicted := _series("future", config)):
         return predicted
     parts = name.split("_")
@@ -179,7 +179,7 @@ def _of_its_kind(word: str, name: str, config: PreTrainedConfig) -> int:
 
 
 def _series(name: str, config: PreTrainedConfig) -> int | None:
-    """The length of a series' part, past or to come, for models that forecast."""
+    """Return the length of a part of a series, past or future, for models that forecast."""
     if name.startswith("future"):
         return next((n for field in _PREDICTED for n in _numbers(config, field)), None)
     context = next(_numbers(config, "context_length"), None)
@@ -189,7 +189,7 @@ def _series(name: str, config: PreTrainedConfig) -> int | None:
 
 
 def _numbers(config: PreTrainedConfig, field: str) -> Iterator[int]:
-    """The values of a field, of configs inside the config too, that are whole numbers."""
+    """Collect the integer values of a field, of nested configs too."""
     value: Any = getattr(config, field, None)
     if is_count(value):
         yield value
@@ -198,7 +198,7 @@ def _numbers(config: PreTrainedConfig, field: str) -> Iterator[int]:
 
 
 def loss_givers(model_class: type[PreTrainedModel]) -> list[str]:
-    """The tensors that a model's documentation says it returns a loss for, if it does.
+    """Return the tensors for which a model documents that it returns a loss.
 
     Args:
         model_class: the architecture.
@@ -209,13 +209,13 @@ def loss_givers(model_class: type[PreTrainedModel]) -> list[str]:
 
 
 def is_target(name: str) -> bool:
-    """Whether an argument is what a model should say, rather than what it is given."""
+    """Tell whether an argument is a target of the model rather than an input."""
     words = name.split("_")
     return bool({"label", "labels", "target", "targets"} & set(words)) or name == "future_values"
 
 
 def names_in_error(error: BaseException, names: Iterable[str]) -> list[str]:
-    """The names that an error speaks of: in its words, else in the line that it comes from.
+    """Find the names that an error mentions: in its message, else in the line that raised it.
 
     Args:
         error: what the model failed with.
@@ -230,13 +230,13 @@ def names_in_error(error: BaseException, names: Iterable[str]) -> list[str]:
 
 
 def _lines(error: BaseException) -> Iterator[str]:
-    """The code that an error went through, where it comes from first."""
+    """List the source lines of an error's traceback, the innermost first."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         first, last = frame.lineno or 1, frame.end_lineno or frame.lineno or 1
         yield "".join(linecache.getlines(frame.filename)[first - 1 : last])
 
 
 def with_companions(targets: Collection[str], names: Collection[str]) -> list[str]:
-    """Targets, and the arguments that go with them, as `future_time` does with `future_values`."""
+    """Add the arguments that go with targets, as `future_time` does with `future_values`."""
     kinds = {target.split("_")[0] for target in targets if "_" in target}
     return [name for name in names if name in targets or name.split("_")[0] in kinds]

@@ -53,7 +53,7 @@ MAX_REQUESTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A batch, and how it gives a loss.
+    """Batch, and the source of its loss.
 
     Args:
         columns: what the batch holds.
@@ -72,7 +72,7 @@ def examples(
     sequence: int,
     failures: Sequence[BaseException] = (),
 ) -> Iterator[Example]:
-    """Batches of one sample that a model may train on, the plainest first.
+    """Yield batches of one sample that a model may train on, the plainest first.
 
     Args:
         model_class: the architecture.
@@ -140,7 +140,7 @@ def _with_requested_columns(
     sequence: int,
     tried: tuple[Example, Sequence[BaseException]],
 ) -> Iterator[Example]:
-    """An example with what the model says it lacks, one thing after the other."""
+    """Yield an example with the columns that the model's errors request, one after the other."""
     example, failures = tried
     documented = described(model_class)
     for _ in range(MAX_REQUESTED):
@@ -162,7 +162,7 @@ def _with_requested_columns(
 
 
 def _fitted(tried: Sequence[Example], failures: Sequence[BaseException]) -> Iterator[Example]:
-    """Examples that failed in the sizes that the model then asks for, one after the other."""
+    """Yield examples that failed in the sizes that the model then requests."""
     for example in tuple(tried):
         for _ in range(MAX_REQUESTED):
             place = tried.index(example)
@@ -176,7 +176,7 @@ def _fitted(tried: Sequence[Example], failures: Sequence[BaseException]) -> Iter
 
 
 def _as_video(error: BaseException, columns: Columns, config: PreTrainedConfig) -> Columns:
-    """Several images in place of each, for a model that finds a dimension missing."""
+    """Stack images to a video, for a model that finds a dimension missing."""
     image = columns.get("pixel_values")
     if image is None or len(image.shape) != 4 or "expected 5, got 4" not in str(error):
         return {}
@@ -185,14 +185,14 @@ def _as_video(error: BaseException, columns: Columns, config: PreTrainedConfig) 
 
 
 def _origin(error: BaseException) -> BaseException:
-    """What an error comes from."""
+    """Return the first cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _separated(columns: Columns, config: PreTrainedConfig) -> Columns | None:
-    """A question and its context with the three separators that some tokenizers put around them."""
+    """Make a question and its context with the separators that some tokenizers put around them."""
     separator = getattr(config, "sep_token_id", None)
     ids = columns.get("input_ids")
     if ids is None or not isinstance(separator, int):
@@ -203,7 +203,7 @@ def _separated(columns: Columns, config: PreTrainedConfig) -> Columns | None:
 
 
 def _in_patches(config: PreTrainedConfig) -> Columns:
-    """An image as a sequence of patches, with the height and width that they are laid out in."""
+    """Make an image as a sequence of patches, with its height and width in patches."""
     size = visual_field(config, 16, "patch_size")
     channels = visual_field(config, 3, *IMAGE_CHANNELS)
     return {
@@ -216,7 +216,7 @@ def _in_patches(config: PreTrainedConfig) -> Columns:
 def _documented(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, columns: Columns, sequence: int
 ) -> Columns:
-    """The columns in the shapes that the documentation of the model's forward gives them."""
+    """Make the columns in the shapes that the documentation of the model's forward gives them."""
     found = dict(columns)
     for name, column in documented_columns(model_class, config, sequence, columns).items():
         if len(column.shape) > len(columns[name].shape):

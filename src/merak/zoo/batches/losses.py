@@ -11,7 +11,7 @@ from merak.graph.trace.outputs import LOSS, named_outputs
 
 
 def class_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The cross entropy of a model's scores of classes, for models that compute no loss.
+    """Compute the cross entropy of a model's class scores, for models that compute no loss.
 
     Args:
         outputs: what the model returned; its first tensor with a row of scores for each sample.
@@ -24,7 +24,7 @@ def class_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def pair_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The contrastive loss of pairs, for models that give scores of every image and text.
+    """Compute the contrastive loss of pairs, for models that score every image and text.
 
     Args:
         outputs: what the model returned; its `logits_per_image` are (images, texts).
@@ -38,7 +38,7 @@ def pair_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def outputs_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """How far all that a model returns is from fixed numbers: every output counts, none cancels.
+    """Compute the distance of all outputs from fixed values: every output counts, none cancels.
 
     Args:
         outputs: what the model returned; all of its floating point tensors are taken.
@@ -55,7 +55,7 @@ def outputs_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _distance(values: torch.Tensor) -> torch.Tensor:
-    """The mean square of differences from a wave, the same one for every sample."""
+    """Compute the mean square of differences from a wave, the same one for every sample."""
     shape = values.shape[1:]
     places = torch.arange(shape.numel(), device=values.device, dtype=values.dtype)
     return (values - torch.cos(places).reshape(shape)).square().mean()

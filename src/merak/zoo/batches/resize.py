@@ -1,4 +1,4 @@
-"""Sizes of an example batch's columns by what a model that refuses them says."""
+"""Sizes of an example batch's columns, from the error of a model that refuses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS = re.compile(r"Expected input batch_size \((\d+)\) to match target batch_s
 
 
 def fitted(error: BaseException, columns: Columns) -> Columns:
-    """The columns that an error asks for other sizes of, in these; none if it does not.
+    """Resize the columns that an error names; returns none if it names no size.
 
     Args:
         error: what the model failed with.
@@ -26,7 +26,7 @@ def fitted(error: BaseException, columns: Columns) -> Columns:
 
 
 def _sized(error: BaseException, columns: Columns) -> Columns:
-    """The size that the model has for a dimension that nothing else gave a number."""
+    """Return the size that the model has for a dimension that nothing else gave."""
     message = _SIZES.search(str(error))
     if message is None:
         return {}
@@ -41,7 +41,7 @@ def _sized(error: BaseException, columns: Columns) -> Columns:
 
 
 def _with_rows(error: BaseException, columns: Columns) -> Columns:
-    """As many labels as the model has rows of scores."""
+    """Repeat labels until there are as many as the model has rows of scores."""
     message = _ROWS.search(str(error))
     if message is None:
         return {}

@@ -1,1 +1,1 @@
-"""Configs of architectures made small, so that a check takes seconds."""
+"""Small versions of configs of architectures, so that a check takes seconds."""

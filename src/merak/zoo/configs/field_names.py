@@ -1,4 +1,4 @@
-"""How fields of transformers configs are told apart by their names, and the sizes of small ones."""
+"""Names of fields of transformers configs, by meaning, and the sizes of small versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each field of a config becomes in a small version: rules that go by its name."""
+"""Rules for the fields of a config in a small version, by their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from merak.zoo.configs.layers import first_stages, interleaved, of_each_kind
 
 
 class Group(Enum):
-    """Rules that go together; a version may leave a group out."""
+    """Group of rules; a version may leave one out."""
 
     LAYERS = "fewer layers"
     VOCABULARY = "a smaller vocabulary"
@@ -28,7 +28,7 @@ class Group(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the fields of one config, its nested ones aside, are scaled to.
+    """Sizes that the fields of one config, its nested ones aside, are scaled to.
 
     Args:
         groups: the rules that apply.
@@ -56,7 +56,7 @@ class Sizes:
 
 
 def small(name: str, value: Any, sizes: Sizes) -> Any:
-    """What a field becomes by all rules that apply.
+    """Apply all rules to a field.
 
     Args:
         name: the field's.
@@ -70,7 +70,7 @@ def small(name: str, value: Any, sizes: Sizes) -> Any:
 
 
 def fewer_layers(name: str, value: Any, sizes: Sizes) -> Any:
-    """A field that counts layers, or has one value for each, as `small` gives it."""
+    """Shorten a field that counts layers, or has one value for each, as `small` does."""
     if isinstance(value, (list, tuple)):
         if name in names.DEPTHS and all(map(is_count, value)):
             return first_stages(value)
@@ -161,7 +161,7 @@ def _narrower(name: str, value: Any, sizes: Sizes) -> Any:
 
 
 def _fewer_rotated(name: str, value: Any, sizes: Sizes) -> Any:
-    """What a config says of the pairs of numbers that rotary positions turn in a head."""
+    """Shrink the pairs of values that rotary positions rotate in a head."""
     if isinstance(value, dict):  # by kind of layer
         return {n: _fewer_rotated(n, part, sizes) for n, part in value.items()}
     if name == names.ROTARY_SECTIONS and are_counts(value):
@@ -173,7 +173,7 @@ def _fewer_rotated(name: str, value: Any, sizes: Sizes) -> Any:
 
 
 def _fewer_by_stage(heads: Sequence[int], divisor: int) -> Sequence[int]:
-    """Heads of each stage in the same proportions, multiples of the divisor where they were."""
+    """Shrink the heads of each stage in proportion, multiples of the divisor where they were."""
     common = math.gcd(*heads)
     while (needed := math.gcd(common, divisor)) > 1:
         common //= needed
@@ -197,7 +197,7 @@ def _is_width_by_layer(name: str, value: Any, sizes: Sizes) -> bool:
 
 
 def _divided(width: int, divisor: Fraction) -> int:
-    """A width, a multiple of 8: some kernels take no others."""
+    """Divide a width to a multiple of 8: some kernels take no others."""
     return 8 * math.ceil(width / divisor / 8)
 
 

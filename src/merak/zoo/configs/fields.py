@@ -1,4 +1,4 @@
-"""Changes of a config's fields, those of configs inside it included."""
+"""Changes of a config's fields, those of nested configs included."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ BY_LAYER = "per_layer_config"
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a field's value is a whole number, and no switch."""
+    """Tell whether a field's value is an integer, and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def are_counts(value: Any) -> TypeGuard[Sequence[int]]:
-    """Whether a field's value is a list of whole numbers that holds some."""
+    """Tell whether a field's value is a list of integers that is not empty."""
     return isinstance(value, (list, tuple)) and bool(value) and all(map(is_count, value))
 
 
 def merged(changes: Mapping[str, Any], given: Mapping[str, Any]) -> Fields:
-    """Fields of a config from two sources, configs inside it included; the second one wins.
+    """Merge changes of a config from two sources, nested configs included; the second one wins.
 
     What layers have of their own is one value, as lists with one value for each layer are.
     """
@@ -37,7 +37,7 @@ def merged(changes: Mapping[str, Any], given: Mapping[str, Any]) -> Fields:
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model's text; of several ones, none of which is the main one, all of it."""
+    """Return the config of a model's text; the whole config where several have none as main one."""
     try:
         found: PreTrainedConfig = config.get_text_config()
     except ValueError:
@@ -46,19 +46,19 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def inner_configs(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """The configs inside a config, each with the name of its field."""
+    """Yield the nested configs of a config, each with the name of its field."""
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig) and not name.startswith("_"):
             yield name, value
 
 
 def inside(inner: PreTrainedConfig, fields: Fields) -> Fields:
-    """Changes of a config inside another one, of the same kind as before."""
+    """Make the changes of a nested config of the same class as before."""
     return {"model_type": inner.model_type, **fields} if fields else {}
 
 
 def flat(fields: Mapping[str, Any], within: str = "") -> Fields:
-    """Fields by names such as `text_config.use_cache`, without the kinds of the configs inside."""
+    """Flatten changes to names such as `text_config.use_cache`, without the classes of configs."""
     found: Fields = {}
     for name, value in fields.items():
         if isinstance(value, Mapping) and "model_type" in value:

@@ -1,4 +1,4 @@
-"""What a config leaves open and its model needs all the same.
+"""Fields that a config leaves open and its model needs all the same.
 
 A default config may be no model's: a field is None that the model computes with, or a switch is off
 that its class asks for. Such fields are filled by what their names say, from the fields beside them
@@ -48,7 +48,7 @@ Fill = Callable[[PreTrainedConfig], Fields]
 
 
 def completions(config: PreTrainedConfig) -> Iterator[Fields]:
-    """Fields to set in a config that does not train, after none at all, fewer ones first.
+    """Yield fields to set in a config that does not train, none first, then few before many.
 
     Args:
         config: the config as it is.
@@ -64,10 +64,10 @@ def completions(config: PreTrainedConfig) -> Iterator[Fields]:
 
 
 def missing_field(error: BaseException | None, config: PreTrainedConfig) -> Fields:
-    """A field that the model reads in one part of its config and that only other parts have.
+    """Find a field that the model reads in one nested config and that only others have.
 
     Args:
-        error: what the model said; what it came from is looked at too.
+        error: raised by the model; its causes are searched too.
         config: the config that it was built from.
 
     Returns:
@@ -83,7 +83,7 @@ def missing_field(error: BaseException | None, config: PreTrainedConfig) -> Fiel
 
 
 def _placed(config: PreTrainedConfig, owner: PreTrainedConfig, fields: Fields) -> Fields:
-    """Changes for one of the configs inside a config, told by its class: models copy configs."""
+    """Make changes for one of the nested configs, found by its class: models copy configs."""
     if type(config) is type(owner):
         return fields
     for name, inner in inner_configs(config):
@@ -93,7 +93,7 @@ def _placed(config: PreTrainedConfig, owner: PreTrainedConfig, fields: Fields) -
 
 
 def _values(config: PreTrainedConfig, name: str) -> Iterator[Any]:
-    """The values of a field in all parts of a config, objects that are its fields included."""
+    """Yield the values of a field in all nested configs, objects that are its fields included."""
     for owner in (vars(config), *(v for v in vars(config).values() if isinstance(v, dict))):
         if owner.get(name) is not None:
             yield owner[name]
@@ -110,17 +110,17 @@ def _everywhere(config: PreTrainedConfig, fill: Fill) -> Fields:
 
 
 def _without_cache(config: PreTrainedConfig) -> Fields:
-    """No cache of keys and values, for which training has no use."""
+    """Switch off the cache of keys and values, which training does not use."""
     return {"use_cache": False} if vars(config).get("use_cache") else {}
 
 
 def _as_decoder(config: PreTrainedConfig) -> Fields:
-    """Attention to what came before alone, which some classes that predict the next word demand."""
+    """Switch on causal attention, which some classes that predict the next word require."""
     return {"is_decoder": True} if vars(config).get("is_decoder") is False else {}
 
 
 def _filled(config: PreTrainedConfig) -> Fields:
-    """Values for fields that are None."""
+    """Fill in values for fields that are None."""
     fields = vars(config)
     found = {n: _value(n, config) for n, v in fields.items() if v is None and n[0] != "_"}
     filled = {n: v for n, v in found.items() if v is not None}
@@ -131,7 +131,7 @@ def _filled(config: PreTrainedConfig) -> Fields:
 
 
 def _staged(config: PreTrainedConfig) -> Fields:
-    """Layers spread evenly, for models that put the outputs of several together."""
+    """Spread layers evenly, for models that combine the outputs of several."""
     layers = next((v for n, v in vars(config).items() if names.LAYERS.match(n) and is_count(v)), 0)
     is_open = "_out_indices" in vars(config) and len(config.out_indices) == 1
     if not is_open or layers < STAGES:
@@ -140,7 +140,7 @@ def _staged(config: PreTrainedConfig) -> Fields:
 
 
 def _value(name: str, config: PreTrainedConfig) -> Any:
-    """What a field is most likely meant to be; None where its name does not say."""
+    """Guess a field's value from its name; None where it does not say."""
     numbers = {n: v for n, v in vars(config).items() if is_count(v)}
     heads = next((numbers[n] for n in names.MAIN_HEADS if n in numbers), None)
     if name.startswith("default_"):

@@ -1,4 +1,4 @@
-"""Which layers a small version has: some of every kind that the model has."""
+"""Layers of a small version: some of every kind that the model has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_NAME: Mapping[str, str] = MappingProxyType({"out_indices": "out_features"})
 
 
 def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int:
-    """So many layers that each kind has a place.
+    """Return a number of layers at which each kind occurs.
 
     Args:
         config: the config.
@@ -41,19 +41,19 @@ def num_layers(config: PreTrainedConfig, old: int, least: int, each: int) -> int
 
 
 def own_fields(config: PreTrainedConfig, layers: int) -> list[dict[str, Any]]:
-    """The fields that each layer has of its own; none in a config whose layers are all alike."""
+    """Return the fields that each layer has of its own; none in a config of equal layers."""
     by_number = config.to_dict().get(BY_LAYER) or {}
     own = {int(number): fields for number, fields in by_number.items()}
     return [own.get(number, {}) for number in range(layers)] if own else []
 
 
 def shares(config: PreTrainedConfig) -> bool:
-    """Whether later layers use what earlier ones of their kind have made."""
+    """Tell whether later layers use results of earlier ones of their kind."""
     return any(vars(config).get(name) for name in names.PART_OF_LAYERS)
 
 
 def taken_stages(config: PreTrainedConfig) -> dict[str, list[int]]:
-    """Fields with the numbers of layers whose outputs a model for images puts together."""
+    """Return the fields with the numbers of layers whose outputs a model for images combines."""
     if any(isinstance(vars(config).get(name), (list, tuple)) for name in names.DEPTHS):
         return {}  # stages of several layers each, none of which is left out
     lists = {n: v for n, v in vars(config).items() if n[0] != "_" and names.STAGES.search(n)}
@@ -65,7 +65,7 @@ def taken_stages(config: PreTrainedConfig) -> dict[str, list[int]]:
 def fewer_stages(
     config: PreTrainedConfig, given: Collection[str], old: int, new: int
 ) -> dict[str, Any]:
-    """Changes of a config so that as many layers' outputs are taken as before.
+    """Change a config so that as many layers' outputs are combined as before.
 
     Args:
         config: the config.
@@ -84,7 +84,7 @@ def fewer_stages(
 
 
 def nearer(numbers: Sequence[int], old: int, new: int) -> list[int]:
-    """Numbers of layers in a model of fewer layers: as many, in proportion, no two the same."""
+    """Scale numbers of layers to a model of fewer layers: as many, in proportion, all different."""
     found: list[int] = []
     for number in sorted(numbers):
         place = number * new // old
@@ -94,8 +94,8 @@ def nearer(numbers: Sequence[int], old: int, new: int) -> list[int]:
 
 
 def _until_all_kinds(config: PreTrainedConfig, old: int, layers: int) -> int:
-    """More layers, where a pattern that the config's class computes has kinds that come later."""
-    for field, value in tuple(vars(config).items()):  # some configs note what they are asked
+    """Add layers, where a pattern that the config's class computes has kinds that come later."""
+    for field, value in tuple(vars(config).items()):  # some configs record what is read
         if names.LAYERS.match(field) and value == old:
             for name in _computed(config):
                 layers = max(layers, _first_with_all(config, field, name, layers))
@@ -116,7 +116,7 @@ def _first_with_all(config: PreTrainedConfig, field: str, name: str, layers: int
 
 
 def _computed(config: PreTrainedConfig) -> Iterator[str]:
-    """Names of the properties of a config's own class."""
+    """Return names of the properties of a config's own class."""
     for owner in type(config).__mro__:
         if owner is PreTrainedConfig:
             return
@@ -133,7 +133,7 @@ def _pattern(config: PreTrainedConfig, name: str) -> Sequence[Any]:
 
 
 def of_each_kind(values: Sequence[Any], length: int, each: int) -> list[Any]:
-    """The first values of a list by layer, but so that every kind of layer is among them.
+    """Return the first values of a list by layer, with every kind of layer among them.
 
     Args:
         values: one for each layer.
@@ -146,11 +146,11 @@ def of_each_kind(values: Sequence[Any], length: int, each: int) -> list[Any]:
 
 
 def interleaved(values: Sequence[Any], length: int) -> list[Any]:
-    """So many values that each kind comes in turn: among the first half of them as in the rest."""
+    """Return values in which the kinds alternate: in the first half as in the rest."""
     kinds = [v for i, v in enumerate(values) if v not in values[:i]]
     return [kinds[i % len(kinds)] for i in range(length)]
 
 
 def first_stages(depths: Sequence[Any]) -> list[Any]:
-    """Fewer layers of every stage of a hierarchical model."""
+    """Reduce the layers of every stage of a hierarchical model."""
     return [min(depth, names.STAGE_DEPTH) if is_count(depth) else depth for depth in depths]

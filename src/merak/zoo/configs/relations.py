@@ -1,4 +1,4 @@
-"""What binds a config's fields to each other beyond their own names."""
+"""Relations between a config's fields beyond their own names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from merak.zoo.configs.fields import Fields, inner_configs, inside, is_count
 
 @dataclass(frozen=True, slots=True)
 class _Width:
-    """The main width of one config.
+    """Main width of one config.
 
     Args:
         path: names of the fields that lead to the config.
@@ -29,7 +29,7 @@ class _Width:
 
 
 def agreeing(config: PreTrainedConfig, changes: Fields) -> Fields:
-    """Let widths that a config names after another one's stay that one's.
+    """Keep widths equal that a config names after another one's.
 
     A config may say how wide the vectors are that another one's model hands it: a field such as
     `audio_hidden_size`, equal to the main width of some other config.
@@ -42,7 +42,7 @@ def agreeing(config: PreTrainedConfig, changes: Fields) -> Fields:
 
 
 def equally_wide(config: PreTrainedConfig, changes: Fields) -> Fields:
-    """Let configs inside that are equally wide stay so: one's model may add to another's vectors.
+    """Keep nested configs equally wide: one's model may add to another's vectors.
 
     Args:
         config: the config as it is.
@@ -98,14 +98,14 @@ def _agreeing(
 
 
 def _strangeness(name: str, width: _Width, path: tuple[str, ...]) -> tuple[bool, int]:
-    """How unlikely a field speaks of a config: it should be named after it, or be near it."""
+    """Rank how unlikely a field refers to a config, by their names."""
     words = {word for part in width.path for word in part.split("_")}
     shared = sum(a == b for a, b in zip(path, width.path, strict=False))
     return not words & set(name.split("_")[:-2]), -shared
 
 
 def without_derived(config: PreTrainedConfig, changes: Fields) -> Fields:
-    """Leave out fields that nobody has set, but the config itself from others.
+    """Leave out fields that the config itself derives from others.
 
     Args:
         config: the config as it is; of its class's fields, those that are None unless they are set
@@ -124,7 +124,7 @@ def without_derived(config: PreTrainedConfig, changes: Fields) -> Fields:
 
 
 def by_channel(config: PreTrainedConfig, changes: Fields) -> Fields:
-    """Groups of a convolution that are as many as the config's width: one for every channel.
+    """Set groups of a convolution to the config's width where there is one for every channel.
 
     Args:
         config: the config as it is.
@@ -141,7 +141,7 @@ def by_channel(config: PreTrainedConfig, changes: Fields) -> Fields:
 def parts(
     config: PreTrainedConfig, changes: Fields, small: Callable[[int, int], tuple[int, int]]
 ) -> Fields:
-    """Widths and heads of parts whose new width their new heads do not divide, though they did.
+    """Correct widths and heads of submodules where new heads no longer divide the width.
 
     A part has fields of its own, which begin with the same words: `decoder_hidden_size` and
     `decoder_num_attention_heads`.
@@ -162,7 +162,7 @@ def parts(
 
 
 def _pairs(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The fields of parts of a config, a width and its heads each."""
+    """Yield the fields of submodules of a config, a width and its heads each."""
     for name in known:
         heads = next((h for h in names.MAIN_HEADS if name.endswith(f"_{h}")), None)
         for width in names.MAIN_WIDTHS if heads else ():

@@ -1,4 +1,4 @@
-"""Small versions of a transformers config, in keeping with what binds its fields together.
+"""Small versions of a transformers config that respect the relations of its fields.
 
 Fields are told apart by their names and scaled by rules that keep their relations: all sizes of a
 head are divided by one number, heads by another, and every width by the product of both, so that
@@ -27,7 +27,7 @@ from merak.zoo.configs.relations import agreeing, by_channel, equally_wide, part
 
 
 class Style(Enum):
-    """Ways to make a version that hold where the plain one breaks what binds a config's fields."""
+    """Style of a version, for configs whose relations the plain one breaks."""
 
     STAGES = "the stages of a hierarchy narrower as well"
     PLAIN = "every field by its own name"
@@ -55,7 +55,7 @@ _RELATIONS: Mapping[Style, Callable[[PreTrainedConfig, Fields], Fields]] = Mappi
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a small version still has to have.
+    """Requirements of a small version.
 
     Args:
         layers: so many, if the model has them.
@@ -68,7 +68,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A version of a config.
+    """Version of a config.
 
     Args:
         fields: what to change; nothing for the config as it is.
@@ -82,19 +82,19 @@ class Attempt:
 
     @property
     def has_small_inputs(self) -> bool:
-        """Whether any batch is soon gone through, images and sound of the model's included."""
+        """Tell whether any batch is fast, with images and sound of the model."""
         return {Group.LAYERS, Group.LENGTHS, Group.WIDTHS} <= set(self.groups)
 
     @property
     def is_small(self) -> bool:
-        """Whether its size does not grow with the model's."""
+        """Tell whether its size does not grow with the model's."""
         return {Group.LAYERS, Group.VOCABULARY, Group.WIDTHS} <= set(self.groups)
 
 
 def attempts(
     config: PreTrainedConfig, given: Mapping[str, Any], wanted: Wanted = Wanted()
 ) -> Iterator[Attempt]:
-    """Ways to make a config small, the most wanted one first, and at last the config as it is.
+    """Yield small versions of a config, the most wanted one first, and at last the config as it is.
 
     Args:
         config: the config as it is.
@@ -113,7 +113,7 @@ def attempts(
 
 @dataclass(frozen=True, slots=True)
 class _Shrinker:
-    """Makes one version.
+    """Maker of one version.
 
     Args:
         given: fields that stay.
@@ -130,7 +130,7 @@ class _Shrinker:
     tokens: dict[int, int]
 
     def fields(self, config: PreTrainedConfig) -> Fields:
-        """The changes of a config and, nested, of those inside it."""
+        """Return the changes of a config and, nested, of those inside it."""
         sizes = self.sizes(config)
         changes: Fields = {}
         for name, value in vars(config).items():
@@ -145,7 +145,7 @@ class _Shrinker:
         return changes | self.bound(config, changes, sizes)
 
     def bound(self, config: PreTrainedConfig, changes: Fields, sizes: Sizes) -> Fields:
-        """Changes of fields that other fields bind beyond their own names."""
+        """Return changes of fields that other fields bind beyond their own names."""
         found: Fields = {}
         if Group.LAYERS in self.groups and sizes.old_layers > sizes.layers:
             found |= fewer_stages(config, self.given, sizes.old_layers, sizes.layers)
@@ -158,12 +158,12 @@ class _Shrinker:
         return {n: v for n, v in found.items() if n not in self.given}
 
     def part(self, width: int, heads: int) -> tuple[int, int]:
-        """The width and heads of a part with its own ones, small as the model's main ones are."""
+        """Return the width and heads of a submodule, small as the model's main ones are."""
         fewer, per_head = self.heads(heads), width // heads
         return fewer * per_head // _head_divisor([per_head]), fewer
 
     def token(self, name: str, value: Any) -> Any:
-        """A special token's number within the smaller vocabulary; different ones stay different."""
+        """Return a special token within the smaller vocabulary; different ones stay so."""
         if Group.VOCABULARY not in self.groups or not names.TOKEN.search(name):
             return value
         if isinstance(value, (list, tuple)):
@@ -173,7 +173,7 @@ class _Shrinker:
         return self.tokens.setdefault(value, names.VOCABULARY - 1 - len(self.tokens))
 
     def sizes(self, config: PreTrainedConfig) -> Sizes:
-        """What a config's own fields are scaled to."""
+        """Return the sizes that a config's own fields are scaled to."""
         numbers = {n: v for n, v in vars(config).items() if is_count(v)}
         binding = (names.WIDTH, names.HEADS, names.HEAD_SIZES)
         bound = any(rule.search(n) for n in self.given for rule in binding)
@@ -192,11 +192,11 @@ class _Shrinker:
 
     @property
     def each(self) -> int:
-        """How many layers there are of each kind at least."""
+        """Return the least number of layers of each kind."""
         return 2 if self.style is Style.TWICE else 1
 
     def width(self, numbers: Mapping[str, int]) -> tuple[tuple[int, int], int, Fraction]:
-        """New and old heads, and what sizes of heads and widths are divided by."""
+        """Return new and old heads, and the divisors of the sizes of heads and widths."""
         old_heads = next((numbers[n] for n in names.MAIN_HEADS if n in numbers), 1)
         width = next((numbers[n] for n in names.MAIN_WIDTHS if n in numbers), names.SMALLEST_WIDTH)
         if old_heads == 1:
@@ -209,14 +209,14 @@ class _Shrinker:
         return (heads, old_heads), per_head, Fraction(old_heads * per_head, heads)
 
     def layers(self, config: PreTrainedConfig, old: int) -> int:
-        """How many layers: as many as the user says, or so that several kinds have a place."""
+        """Return the number of layers: the user's, or one at which several kinds occur."""
         named = [n for n in vars(config) if names.LAYERS.match(n) and n in self.given]
         if named:
             return int(self.given[named[0]])
         return num_layers(config, old, self.wanted.layers, self.each)
 
     def heads(self, old: int) -> int:
-        """How many heads."""
+        """Return the number of heads."""
         divisor = self.wanted.heads_divisor
         if old % divisor:
             return next(n for n in range(min(names.NUM_HEADS, old), old + 1) if n % divisor)
@@ -225,7 +225,7 @@ class _Shrinker:
 
 
 def _first_width(config: PreTrainedConfig) -> dict[str, int]:
-    """The width of the first stage of a hierarchy, as if it were the model's main one."""
+    """Return the width of the first stage of a hierarchy, as if it were the model's main one."""
     main, known = names.MAIN_WIDTHS[0], vars(config)
     for name in names.MAIN_STAGE_WIDTHS:
         widths = known.get(name)
