@@ -43,7 +43,7 @@ class StageIO:
 
         Args:
             source: the transfer; `peer` is the rank of the stage that computed it, perhaps this
-            one.
+                one.
             program: of the microbatch.
         """
         if source.peer == self._mesh.pp_rank:

@@ -87,7 +87,7 @@ class OpaqueCall:
         saved_bytes: saved tensors of its backward, inputs and weights aside.
         flops: of the matrix products of its forward, for synthetic values.
         checks_aliases: whether later operators write into its inputs or outputs, so that aliases
-        matter.
+            matter.
         always_used: numbers of its tensors that get a gradient in every backward.
         loop: its cost, where it is opaque for a loop.
     """
