@@ -16,8 +16,15 @@ SOURCE = ROOT / "src" / "merak"
 
 WORDS = {
     "alignment": "graph_diff",
+    "alike": "equal, same",
+    "asked": "requested, wanted",
+    "backoff": "oom_replan",
     "chance": "branches, random condition",
+    "council": "batch exchange",
+    "dear": "slow, selective",
     "deriver": "auto_shard",
+    "halved": "sub_microbatch",
+    "halves": "sub_microbatches",
     "hollow": "drain step",
     "lacking": "missing",
     "lent": "remote",
@@ -32,22 +39,35 @@ WORDS = {
     "proxies": "empty_weights",
     "relief": "oom_guard",
     "restrict": "truncate",
+    "said": "message, spec",
     "settle": "apply, or hoist, parameter writes",
     "settled": "parameter_writes",
     "stash": "offloaded_tensors",
+    "surroundings": "segment context",
+    "told": "reported, configured",
     "verdict": "comparison",
+    "whereabouts": "activation_policy",
+    "wish": "option, spec",
     "wishes": "options",
     "workshop": "workspace",
 }
 """Words of names → what to use instead."""
 
 PHRASES = {
+    "tensors? without numbers": "fake tensor",
     "sums? over replicas": "all-reduce",
+    "(layers|convolutions|steps|ranks) in a row": "consecutive, contiguous",
+    "pipeline positions?": "pp rank",
     "way of the data": "data flow",
+    "truth values?": "boolean",
+    "(runs?|runs? it|parts|part|microbatches) in halves": "sub-microbatches",
+    "kept whole": "opaque",
 }
 """Phrases of docstrings, comments, messages and documentation → what to use instead."""
 
-NAMES_THAT_STAY: dict[str, str] = {}
+NAMES_THAT_STAY = {
+    "cli/schedule.py:in_halves": "field of the option --in-halves, which users type",
+}
 """Names that have a word of the glossary → why."""
 
 

@@ -1,6 +1,6 @@
 """Sharded saved tensors: a gathered tensor's shard is saved for the backward in its place.
 
-What is gathered before a split product is needed again for the gradient of its weight. Kept whole,
+What is gathered before a split product is needed again for the gradient of its weight. Saved whole,
 it would take as much memory on every rank as without sharding; so the shard is kept, and gathered
 once more when the backward asks for it.
 

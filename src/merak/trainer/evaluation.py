@@ -64,8 +64,10 @@ def gives_loss(trainer: Trainer, columns: Container[str], plain: Mapping[str, An
 
 
 def _returns_loss(trainer: Trainer, plain: Mapping[str, Any]) -> bool:
-    asked = plain.get("return_loss")
-    return not trainer.label_names and bool(trainer.can_return_loss if asked is None else asked)
+    requested = plain.get("return_loss")
+    return not trainer.label_names and bool(
+        trainer.can_return_loss if requested is None else requested
+    )
 
 
 def _are_labels_in(columns: Container[str], label_names: Sequence[str]) -> bool:
@@ -285,7 +287,7 @@ class Evaluation:
             for replica, found in enumerate(exchanged.signatures[number]):
                 if not found.columns:
                     continue
-                known = [said[number] for said in everyone[replica :: self.mesh.dp]]
+                known = [labels[number] for labels in everyone[replica :: self.mesh.dp]]
                 merged: dict[str, Any] = {
                     part: {name: value for one in known for name, value in one[part].items()}
                     for part in ("outputs", "labels", "inputs")

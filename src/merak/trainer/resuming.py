@@ -93,14 +93,14 @@ def check_whole(checkpoint: Path) -> None:
     try:
         TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError) as cause:
-        said = " ".join(str(cause).split())
-        raise _not_whole(checkpoint, f"{TRAINER_STATE_NAME} cannot be read: {said}") from cause
+        message = " ".join(str(cause).split())
+        raise _not_whole(checkpoint, f"{TRAINER_STATE_NAME} cannot be read: {message}") from cause
 
 
 def unreadable(checkpoint: str, name: str, cause: Exception) -> WeightsError:
     """The error of a checkpoint whose file turns out to be damaged."""
-    said = " ".join(str(cause).split()) or type(cause).__name__
-    return _not_whole(Path(checkpoint), f"{name} cannot be read: {said[:120]}")
+    message = " ".join(str(cause).split()) or type(cause).__name__
+    return _not_whole(Path(checkpoint), f"{name} cannot be read: {message[:120]}")
 
 
 def _not_whole(checkpoint: Path, what: str) -> WeightsError:

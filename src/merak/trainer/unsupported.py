@@ -41,8 +41,8 @@ def in_one_sentence(what: str) -> Iterator[None]:
         frames = traceback.extract_tb(cause.__traceback__)
         if not frames[-1].filename.startswith(_THEIRS):
             raise
-        said = " ".join(str(cause).split()).rstrip(".")
-        raise ArgumentsError(f"{what}: {said}.") from cause
+        message = " ".join(str(cause).split()).rstrip(".")
+        raise ArgumentsError(f"{what}: {message}.") from cause
 
 
 def refuse_what_needs_all_gradients(args: MerakArguments) -> None:

@@ -101,9 +101,9 @@ def _sparse_of(graph: fx.Graph) -> Mapping[fx.Node, str]:
         if node.op != "call_function" or "sparse" not in (names := _arguments(node)):
             continue
         place = names.index("sparse")
-        asked = node.args[place] if place < len(node.args) else node.kwargs.get("sparse", False)
+        is_sparse = node.args[place] if place < len(node.args) else node.kwargs.get("sparse", False)
         weight = node.args[0] if node.args else node.kwargs.get(names[0])
-        is_read = asked and isinstance(weight, fx.Node) and weight.op == "placeholder"
+        is_read = is_sparse and isinstance(weight, fx.Node) and weight.op == "placeholder"
         if is_read and weight.meta["kind"] is Kind.PARAMETER:
             found[node] = weight.meta["name"]
     return found

@@ -142,15 +142,15 @@ def raise_if_aborted(oom_guard: OomGuard, mesh: Mesh) -> None:
         StepAborted: one has; on every rank.
     """
     own = None if oom_guard.reason is None else (mesh.pp_rank, oom_guard.reason)
-    said: list[Any] = [own]
+    errors: list[Any] = [own]
     if mesh.device_mesh is not None:
         flag = torch.tensor([float(own is not None)], device=mesh.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         if not float(flag):
             return
-        said = [None] * mesh.world_size
-        dist.all_gather_object(said, own)
-    reasons = dict(found for found in said if found is not None)
+        errors = [None] * mesh.world_size
+        dist.all_gather_object(errors, own)
+    reasons = dict(found for found in errors if found is not None)
     if reasons:
         raise StepAborted(reasons)
 

@@ -91,10 +91,10 @@ class EngineReporter:
         return Report(self._described(own, for_s), _waited(own, for_s), for_s, True, False)
 
     def _described(self, status: RankStatus, for_s: float) -> str:
-        said = describe(status, for_s)
+        text = describe(status, for_s)
         if status.action is not None and status.wait is None and self._mesh.tp > 1:
-            said += f", unless for its tensor parallel peers, {named(self._mesh.peers('tp'))}"
-        return said
+            text += f", unless for its tensor parallel peers, {named(self._mesh.peers('tp'))}"
+        return text
 
 
 def describe(status: RankStatus, for_s: float) -> str:

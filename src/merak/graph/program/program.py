@@ -195,8 +195,8 @@ class RemoteParameter:
 
     Args:
         name: of the parameter.
-        owner: pipeline position of a rank that holds it.
-        reader: pipeline position of one that does not, and reads it.
+        owner: pp rank of a rank that holds it.
+        reader: pp rank of one that does not, and reads it.
         meta: what the whole parameter is.
     """
 

@@ -56,8 +56,8 @@ def _is_sum(node: fx.Node) -> bool:
     own = node.meta["tensor"]
     first = node.args[0]
     assert isinstance(first, fx.Node)
-    alike = all(meta.dtype == own.dtype for meta in operands)
-    return alike and own.dtype.is_floating_point and first.meta["tensor"].shape == own.shape
+    same_type = all(meta.dtype == own.dtype for meta in operands)
+    return same_type and own.dtype.is_floating_point and first.meta["tensor"].shape == own.shape
 
 
 def _release(base: fx.Node, writers: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> None:

@@ -170,10 +170,10 @@ def _check_idempotent(write: _Write, constants: Mapping[str, torch.Tensor]) -> N
         given = _made_up(write, scale, constants)
         values = _values(write, given)
         again = _values(write, {**given, write.parameter: values[-1].clone()})
-        if not _alike(again[-1], values[-1]):
+        if not _are_equal(again[-1], values[-1]):
             raise write.refusal("writes something else every time")
         for count, reader in seen.items():
-            if not _alike(values[count], values[-1]):
+            if not _are_equal(values[count], values[-1]):
                 raise write.refusal(f"reads it before the last write at {reader.meta['source']}")
 
 
@@ -209,7 +209,7 @@ def _values(write: _Write, given: Mapping[fx.Node, torch.Tensor]) -> list[torch.
     return values
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not other.is_floating_point():
         return torch.equal(one, other)
     error = _ROUNDING * torch.finfo(other.dtype).eps

@@ -128,7 +128,7 @@ def _formulas(request: Request) -> Iterator[_Candidate]:
                 schedule = builder(request.num_ranks, request.num_microbatches, **options)
             except ScheduleError:
                 continue  # Not defined for these counts.
-            if _is_as_asked(request, schedule):
+            if _is_as_requested(request, schedule):
                 yield from _candidate(request, schedule)
 
 
@@ -146,7 +146,7 @@ def _option_choices(builder: Callable[..., Schedule], request: Request) -> Itera
         yield dict(zip(taken, values))
 
 
-def _is_as_asked(request: Request, schedule: Schedule) -> bool:
+def _is_as_requested(request: Request, schedule: Schedule) -> bool:
     if not schedule.is_synchronous or schedule.num_stages != request.costs.num_stages:
         return False
     if len(schedule.pipes) > request.max_copies:

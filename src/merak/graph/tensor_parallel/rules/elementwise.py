@@ -26,7 +26,7 @@ from merak.graph.tensor_parallel.placement import (
 )
 from merak.graph.tensor_parallel.rules import vocabulary
 from merak.graph.tensor_parallel.rules.indexing import (
-    alike,
+    equally_sharded,
 )
 from merak.graph.trace.modes.size_invariance import is_size_invariant
 from merak.ops.sharded_dropout import dropout_sharded
@@ -70,8 +70,8 @@ def shape_given(op: Operator) -> Decision:
 def along_dim(op: Operator) -> Decision:
     """softmax, cumsum, …: the dims they run along must not be sharded."""
     (operand, placed), *_ = op.sharded().items()
-    asked = op.arg("dim", -1)
-    dims = asked if isinstance(asked, (list, tuple)) else [asked]
+    given = op.arg("dim", -1)
+    dims = given if isinstance(given, (list, tuple)) else [given]
     if placed.dim in {positive(dim, len(shape_of(operand))) for dim in dims}:
         if family(op.node.target) == "log_softmax":
             return vocabulary.log_softmax(op)
@@ -104,9 +104,9 @@ def reduce(op: Operator) -> Decision:
         return elementwise(op)
     (operand, placed), *_ = op.sharded().items()
     num_dims = len(shape_of(operand))
-    asked = op.arg("dim")
-    asked = [asked] if isinstance(asked, int) else asked
-    dims = {positive(d, num_dims) for d in asked or range(num_dims)}
+    given = op.arg("dim")
+    given = [given] if isinstance(given, int) else given
+    dims = {positive(d, num_dims) for d in given or range(num_dims)}
     if placed.dim in dims:
         return _reduce_split(op)
     shift = 0 if op.arg("keepdim", False) else sum(d < placed.dim for d in dims)
@@ -146,4 +146,4 @@ def custom(op: Operator) -> Decision:
     if not is_size_invariant(metas, local, function, arguments):
         raise op.error("calls a function with a backward of its own, which must see the whole")
     results = op.node.meta["tensor"]
-    return replace(alike(op, tensors, lead, lead), output=(lead,) * len(results))
+    return replace(equally_sharded(op, tensors, lead, lead), output=(lead,) * len(results))

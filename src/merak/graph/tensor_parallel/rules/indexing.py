@@ -150,7 +150,7 @@ def concatenate(op: Operator) -> Decision:
     lead = next(iter(op.sharded().values()))
     placed = [op.placement(t) for t in tensors]
     if dim != lead.dim:
-        return alike(op, tensors, lead, lead)
+        return equally_sharded(op, tensors, lead, lead)
     if not all(isinstance(p, Shard) and p.dim == dim for p in placed):
         raise op.error(f"joins split and whole operands along dim {dim}")
     parts = tuple(n for p in placed if isinstance(p, Shard) for n in p.parts)
@@ -162,10 +162,10 @@ def stack(op: Operator) -> Decision:
     dim = positive(op.arg("dim", 0), len(shape_of(op.node)))
     lead = next(iter(op.sharded().values()))
     after = Shard(lead.dim + (dim <= lead.dim), lead.parts, lead.origin)
-    return alike(op, op.node.args[0], lead, after)
+    return equally_sharded(op, op.node.args[0], lead, after)
 
 
-def alike(op: Operator, tensors: Any, lead: Shard, after: Shard) -> Decision:
+def equally_sharded(op: Operator, tensors: Any, lead: Shard, after: Shard) -> Decision:
     """Decision for operands that are all sharded alike; replicated ones are sliced.
 
     Args:

@@ -94,8 +94,8 @@ def view(op: Operator) -> Decision:
             f"reshapes {list(shape_of(operand))}, split over dim {placed.dim} in parts of "
             f"{listed_parts(placed)}, to {list(new)}, where no dim is split so"
         )
-    asked = op.arg("size", op.arg("shape"))
-    sizes = list(asked) if asked is not None and op.arg("dim") is None else list(new)
+    given = op.arg("size", op.arg("shape"))
+    sizes = list(given) if given is not None and op.arg("dim") is None else list(new)
     if sizes[after.dim] != -1:
         sizes[after.dim] = op.local(new[after.dim], after)
     return Decision(after, target=aten.reshape.default, args=(operand, sizes), kwargs={})
@@ -136,9 +136,9 @@ def squeeze(op: Operator) -> Decision:
     """squeeze: dims of size 1 go; a dim whose local size is 1 stays."""
     (operand, placed), *_ = op.sharded().items()
     old = shape_of(operand)
-    asked: Any = op.arg("dim")
-    asked = range(len(old)) if asked is None else [asked] if isinstance(asked, int) else asked
-    gone = sorted(d for d in (positive(d, len(old)) for d in asked) if old[d] == 1)
+    given: Any = op.arg("dim")
+    given = range(len(old)) if given is None else [given] if isinstance(given, int) else given
+    gone = sorted(d for d in (positive(d, len(old)) for d in given) if old[d] == 1)
     if placed.dim in gone:
         raise op.error(f"takes dim {placed.dim} away, which is split")
     dim = placed.dim - sum(d < placed.dim for d in gone)

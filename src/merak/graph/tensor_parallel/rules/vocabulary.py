@@ -187,9 +187,9 @@ def reduce_sum(op: Operator) -> Decision:
     """sum and mean over a dim with padding, and others."""
     (operand, placed), *_ = op.sharded().items()
     shape = shape_of(operand)
-    asked = op.arg("dim")
-    asked = [asked] if isinstance(asked, int) else asked
-    dims = [positive(d, len(shape)) for d in asked or range(len(shape))]
+    given = op.arg("dim")
+    given = [given] if isinstance(given, int) else given
+    dims = [positive(d, len(shape)) for d in given or range(len(shape))]
     layout = _layout(op, operand, placed.dim)
     args = (operand, dims, bool(op.arg("keepdim", False)), op.arg("dtype"), layout)
     count = math.prod(shape[d] for d in dims)

@@ -161,13 +161,13 @@ class _SequenceRule:
         except ShardError:
             return None
         needs = {n: p for n, p in landed.items() if isinstance(p, Shard)} | dict(decision.needs)
-        if decision.output == REPLICATE or self._is_dear(op, split, needs):
+        if decision.output == REPLICATE or self._is_slow(op, split, needs):
             return None
         if decision.output != PARTIAL:
             self.sharded.add(op.node)
         return replace(decision, needs=needs)
 
-    def _is_dear(
+    def _is_slow(
         self, op: Operator, split: Collection[fx.Node], needs: Mapping[fx.Node, Placement]
     ) -> bool:
         """Whether all-reduces of weight gradients outweigh gathering the shards."""

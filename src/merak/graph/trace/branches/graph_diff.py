@@ -200,7 +200,7 @@ class _Aligner:
         instead = max(candidates, key=self.places.__getitem__)
         for other in without:
             self._pair(other, instead, other.instead[made])
-        if instead.meta["tensor"] is None or not _alike(made, instead):
+        if instead.meta["tensor"] is None or not _same_meta(made, instead):
             raise self._refusal(made, "is replaced by a tensor of another shape or type")
         return SkippedNode(condition, made, instead)
 
@@ -266,6 +266,6 @@ def _operands(node: fx.Node) -> Iterator[fx.Node]:
     return iter(found)
 
 
-def _alike(one: fx.Node, two: fx.Node) -> bool:
+def _same_meta(one: fx.Node, two: fx.Node) -> bool:
     a, b = one.meta["tensor"], two.meta["tensor"]
     return bool((a.shape, a.dtype) == (b.shape, b.dtype))

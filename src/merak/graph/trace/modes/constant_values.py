@@ -129,8 +129,8 @@ class ConstantValues(TorchFunctionMode):
         if len(results) != len(twins):
             return
         for fake, real in zip(results, twins, strict=True):
-            alike = isinstance(fake, FakeTensor) and isinstance(real, _T)
-            if alike and tuple(fake.shape) == tuple(real.shape) and fake.dtype == real.dtype:
+            are_tensors = isinstance(fake, FakeTensor) and isinstance(real, _T)
+            if are_tensors and tuple(fake.shape) == tuple(real.shape) and fake.dtype == real.dtype:
                 self._twins[fake] = real
 
     def _twin(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:

@@ -51,10 +51,10 @@ def opaque_lines(modules: Sequence[OpaqueModule]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[OpaqueModule]] = {}
     for one in modules:
         groups.setdefault((one.class_name, one.why), []).append(one)
-    for (class_name, why), alike in groups.items():
-        first, *others = (one.module for one in alike)
+    for (class_name, why), members in groups.items():
+        first, *others = (one.module for one in members)
         more = f" and {len(others)} more" if others else ""
-        size = sum(one.parameters for one in alike)
+        size = sum(one.parameters for one in members)
         yield (
             f"opaque: {first}{more} ({_kind(class_name, size)}): {why}; it runs as plain "
             "PyTorch, and tensor parallelism does not split it"

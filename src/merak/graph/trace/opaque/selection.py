@@ -129,7 +129,7 @@ class OpaqueSelection:
         if isinstance(error, CannotBeOpaque):
             self._refuse(model, error.path)
             why = self.modules.pop(error.path, error.why)
-            for path in _alike(model, error.path):
+            for path in _modules_of_kind(model, error.path):
                 self.modules.pop(path, None)
             inside = [p for p in paths if f"{error.path}.".startswith(f"{p}.")]
             paths = inside or _outer(error.path)
@@ -157,7 +157,7 @@ class OpaqueSelection:
         can_be = path and path not in self.modules and path not in self.not_for_loops
         if can_be and (error.is_too_long or share_of(model, path) <= MOST_OPAQUE):
             self._make_opaque(model, path, error.why)
-            self.looped |= dict.fromkeys(_alike(model, path), error.place)
+            self.looped |= dict.fromkeys(_modules_of_kind(model, path), error.place)
             return True
         if error.is_too_long:
             return False
@@ -184,9 +184,9 @@ class OpaqueSelection:
             return True
         if path not in self.looped:
             return False
-        self.not_for_loops.update(_alike(model, path))
+        self.not_for_loops.update(_modules_of_kind(model, path))
         self.unrolled.add(self.looped[path])
-        for one in _alike(model, path):
+        for one in _modules_of_kind(model, path):
             self.looped.pop(one, None)
             self.modules.pop(one, None)
         return True
@@ -210,7 +210,7 @@ class OpaqueSelection:
         self.refused.add(_kind(model, path))
 
     def _make_opaque(self, model: nn.Module, path: str, why: str) -> None:
-        for one in _alike(model, path):
+        for one in _modules_of_kind(model, path):
             if any(f"{one}.".startswith(f"{outer}.") for outer in self.modules):
                 continue
             for inner in [p for p in self.modules if p.startswith(f"{one}.")]:
@@ -235,7 +235,7 @@ def _kind(model: nn.Module, path: str) -> tuple[type, str]:
     return type(model.get_submodule(path)), re.sub(r"\d+", "*", path)
 
 
-def _alike(model: nn.Module, path: str) -> list[str]:
+def _modules_of_kind(model: nn.Module, path: str) -> list[str]:
     kind = _kind(model, path)
     return [name for name, _ in model.named_modules() if name and _kind(model, name) == kind]
 
