@@ -15,8 +15,8 @@ from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import drop_non_tensors, signature, split_non_tensors
 from merak.engine import Engine, build_engine
-from merak.engine.loss_scale import MAX_SKIPPED_STEPS, LossScale
-from merak.engine.optimizer_step import FiniteCheck
+from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
+from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
 from merak.plan.engine_options import EngineOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from merak.engine.loss_scale import MAX_SKIPPED_STEPS
+from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS
 from merak.plan.options import taken
 
 

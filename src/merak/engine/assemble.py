@@ -94,6 +94,12 @@ def assemble(  # one argument for each thing that the build has decided
         save_fewer: changes the plan after a step that ran out of memory; None for errors instead.
     """
     job = _job(layout, programs, names, mesh, options, save_fewer is not None)
+    engine = Engine(_state(job, save_fewer))
+    weakref.finalize(engine, watch(job.progress, mesh))
+    return engine
+
+
+def _state(job: _Job, save_fewer: SaveFewer | None) -> EngineState:
     fsdp = _fsdp_parameters(job)
     if fsdp is not None:
         job = replace(job, parameters={**job.parameters, **fsdp.meta_parameters})
@@ -101,39 +107,35 @@ def assemble(  # one argument for each thing that the build has decided
     optimizer_params = _optimizer_params(job, fsdp, all_gather)
     stages = _stages(job, fsdp, all_gather)
     transfers = _transfers(job)
-    groups = replica_groups(mesh, layout.schedule)
-    engine = Engine(
-        EngineState(
-            mesh=mesh,
-            model=job.model,
-            stages=stages,
-            stage_rank=layout.stage_rank,
-            parameters=job.parameters,
-            owned=_owned(job),
-            norm_order=_norm_order(job),
-            densified=programs.densified,
-            shared=job.tied,
-            buffers=programs.buffers,
-            replica_buffers=_replica_buffers(job, groups),
-            kept_buffers=_kept_buffers(job),
-            base=programs.base,
-            program_for=programs,
-            plan_for=layout.plans,
-            microbatches=MicrobatchFactory(mesh, programs.buffers, options.seed),
-            transfers=transfers,
-            stage_io=StageIO(transfers, mesh),
-            reducer=_reducer(job, groups, optimizer_params),
-            tied=_tied_gradients(job, stages, optimizer_params, fsdp),
-            optimizer_params=optimizer_params,
-            fsdp=fsdp,
-            zero=options.zero,
-            progress=job.progress,
-            oom_guard=job.oom_guard,
-            save_fewer=save_fewer,
-        )
+    groups = replica_groups(job.mesh, job.layout.schedule)
+    return EngineState(
+        mesh=job.mesh,
+        model=job.model,
+        stages=stages,
+        stage_rank=job.layout.stage_rank,
+        parameters=job.parameters,
+        owned=_owned(job),
+        norm_order=_norm_order(job),
+        densified=job.programs.densified,
+        shared=job.tied,
+        buffers=job.programs.buffers,
+        replica_buffers=_replica_buffers(job, groups),
+        kept_buffers=_kept_buffers(job),
+        base=job.programs.base,
+        program_for=job.programs,
+        plan_for=job.layout.plans,
+        microbatches=MicrobatchFactory(job.mesh, job.programs.buffers, job.options.seed),
+        transfers=transfers,
+        stage_io=StageIO(transfers, job.mesh),
+        reducer=_reducer(job, groups, optimizer_params),
+        tied=_tied_gradients(job, stages, optimizer_params, fsdp),
+        optimizer_params=optimizer_params,
+        fsdp=fsdp,
+        zero=job.options.zero,
+        progress=job.progress,
+        oom_guard=job.oom_guard,
+        save_fewer=save_fewer,
     )
-    weakref.finalize(engine, watch(job.progress, mesh))
-    return engine
 
 
 def _job(

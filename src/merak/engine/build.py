@@ -16,7 +16,7 @@ from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
 from merak.engine.local_programs import ProgramCache, check_max_shapes, tensor_parallel_rewrite
 from merak.engine.oom_replan import OomReplanner
-from merak.engine.parameter_writes import refuse_parameter_writes
+from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph

@@ -16,17 +16,17 @@ from merak.engine.comm.buffer_sync import sync_buffers
 from merak.engine.comm.eval_parameters import fetch_remote
 from merak.engine.comm.gradient_norm import clip_gradients
 from merak.engine.comm.sparse_gradients import refuse_sparse_optimizer
-from merak.engine.evaluation import evaluate
 from merak.engine.health.oom import StepAborted, explain_oom, raise_if_aborted
 from merak.engine.health.step_records import StepRecord, gather_records
 from merak.engine.oom_replan import replan, restore, written_buffers
-from merak.engine.optimizer_step import connect_optimizer, gradient_norm
-from merak.engine.parameter_writes import apply_parameter_writes
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
-from merak.engine.step_checks import check_counts, check_indices, microbatch_counts
+from merak.engine.step.evaluation import evaluate
+from merak.engine.step.optimizer_step import connect_optimizer, gradient_norm
+from merak.engine.step.parameter_writes import apply_parameter_writes
+from merak.engine.step.step_checks import check_counts, check_indices, microbatch_counts
+from merak.engine.step.training_step import TrainingStep, Update
 from merak.engine.tensors_by_name import TensorDict
-from merak.engine.training_step import TrainingStep, Update
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.program.program import Program
 from merak.plan.summary import idle_pipeline

@@ -14,7 +14,7 @@ import torch
 from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
 from merak.core.rank0 import warn_on_rank0
-from merak.engine.optimizer_step import FiniteCheck
+from merak.engine.step.optimizer_step import FiniteCheck
 
 logger = logging.getLogger(__name__)
 

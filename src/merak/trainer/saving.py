@@ -25,7 +25,7 @@ from merak.checkpoint.writing import writing_into
 from merak.core.health.status import phase, waiting_for_all
 from merak.core.mesh import Mesh
 from merak.engine import Engine
-from merak.engine.loss_scale import LossScale
+from merak.engine.step.loss_scale import LossScale
 from merak.trainer.resuming import RANKS_FOLDER, check_whole, checkpoint_to_resume, unreadable
 from merak.trainer.unsupported import refuse_no_steps
 

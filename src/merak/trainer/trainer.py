@@ -28,8 +28,8 @@ from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.engine import Engine, build_engine
-from merak.engine.loss_scale import LossScale
-from merak.engine.optimizer_step import FiniteCheck
+from merak.engine.step.loss_scale import LossScale
+from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.engine_options import EngineOptions

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from merak.core.errors import TrainingError
-from merak.engine.loss_scale import LossScale
-from merak.engine.optimizer_step import FiniteCheck
+from merak.engine.step.loss_scale import LossScale
+from merak.engine.step.optimizer_step import FiniteCheck
 from merak.trainer.not_finite import SkippedSteps
 
 NAN, INF = math.nan, math.inf

@@ -1,8 +1,8 @@
 """Out of memory inside a training step: the rank aborts the step, and not the job.
 
 Other ranks wait for what this one sends and reduces. So it frees the step's activations, and joins
-the communication of the rest of the step with zeros (`merak.engine.drain`). At the step's end all
-ranks learn that it was aborted, and run it again with a plan that needs less memory
+the communication of the rest of the step with zeros (`merak.engine.step.drain`). At the step's end
+all ranks learn that it was aborted, and run it again with a plan that needs less memory
 (`merak.engine.oom_replan`).
 """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from merak.engine.schedule_run import ScheduleRun
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
+from merak.engine.step.schedule_run import ScheduleRun
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
 from merak.plan.step_plans import StepPlan

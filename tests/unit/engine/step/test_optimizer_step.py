@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from merak.engine.loss_scale import LossScale
-from merak.engine.optimizer_step import FiniteCheck, connect_optimizer
+from merak.engine.step.loss_scale import LossScale
+from merak.engine.step.optimizer_step import FiniteCheck, connect_optimizer
 
 
 def test_overflows_at_a_scale_that_cannot_be_the_reason_are_counted() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from merak.engine.loss_scale import LossScale
+from merak.engine.step.loss_scale import LossScale
 
 
 def test_it_grows_and_falls_as_torchs_does() -> None:

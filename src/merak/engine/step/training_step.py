@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from merak.engine.drain import DrainStep, num_tp_collectives
-from merak.engine.schedule_run import ScheduleRun
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
+from merak.engine.step.drain import DrainStep, num_tp_collectives
+from merak.engine.step.schedule_run import ScheduleRun
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
 from merak.graph.program.program import SegmentProgram

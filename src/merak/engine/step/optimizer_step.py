@@ -12,8 +12,8 @@ import torch
 
 from merak.engine.comm.gradient_norm import global_norm, pipeline_norm
 from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
-from merak.engine.loss_scale import LossScale
 from merak.engine.state import EngineState
+from merak.engine.step.loss_scale import LossScale
 
 
 def gradient_norm(state: EngineState) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""One step: its checks, the run of its schedule in training or evaluation, and the optimizer's."""
