@@ -10,10 +10,10 @@ from merak.arguments.fields import TrainingFields
 from merak.core.did_you_mean import did_you_mean
 
 NEEDS = {"azure_ml": "azureml", "flyte": "flytekit"}
-"""What a logger needs, where that is called otherwise."""
+"""Packages that loggers import, where the logger has another name."""
 
 PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
-"""What to install for a logger, where that is called otherwise."""
+"""Distributions to install for loggers, where the package has another name."""
 
 
 def logger_problems(arguments: TrainingFields) -> Iterator[str]:

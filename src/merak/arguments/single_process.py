@@ -29,7 +29,7 @@ LAUNCHER_VARIABLES = (
     "MV2_COMM_WORLD_SIZE",
     "ACCELERATE_USE_CPU",
 )
-"""What Accelerate counts ranks and chooses a device by."""
+"""Environment variables by which Accelerate counts ranks and chooses a device."""
 
 DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
 """The device that Accelerate takes without looking further."""

@@ -14,10 +14,10 @@ TOLERANCE = 1e-5
 """The most that fp32 may differ, relative to the largest magnitude of a tensor."""
 
 EXACT = 1e-9
-"""What float64 may always differ where a float32 difference is to be rounding alone."""
+"""Relative difference in float64 that always counts as rounding."""
 
 VANISHING = 1e-6
-"""What float64 may leave of a float32 difference: of rounding it leaves 2e-9, of a mistake all."""
+"""Fraction of a float32 difference that float64 may leave: rounding leaves 2e-9, a mistake all."""
 
 SMALLEST = 1e-3
 """Tensors this much smaller than the largest one of the model are held to its scale instead.

@@ -29,7 +29,7 @@ _MOST_FORWARDS = 2**17
 """Stages × microbatches; beyond, a command would run for minutes."""
 _MOST_RANKS = 2**11
 _LONG_S = 2.0
-"""What takes more seconds is announced."""
+"""Seconds of work above which it is announced."""
 _SECONDS_PER_FORWARD = 1e-4
 _SECONDS_PER_PAIR = 2.5e-6
 

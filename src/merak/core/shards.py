@@ -97,7 +97,7 @@ class RowShard:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """What an optimizer steps in the place of a parameter.
+    """The tensor that an optimizer steps in place of a parameter.
 
     Args:
         tensor: the parameter itself, a copy of it in another precision, or rows of either.

@@ -21,7 +21,7 @@ ROUNDS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class BatchKey:
-    """What a rank's dataset is asked for; travels to the loader's workers.
+    """The columns and samples that a rank asks its dataset for; sent to the loader's workers.
 
     Args:
         epoch: the pass over the dataset.
@@ -100,7 +100,7 @@ class RankBatches(Sampler[BatchKey]):
             first += len(taken)
 
     def _draws(self) -> RandomStream:
-        """What samplers without a generator of their own draw from.
+        """The random generator of samplers that have none of their own.
 
         In the first epoch these are the draws that they get from `transformers.Trainer` in one
         process: the global generator after seeding, less the one number a loader's iterator takes.

@@ -78,7 +78,7 @@ def _are_labels_in(columns: Container[str], label_names: Sequence[str]) -> bool:
 def evaluation_options(
     trainer: Trainer, dataset: object, only_loss: bool | None, plain: Mapping[str, Any]
 ) -> EvaluationOptions:
-    """What transformers' loop will ask for in an evaluation.
+    """Requests of transformers' loop for an evaluation.
 
     Args:
         trainer: whose evaluation it is.

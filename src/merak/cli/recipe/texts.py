@@ -19,7 +19,7 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that are not its own, not everywhere, or tables."""
 
 DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""What `datasets` leaves in a folder that it saved a dataset to."""
+"""Files that `datasets` leaves in the folder of a saved dataset."""
 
 
 @dataclass(frozen=True, slots=True)

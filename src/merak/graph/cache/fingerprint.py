@@ -31,7 +31,7 @@ _VERSIONED = ("torch", "transformers", "builtins")
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 _OWN_STATE = frozenset(nn.Module().__dict__) - {"training"}
-"""What torch keeps in every module; parameters, buffers, children, hooks are described apart."""
+"""Attributes of every torch module; parameters, buffers, children, hooks are described apart."""
 
 _SKIPPED = frozenset({"_original_object_hash", "_flat_weights", "_flat_weight_refs"})
 """A hash that transformers' generation configs hold and another process has another value of; and

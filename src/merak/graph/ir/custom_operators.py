@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 
 
 class Role(Enum):
-    """What an operator of Merak's own stands for in a graph."""
+    """The role of one of Merak's own operators in a graph."""
 
     OPAQUE_CALL = "opaque call"
     AUTOGRAD_FUNCTION = "autograd function"
@@ -94,12 +94,12 @@ def register(
 
 
 def custom_operator(target: Any) -> CustomOperator | None:
-    """What is registered of a node's target; None for torch's and other libraries' operators."""
+    """The registered operator of a node's target; None for those of torch and other libraries."""
     return _REGISTRY.get(target) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def role_of(node: fx.Node) -> Role | None:
-    """What an operator of Merak's own stands for; None for any other node."""
+    """The role of a node's operator; None for one that is not Merak's own."""
     found = custom_operator(node.target)
     return None if found is None else found.role
 

@@ -92,7 +92,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ParameterWrites:
-    """What a model writes into one of its parameters while it runs, before it reads it.
+    """Writes of a model into one of its parameters, made while it runs and before it reads it.
 
     Doing it again changes nothing more, so it is done before the segments run, and none of them
     does it.

@@ -15,7 +15,7 @@ _POSITION = re.compile(r"output\d+$")
 """Names of the parts of a tuple."""
 
 _BETWEEN = re.compile(r"(?<!\\)\.")
-"""What parts a tensor's own name from those of the tuples and dicts that it is in."""
+"""Separator of a tensor's name from those of the tuples and dicts that it is in."""
 
 
 def named_outputs(result: Any) -> Iterator[tuple[str, torch.Tensor]]:

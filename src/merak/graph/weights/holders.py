@@ -85,7 +85,7 @@ class RankView:
     optimizer_tensors: Mapping[str, OptimizerTensor]
 
     def optimizer_tensor(self, name: str) -> OptimizerTensor:
-        """What the optimizer steps of a parameter."""
+        """The optimizer's tensor of a parameter."""
         return self.optimizer_tensors.get(name) or OptimizerTensor(self.tensors[name])
 
 

@@ -32,7 +32,7 @@ Orders = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What does not change while actions move, indexed by action."""
+    """Constants of a search, indexed by action: they do not change while actions move."""
 
     actions: tuple[Action, ...]
     source: list[int]

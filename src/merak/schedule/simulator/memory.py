@@ -105,7 +105,7 @@ def state_bytes(schedule: Schedule, costs: Costs) -> list[float]:
 def _levels(
     table: ActionTable, gained: FloatArray | IntArray, released: FloatArray | IntArray
 ) -> FloatArray:
-    """What a rank holds during each action: gains count from its start, releases from its end."""
+    """Activations of a rank during each action: gains count from its start, releases at its end."""
     total = np.cumsum(gained) - (np.cumsum(released) - released)
     before = np.concatenate(([0.0], np.cumsum(gained) - np.cumsum(released)))
     starts = np.array(table.starts[:-1])

@@ -209,4 +209,4 @@ VOCAB_PARALLEL: dict[str, Rule] = {
     "sum": reduce_sum,
     "mean": reduce_sum,
 }
-"""What becomes of operators that run along a vocabulary, by their families."""
+"""Vocabulary-parallel rules of operators along a vocabulary, by their families."""

@@ -47,13 +47,13 @@ from merak.graph.tensor_parallel.search.fused import divides, fused_parts
 Assignment = Mapping[str, Placement]
 
 SAVED_PER_BLOCK = 4.0
-"""What it is worth to split all weights of a block, in collectives of a whole activation."""
+"""Gain of splitting all weights of a block, in collectives of a whole activation."""
 
 _OF_WEIGHTS = 0.01
-"""What it costs to sum the gradient of a small whole weight, besides its size."""
+"""Cost of all-reducing the gradient of a small whole weight, besides its size."""
 
 _OF_POSITIONS = 0.1
-"""What it costs at the least to sum a few numbers for each position."""
+"""Least cost of all-reducing a few numbers for each position."""
 
 _ROUNDS = 12
 """How many steps a group of weights may spread: from one weight to the next."""

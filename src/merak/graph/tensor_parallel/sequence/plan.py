@@ -46,13 +46,13 @@ from merak.graph.tensor_parallel.sequence.propagate import (
 Split = Callable[[Segment], SegmentSharding]
 
 _LEAVES_WHOLE = 1.5
-"""What a result that leaves whole costs the segments that read it, in gathers of it."""
+"""Cost of an unsharded result to the segments that read it, in all-gathers of it."""
 
 _KEPT_WHOLE = 2e-2
-"""What it costs to hold a value whole, in gathers of it."""
+"""Cost of holding a value unsharded, in all-gathers of it."""
 
 _PER_COLLECTIVE = 1e-2
-"""What a collective of activations costs besides its size, in gathers of an activation."""
+"""Latency of a collective of activations, in all-gathers of an activation."""
 
 _ROUNDS = 8
 """How many values of one segment may become sharded, one after another."""

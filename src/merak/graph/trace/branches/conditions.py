@@ -49,7 +49,7 @@ _NUMBERS = (
     (random, "random"), (random, "uniform"), (np.random, "random"), (np.random, "rand"),
     (np.random, "random_sample"), (np.random, "uniform"),
 )  # fmt: skip
-"""What gives a single number that is as good from torch."""
+"""Host functions that draw a single number, for which torch draws one."""
 
 _STATE_FUNCTIONS = frozenset("getstate setstate get_state set_state".split())
 _UNIT = frozenset(("rand", "rand_like"))

@@ -182,7 +182,7 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
 
 
 _MODULE = frozenset(name for name in nn.Module().__dict__ if "hooks" not in name)
-"""What torch keeps in every module, and a forward does not change; it may register hooks."""
+"""Attributes of every torch module that a forward does not change; it may register hooks."""
 
 
 def _items(value: Any) -> Any:

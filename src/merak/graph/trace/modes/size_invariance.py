@@ -30,7 +30,7 @@ _ELEMENTWISE = FILLS_LIKE | frozenset(
 """Work on every element by itself, though torch does not tag them so."""
 
 _OF_A_SHAPE = FILLS_SHAPE | FILLS_NEW | {"view", "_unsafe_view", "expand"}
-"""Likewise, where the shape they are given is that of the operands."""
+"""Operators that take a shape, allowed where it is that of the operands."""
 
 
 def is_size_invariant(
