@@ -64,6 +64,7 @@ def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> F
 
     def decide() -> ActivationPolicy:
         budget = min(known, default=None)
+        policy = None
         try:
             policy = _choose(forecast, spec, times, profile, budget)
             _refuse_misfit(forecast, policy, budget, times)
@@ -71,9 +72,9 @@ def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> F
             raise
         except Exception as error:
             # Code of the model's own may read values, which fake tensors do not have.
-            _report_no_forecast(error, not is_default or options.memory_budget is not None)
-            return forecast.policy
-        return policy
+            needs_it = policy is None and not is_default
+            _report_no_forecast(error, needs_it or options.memory_budget is not None)
+        return policy if policy is not None else forecast.policy
 
     policy = decide_on_rank0(mesh, "the activations to recompute", decide)
     if is_default:

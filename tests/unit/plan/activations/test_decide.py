@@ -181,6 +181,12 @@ def test_a_memory_that_cannot_be_foreseen_stops_nobody_who_did_not_ask(
     monkeypatch.setattr("merak.plan.activations.decide._budget", lambda *_: 10**9)
     assert forecast().saved == frozenset(range(6))
     assert "it is not compared with the device's" in caplog.text
+    # What the error advises works there as well.
+    assert forecast(recompute="off").saved == frozenset(range(6))
+    assert forecast(recompute="full").saved == frozenset()
+    assert forecast(recompute=[0, 1]).saved == frozenset(range(2, 6))
+    with pytest.raises(PlanError, match="leave memory_budget unset, and recompute 'off'"):
+        forecast(recompute="auto")
 
 
 def test_unset_leaves_it_to_the_schedule() -> None:
