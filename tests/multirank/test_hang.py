@@ -108,7 +108,7 @@ def job(tmp_path: Path) -> Callable[..., Ended]:
         slow(
             "send",
             [
-                r"between steps and has waited [\d.]+ s for the activation of microbatch 0 of "
+                r"in an evaluation and has waited [\d.]+ s for the activation of microbatch 0 of "
                 r"stage 0 to be taken by rank 1 \[",
                 "outside the engine's steps",
             ],
