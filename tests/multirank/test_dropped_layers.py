@@ -167,7 +167,7 @@ def build(kind: type[Stack], layout: Layout, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "kind,layout,options,words",
     [
-        (Skipping, (2, 1, 1), {"zero": 3}, "the model drops layers by chance"),
+        (Skipping, (2, 1, 1), {"zero": 3}, "the model drops layers at random"),
         (
             OneForAll,
             (1, 1, 2),
