@@ -135,7 +135,7 @@ def refused(degrees: Degrees, again: bool, options: dict[str, Any]) -> str:
     ("degrees", "again", "options", "said"),
     [
         ((2, 1, 1), False, {"zero": 3}, "modules that use their parameters for some values alone"),
-        ((1, 1, 2), True, {"partition": (2, 3)}, "is shared by layers at pipeline positi"),
+        ((1, 1, 2), True, {"partition": (2, 3)}, "is shared by layers on pp ranks"),
     ],
 )
 def test_what_cannot_leave_parameters_out_is_refused(

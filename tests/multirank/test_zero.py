@@ -192,14 +192,14 @@ def between(zero: int) -> list[int]:
     merak.init(dp=2, device="cpu")
     parallel = make((2, 1, 1), torch.float32, zero=zero)
     engine, seen = parallel.engine, []
-    derive = engine._microbatches.derive
+    compute = engine._state.microbatches.compute_batch_only
 
     def note(microbatch: Any) -> None:
         held = [p.grad.nbytes for p in engine.parameters.values() if p.grad is not None]
         seen.append(sum(held))
-        derive(microbatch)
+        compute(microbatch)
 
-    with mock.patch.object(engine._microbatches, "derive", note):
+    with mock.patch.object(engine._state.microbatches, "compute_batch_only", note):
         parallel.step(share(0, torch.float32))
     return seen
 

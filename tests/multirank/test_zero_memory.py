@@ -99,14 +99,14 @@ def count(
     )  # fmt: skip
     parallel.step(batch)
     engine, seen = parallel.engine, []
-    derive = engine._microbatches.derive
+    compute = engine._state.microbatches.compute_batch_only
 
     def note(microbatch: Any) -> None:
         engine._state.reducer.wait()  # what is under way is two buckets at most
         seen.append(held_at_last(before) / PHI)
-        derive(microbatch)
+        compute(microbatch)
 
-    with mock.patch.object(engine._microbatches, "derive", note):
+    with mock.patch.object(engine._state.microbatches, "compute_batch_only", note):
         parallel.step(batch)
     engine.optimizer_params.wait()
     return seen, held_at_last(before) / PHI

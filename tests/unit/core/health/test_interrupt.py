@@ -27,7 +27,13 @@ def start(folder: Path, code: str, command: tuple[str, ...] = ()) -> subprocess.
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_as_in_a_terminal,
     )
+
+
+def _as_in_a_terminal() -> None:
+    """Let an interrupt through, which shells have their background jobs ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def interrupted(process: subprocess.Popen[str], folder: Path, num_ranks: int) -> str:
