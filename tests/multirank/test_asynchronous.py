@@ -15,6 +15,7 @@ from merak.core.mesh import init
 from merak.graph.program.program import SubPipelinedRun
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, Texts, Uneven, gpt2, loss_of_logits
+from tests.tiers import slow
 
 SAMPLES = 2
 
@@ -175,7 +176,7 @@ def test_every_update_is_that_of_one_process_with_delayed_weights(
     assert worst > 1e-3
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", slow("pipedream_2bw")])
 def test_halves_use_the_weights_of_their_microbatch(pool, schedule):
     job = (schedule, (1, 2, 2), [5, 4], torch.float32)
     whole, halves = (pool.run(run_merak, 4, *job, choice) for choice in ("off", "on"))

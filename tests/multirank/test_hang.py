@@ -190,7 +190,7 @@ def test_a_rank_that_is_late_by_less_ends_nothing(job: Callable[..., Ended]) -> 
             r"rank 0 has waited [\d.]+ s for the connection to rank 1, and timeout_s=5; the job",
             r"rank 1 \(process \d+ on .+\) is stopped, .* ago it said that it has waited",
         ),
-        (
+        slow(
             "stopped_tracing",
             r"rank 0 has (waited [\d.]+ s for .* rank 1|found a rank that says nothing), and "
             r"hang_limit_s=5; the job ends",

@@ -31,7 +31,7 @@ def test_pipelines_take_what_was_foreseen(pool, tmp_path):
     assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
 
 
-@pytest.mark.parametrize("degrees", [(2, 1, 1), slow((1, 2, 1))])
+@pytest.mark.parametrize("degrees", [slow((2, 1, 1)), slow((1, 2, 1))])
 def test_replicas_and_shards_take_what_was_foreseen(pool, tmp_path, degrees):
     jobs = [MemoryJob(family, 0.1, options=c) for family in ("gpt2", "llama") for c in CHOICES[1:]]
     jobs += [MemoryJob("llama", 0.1, options={"recompute": "selective"})]

@@ -113,6 +113,7 @@ def test_shared_optimizers_train_the_same(pool):
     assert pool.run(trained, 2, (2, 1, 1), cases) == [[True] * 3] * 2
 
 
+@pytest.mark.slow
 def test_tensor_parallel_jobs_train_the_same(pool):
     cases = [("gpt2", {}), ("llama", {"sequence_parallel": True})]
     cases += [("gpt2", {"schedule": "zero_bubble_h1", "sub_pipelining": "off"})]

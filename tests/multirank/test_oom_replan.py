@@ -191,6 +191,7 @@ def test_wherever_memory_runs_out_the_step_is_run_again(pool, tmp_path):
     check(pool, (1, 1, 2), faults, tmp_path)
 
 
+@pytest.mark.slow
 def test_replicas_are_kept_together(pool, tmp_path):
     faults = [
         Fault(CALL, (1,), 3),
@@ -201,6 +202,7 @@ def test_replicas_are_kept_together(pool, tmp_path):
     check(pool, (2, 1, 1), faults, tmp_path)
 
 
+@pytest.mark.slow
 def test_shares_of_parameters_are_gathered_to_the_end(pool, tmp_path):
     """Replicas hold shares of the parameters, also of a weight that two positions read."""
     options = (("zero", 3), ("sub_pipelining", "off"))
@@ -303,6 +305,7 @@ def test_where_a_step_cannot_be_run_again_the_error_says_what_to_do(pool, tmp_pa
         assert job.sentence in sentence and "; use " in sentence
 
 
+@pytest.mark.slow
 def test_memory_that_stays_short_does_not_collect_a_tied_gradient_twice(pool, tmp_path):
     """Neither the sum of a tied gradient nor what follows it has room, whatever is let go."""
     fault = Fault("merak.engine.comm.tied_gradients.add_gradient", (0,), 1, 10**6)

@@ -93,7 +93,7 @@ def one_rank(pool: RankPool) -> list[Seen]:
     return [gated, experts]
 
 
-@pytest.mark.parametrize("degrees", [slow((1, 1, 2)), (1, 2, 1)])
+@pytest.mark.parametrize("degrees", [slow((1, 1, 2)), slow((1, 2, 1))])
 def test_dropout_is_drawn_alike_in_every_layout_and_again(
     pool: RankPool, one_rank: list[Seen], degrees: Degrees
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from tests.multirank.compare import assert_gradients_close, whole
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Outcome
+from tests.tiers import slow
 
 NUM_STEPS, BATCH = 4, 8
 
@@ -145,7 +146,7 @@ def _mean_loss(model: nn.Module, step: int, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["loss", "loss_fn"])
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), slow((2, 2, 2))])
 def test_a_loop_of_ones_own_equals_one_process(pool: RankPool, layout: Layout, kind: str) -> None:
     dp, tp, pp = layout
     max_norm = None if dp * tp == 1 else 0.5

@@ -164,6 +164,7 @@ def test_every_schedule_runs_unequal_sub_microbatches(pool, tmp_path):
     assert recomputing >= {"early_recompute", "last_no_recompute", "shifted_critical_path"}
 
 
+@pytest.mark.slow
 def test_unequal_sub_microbatches_draw_and_mask_as_the_microbatch(pool, tmp_path):
     ranks = pool.run(gradients, 4, "bert", ["1f1b", "gpipe"], (2, 2), 3, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])

@@ -20,6 +20,7 @@ from tests.multirank.training import (
     make_merak,
     make_reference,
 )
+from tests.tiers import slow
 
 SETUP = Setup("gpt2", arguments={"max_steps": 3, "per_device_eval_batch_size": 4})
 
@@ -87,7 +88,7 @@ def refused(layout: Layout, hooks: list[type], cache: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 1)])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1))])
 def test_changed_values_are_trained_on(pool: RankPool, tmp_path: Any, layout: Layout) -> None:
     hooks = [ChangesInTrainingStep, ChangesInPrepareInputs]
     for hook, *ranks in zip(hooks, *pool.run(train, 2, layout, hooks, str(tmp_path)), strict=True):

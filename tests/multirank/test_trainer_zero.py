@@ -98,7 +98,7 @@ def test_replicas_that_hold_shares_evaluate_unequal_numbers(pool: RankPool, tmp_
 
 @pytest.mark.parametrize(
     "job",
-    [slow(FUSED), slow(OWN), slow(FOREACH), PARAMETERS],
+    [slow(FUSED), slow(OWN), slow(FOREACH), slow(PARAMETERS)],
     ids=["fused", "own", "foreach", "parameters"],
 )
 def test_replicas_share_steps_and_resume_elsewhere(

@@ -16,6 +16,7 @@ from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import BATCH, Classifier, batch_of
 from tests.multirank.training import Layout
+from tests.tiers import slow
 
 STEPS = 4
 FEATURES = {
@@ -76,7 +77,7 @@ def train(layout: Layout, name: str, schedule: str, settings: list[dict[str, Any
 
 @pytest.mark.parametrize(
     ("layout", "schedule"),
-    [((2, 1, 2), "1f1b"), ((2, 2, 1), "1f1b"), ((2, 1, 2), "interleaved_1f1b")],
+    [((2, 1, 2), "1f1b"), slow((2, 2, 1), "1f1b"), slow((2, 1, 2), "interleaved_1f1b")],
 )
 def test_shared_steps_equal_whole_ones_in_half_the_bytes(
     pool: RankPool, layout: Layout, schedule: str
