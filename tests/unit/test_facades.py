@@ -33,3 +33,13 @@ def test_schedules_do_without_torch() -> None:
         "[getattr(s, name) for name in s.__all__]; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("timeline", "measured_timeline"), ("render_svg", "render_html")]
+)
+def test_documented_imports_of_before_work_with_a_warning(module: str, name: str) -> None:
+    sys.modules.pop(f"merak.schedule.{module}", None)
+    with pytest.warns(DeprecationWarning, match=f"import {name} from merak.schedule"):
+        former = importlib.import_module(f"merak.schedule.{module}")
+    assert getattr(former, name) is getattr(importlib.import_module("merak.schedule"), name)
