@@ -9,9 +9,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.mutation import has_mutable_schema
-from merak.graph.ir.operators import (
-    family,
-)
+from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.placement import (
     AXIS,
     PARTIAL,
@@ -25,9 +23,7 @@ from merak.graph.tensor_parallel.placement import (
     shape_of,
 )
 from merak.graph.tensor_parallel.rules import vocabulary
-from merak.graph.tensor_parallel.rules.indexing import (
-    equally_sharded,
-)
+from merak.graph.tensor_parallel.rules.indexing import equally_sharded
 from merak.graph.trace.modes.size_invariance import is_size_invariant
 from merak.ops.sharded_dropout import dropout_sharded
 

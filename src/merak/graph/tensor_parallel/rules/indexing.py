@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from merak.graph.ir.operators import (
-    family,
-)
+from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     Decision,
