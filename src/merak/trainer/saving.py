@@ -66,7 +66,7 @@ class Saving(Trainer):
         return trained
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a folder that `from_pretrained` reads; all ranks call it, rank 0 writes.
+        """Save a folder that `from_pretrained` reads; all ranks call it.
 
         Args:
             output_dir: the folder; `args.output_dir` by default.
