@@ -151,7 +151,9 @@ SAVING = {
     "save_steps": _SAVING,
     "save_total_limit": _SAVING,
     "save_only_model": _SAVING,
-    "save_on_each_node": refused("the ranks share the files of one folder; use a file system all nodes see"),
+    "save_on_each_node": refused(
+        "ranks share the files of a folder; use a file system all nodes see"
+    ),
     "enable_jit_checkpoint": refused(
         "ranks would stop at different steps when the signal arrives; use save_steps"
     ),
