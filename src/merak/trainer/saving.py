@@ -100,7 +100,7 @@ class Saving(Trainer):
         return CheckpointSaver(self.mesh, self.args.async_save)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a folder that `from_pretrained` reads; all ranks call it, rank 0 writes.
+        """Save a folder that `from_pretrained` reads; all ranks call it.
 
         Args:
             output_dir: the folder; `args.output_dir` by default.
