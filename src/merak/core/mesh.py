@@ -230,7 +230,11 @@ def _connect(
     _quiet_other_ranks(rank)
     limit = watchdog.Limit("timeout_s", timeout_s)
     timeout = timedelta(seconds=watchdog.timeouts_s(limit))
-    known = None if dist.is_initialized() else store.open_store(rank, timeout_s)
+    known = None
+    if dist.is_initialized():
+        store.join(timeout_s)
+    else:
+        known = store.open_store(rank, timeout_s)
     if num_ranks > 1:
         place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
         watchdog.start(watchdog.Member(rank, num_ranks, place), limit)
