@@ -30,7 +30,9 @@ OUTPUT = {
     "do_train": _SCRIPT,
     "do_eval": _SCRIPT,
     "do_predict": _SCRIPT,
-    "resume_from_checkpoint": honoured("read by scripts and recipes, which give it to `train`"),
+    "resume_from_checkpoint": honoured(
+        "read by scripts and recipes, which give it to `train`; `train` itself follows 'auto'"
+    ),
 }
 
 LENGTH = {
@@ -153,7 +155,7 @@ SAVING = {
     "save_only_model": _SAVING,
     "save_on_each_node": refused("rank 0 alone writes the model; use a file system all nodes see"),
     "enable_jit_checkpoint": refused(
-        "ranks would stop at different steps when the signal arrives; use save_steps"
+        "ranks would stop at different steps; Merak saves on SIGTERM, within sigterm_limit_s"
     ),
     "ignore_data_skip": honoured("as in transformers"),
     "restore_callback_states_from_checkpoint": honoured("as in transformers"),

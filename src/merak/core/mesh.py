@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from merak.core.errors import MeshError
-from merak.core.health import failure, store, watchdog
+from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.status import waiting
 from merak.core.rank0 import warn_on_rank0
 
@@ -125,6 +125,7 @@ def init(
     failure.install()
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
+    preemption.listen()
     _check_degrees(dp, tp, pp)
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
         raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")

@@ -16,6 +16,9 @@ from merak.core.rank0 import warn_on_rank0
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"
+"""The request to resume from the newest valid checkpoint, or to start anew if there is none."""
+
 RANKS_FOLDER = "merak"
 """The part of a checkpoint that holds the ranks' parameters and optimizer states."""
 
@@ -24,7 +27,8 @@ def checkpoint_to_resume(request: object, output_dir: str) -> str | None:
     """Find and check the checkpoint that a training resumes from.
 
     Args:
-        request: a folder; True for the last one in `output_dir`; None or False for none.
+        request: a folder; True for the last one in `output_dir`; `AUTO` for the same, or none if
+            there is none; None or False for none.
         output_dir: where the run saves.
 
     Raises:
@@ -32,6 +36,15 @@ def checkpoint_to_resume(request: object, output_dir: str) -> str | None:
     """
     if request is None or request is False:
         return None
+    if request == AUTO:
+        try:
+            return _last_whole(Path(output_dir))
+        except WeightsError as problem:
+            if any(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+                warn_on_rank0(
+                    logger, "%s No checkpoint is whole, so training starts anew.", problem
+                )
+            return None
     if request is True:
         return _last_whole(Path(output_dir))
     if not isinstance(request, str | os.PathLike) or not os.path.isdir(request):

@@ -26,7 +26,7 @@ from merak.core.health.status import phase, waiting_for_all
 from merak.core.mesh import Mesh
 from merak.engine import Engine
 from merak.engine.step.loss_scale import LossScale
-from merak.trainer.resuming import RANKS_FOLDER, check_whole, checkpoint_to_resume, unreadable
+from merak.trainer.resuming import AUTO, RANKS_FOLDER, check_whole, checkpoint_to_resume, unreadable
 from merak.trainer.unsupported import refuse_no_steps
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class Saving(Trainer):
         """Train as `transformers.Trainer` does, after checking the checkpoint that it resumes from.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last in `output_dir`.
+            resume_from_checkpoint: a checkpoint's folder, True for the last in `output_dir`, or
+                "auto" for the last if there is one; by default "auto" if the arguments say so.
             *rest: as in transformers.
             **kwargs: as in transformers.
 
@@ -61,7 +62,10 @@ class Saving(Trainer):
             WeightsError: there is nothing to resume from, or it is not whole.
         """
         refuse_no_steps(self.args)
-        found = checkpoint_to_resume(resume_from_checkpoint, str(self.args.output_dir))
+        request: object = resume_from_checkpoint
+        if request is None and self.args.resume_from_checkpoint == AUTO:
+            request = AUTO
+        found = checkpoint_to_resume(request, str(self.args.output_dir))
         trained: TrainOutput = super().train(found, *rest, **kwargs)
         return trained
 
