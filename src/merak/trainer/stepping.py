@@ -78,6 +78,7 @@ class Stepping(Saving):
         if step > self._saved_step and self.args.save_strategy != SaveStrategy.NO:
             self._save_checkpoint(self.model, None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        self._saver.wait()
         has_saved()
         has = f"{folder} has its checkpoint" if step == self._saved_step else "nothing is saved"
         announce("SIGTERM has ended the job after step %s; %s", step, has)

@@ -36,6 +36,9 @@ KEY = "merak/sigterm"
 SAME_S = 2.0
 """Seconds within which a second SIGTERM is the first one, sent on by the launcher."""
 
+REPORT_S = 1.0
+"""Seconds that a rank gets to report its own failure."""
+
 _POLL_S = 0.1
 
 
@@ -159,8 +162,9 @@ def _supervise(next_step: int) -> None:
         if _stop.at is None:
             _end()
     while not _stop.is_saved:
-        if _stop.limit_s is None:
-            _end()  # the loop has ended, by a failure or at its last step
+        if _stop.limit_s is None:  # the loop has ended, at its last step or by a failure
+            time.sleep(REPORT_S)
+            _end()
         time.sleep(_POLL_S)
 
 
