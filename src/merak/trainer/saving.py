@@ -26,6 +26,7 @@ from merak.core.health.status import phase, waiting_for_all
 from merak.core.mesh import Mesh
 from merak.engine import Engine
 from merak.engine.step.loss_scale import LossScale
+from merak.trainer.before import check_output
 from merak.trainer.resuming import RANKS_FOLDER, check_whole, checkpoint_to_resume, unreadable
 from merak.trainer.unsupported import refuse_no_steps
 
@@ -57,10 +58,11 @@ class Saving(Trainer):
             **kwargs: as in transformers.
 
         Raises:
-            ArgumentsError: there is no step to train.
+            ArgumentsError: there is no step to train, or checkpoints cannot be saved.
             WeightsError: there is nothing to resume from, or it is not whole.
         """
         refuse_no_steps(self.args)
+        check_output(self, self.mesh)
         found = checkpoint_to_resume(resume_from_checkpoint, str(self.args.output_dir))
         trained: TrainOutput = super().train(found, *rest, **kwargs)
         return trained
