@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer
 
 from merak.arguments.folders import check_shared_folder, check_space
-from merak.checkpoint.save_pretrained import check_saves
+from merak.checkpoint.pretrained.file_tensors import check_saves
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.core.rank0 import warn_on_rank0
