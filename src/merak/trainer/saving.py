@@ -39,7 +39,7 @@ from merak.core.mesh import Mesh
 from merak.engine import Engine
 from merak.engine.step.loss_scale import LossScale
 from merak.trainer.before import check_output
-from merak.trainer.resuming import checkpoint_to_resume
+from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class Saving(Trainer):
 
         Args:
             resume_from_checkpoint: a checkpoint's folder; True for the newest valid one in
-                `output_dir`; "auto" for that one, or for a new training where there is none.
+                `output_dir`; "auto" for that one, or for a new training where there is none. By
+                default "auto" if the arguments say so.
             *rest: as in transformers.
             **kwargs: as in transformers.
 
@@ -85,8 +86,11 @@ class Saving(Trainer):
         if self.args.should_save:
             remove_partial(Path(output_dir))
         check_output(self, self.mesh)
+        request: object = resume_from_checkpoint
+        if request is None and self.args.resume_from_checkpoint == AUTO:
+            request = AUTO
         found = checkpoint_to_resume(
-            resume_from_checkpoint, output_dir, allow_pickled=self.args.allow_pickled_checkpoint
+            request, output_dir, allow_pickled=self.args.allow_pickled_checkpoint
         )
         try:
             trained: TrainOutput = super().train(found, *rest, **kwargs)
