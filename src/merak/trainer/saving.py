@@ -40,6 +40,7 @@ from merak.core.mesh import Mesh
 from merak.engine import Engine
 from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
+from merak.trainer.before import check_output
 from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
 
@@ -78,7 +79,7 @@ class Saving(Trainer):
             **kwargs: as in transformers.
 
         Raises:
-            ArgumentsError: there is no step to train.
+            ArgumentsError: there is no step to train, or checkpoints cannot be saved.
             WeightsError: there is nothing to resume from, or it is damaged.
             SavingError: a checkpoint could not be written.
         """
@@ -86,6 +87,7 @@ class Saving(Trainer):
         output_dir = str(self.args.output_dir)
         if self.args.should_save:
             remove_partial(Path(output_dir))
+        check_output(self, self.mesh)
         request: object = resume_from_checkpoint
         if request is None and self.args.resume_from_checkpoint == AUTO:
             request = AUTO
