@@ -33,6 +33,20 @@ class TrainingFields(TrainingArguments):
             "if empty, nothing is cached."
         },
     )
+    async_save: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether training goes on while a checkpoint is written: the ranks copy what "
+            "they save into host memory, which takes that memory, and write it in the background."
+        },
+    )
+    allow_pickled_checkpoint: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to resume from checkpoints of earlier versions of Merak, whose index "
+            "is a pickle: reading it can run code that somebody put there."
+        },
+    )
     nan_policy: str = field(
         default="stop",
         metadata={
@@ -47,6 +61,14 @@ class TrainingFields(TrainingArguments):
             "help": "With nan_policy='skip', the number of consecutive steps that may be skipped; "
             "one more ends the job, since the model has diverged. An overflow of fp16 is not "
             "counted while its loss scale is above 1."
+        },
+    )
+    sigterm_limit_s: float = field(
+        default=25.0,
+        metadata={
+            "help": "Seconds from SIGTERM (preemption) in which all ranks finish a step, save a "
+            "checkpoint and exit with code 143; then the job ends without it. Below the 30 s that "
+            "torchrun waits. 0 ends the job at once."
         },
     )
     bucket_bytes: int | None = taken("bucket_bytes", default=None)

@@ -31,13 +31,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from merak.core.errors import TrainingError
-from merak.core.health import failure, store
+from merak.core.health import failure, preemption, store
 from merak.core.health.heartbeat import (
     INTERFACES,
     Heartbeat,
     Peers,
     ended,
     network_hint,
+    own_address,
     own_heartbeat,
     why_lost,
 )
@@ -259,6 +260,7 @@ class Watchdog:
                 self._publish_heartbeat(own)
                 self._read_peers(own)
                 self._log_notice(own)
+                preemption.look(own)
                 self._hang.is_known = own.check([HANG])
                 self._is_leaving.wait(self._interval_s)
             if self._is_stopped:
@@ -269,6 +271,7 @@ class Watchdog:
         self._beat = replace(
             self._beat,
             count=self._beat.count + 1,
+            address=own_address(),
             doing=found.doing,
             busy_s=found.for_s if found.is_busy else None,
             waits_for_nobody=not found.waits.startswith("has waited"),
