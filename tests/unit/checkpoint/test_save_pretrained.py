@@ -14,7 +14,8 @@ from transformers.utils import logging as bars
 
 from merak.checkpoint.pretrained.tensor_file import TensorFile
 from merak.checkpoint.save_pretrained import save_pretrained
-from merak.checkpoint.state import save_state
+from merak.checkpoint.saver import save_state
+from merak.checkpoint.state import RankState
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.graph.weights.empty_weights import empty_weights
@@ -124,7 +125,7 @@ def test_every_file_has_the_mode_that_the_umask_gives(
     try:
         for _ in range(2):  # a new folder, and one that is there
             save_pretrained(model, names_of(model), {}, ALONE, tmp_path / "out", max_shard_size)
-        save_state(tmp_path / "out" / "ranks", model, None, names_of(model), {}, ALONE)
+        save_state(tmp_path / "out" / "ranks", RankState(model, None, names_of(model), {}, ALONE))
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
