@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from merak.checkpoint.pretrained.placing import place_folder, start_folder
+from merak.checkpoint.pretrained.placing import place_folder, start_folder, unfinished_folder
 
 INDEX = "model.safetensors.index.json"
+
+
+def prepare(target: Path, files: dict[str, str]) -> Path:
+    unfinished = unfinished_folder(target)
+    start_folder(target, unfinished)
+    fill(unfinished, files)
+    return unfinished
 
 
 def fill(folder: Path, files: dict[str, str]) -> None:
@@ -48,7 +55,7 @@ def test_a_reader_finds_whole_weights_at_any_time(
     target = tmp_path / "out"
     others = {"tokenizer.json": "{}", "model_of_mine.safetensors": "mine", "model.txt": ""}
     fill(target, before | others)
-    fill(start_folder(target), after)
+    unfinished = prepare(target, after)
     replace, unlink = os.replace, Path.unlink
 
     def watched_replace(source: Path, place: Path) -> None:
@@ -62,15 +69,15 @@ def test_a_reader_finds_whole_weights_at_any_time(
 
     monkeypatch.setattr(os, "replace", watched_replace)
     monkeypatch.setattr(Path, "unlink", watched_unlink)
-    place_folder(tmp_path / ".out.partial", target)
+    place_folder(unfinished, target)
     assert {path.name for path in target.iterdir()} == (after | others).keys()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_new_folder_appears_by_one_rename(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
-    unfinished = start_folder(target)
-    fill(unfinished, of_parts(2) | {"other/adapter_model.safetensors": "adapter"})
+    unfinished = prepare(target, of_parts(2) | {"other/adapter_model.safetensors": "adapter"})
+    assert unfinished.parent == target.parent
     inode = unfinished.stat().st_ino
     place_folder(unfinished, target)
     assert target.stat().st_ino == inode
@@ -80,22 +87,22 @@ def test_a_new_folder_appears_by_one_rename(tmp_path: Path) -> None:
 def test_adapters_leave_the_weights_alone(tmp_path: Path) -> None:
     target = tmp_path / "out"
     fill(target, of_parts(2))
-    fill(start_folder(target), {"second/adapter_model.safetensors": "adapter", "README.md": ""})
-    place_folder(tmp_path / ".out.partial", target)
+    adapters = {"second/adapter_model.safetensors": "adapter", "README.md": ""}
+    place_folder(prepare(target, adapters), target)
     assert {path.name for path in target.iterdir()} == {*of_parts(2), "second", "README.md"}
     assert (target / "second" / "adapter_model.safetensors").read_text() == "adapter"
 
 
 def test_what_an_earlier_save_has_left_is_removed(tmp_path: Path) -> None:
-    fill(tmp_path / ".out.partial", of_parts(3))
-    assert list(start_folder(tmp_path / "out").iterdir()) == []
+    left = prepare(tmp_path / "out", of_parts(3))
+    assert list(prepare(tmp_path / "out", {}).iterdir()) == []
+    assert left == unfinished_folder(tmp_path / "out")
 
 
 def test_a_link_to_a_folder_gets_the_files(tmp_path: Path) -> None:
     fill(tmp_path / "real", ONE)
     (tmp_path / "out").symlink_to(tmp_path / "real")
-    fill(start_folder(tmp_path / "out"), of_parts(2))
-    place_folder(tmp_path / ".real.partial", tmp_path / "out")
+    place_folder(prepare(tmp_path / "out", of_parts(2)), tmp_path / "out")
     assert (tmp_path / "out").is_symlink()
     assert {path.name for path in (tmp_path / "real").iterdir()} == of_parts(2).keys()
 
@@ -103,4 +110,4 @@ def test_a_link_to_a_folder_gets_the_files(tmp_path: Path) -> None:
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(NotADirectoryError, match="out is a file"):
-        start_folder(tmp_path / "out")
+        prepare(tmp_path / "out", {})
