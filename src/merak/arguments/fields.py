@@ -63,6 +63,14 @@ class TrainingFields(TrainingArguments):
             "counted while its loss scale is above 1."
         },
     )
+    sigterm_limit_s: float = field(
+        default=25.0,
+        metadata={
+            "help": "Seconds from SIGTERM (preemption) in which all ranks finish a step, save a "
+            "checkpoint and exit with code 143; then the job ends without it. Below the 30 s that "
+            "torchrun waits. 0 ends the job at once."
+        },
+    )
     bucket_bytes: int | None = taken("bucket_bytes", default=None)
     master_weights: bool = taken("master_weights")
     gradient_sums: str = taken("gradient_sums")

@@ -50,7 +50,7 @@ class MerakArguments(TrainingFields):
     sentence; docs/arguments.md says which. Call `merak.init` before building it.
 
     Merak's own fields are those of `merak.plan.options.ParallelOptions`, and `trace_cache`,
-    `nan_policy` and `max_skipped_steps`.
+    `nan_policy`, `max_skipped_steps` and `sigterm_limit_s`.
 
     Raises:
         MeshError: `merak.init` has not been called.
