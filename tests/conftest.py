@@ -1,4 +1,7 @@
-"""Settings of every test: one thread a process, no network, GPU tests where there is a GPU."""
+"""Settings of every test: one thread a process, no network, GPU tests where there is a GPU.
+
+Tests marked `soak` run for hours, so only `-m soak` runs them.
+"""
 
 import os
 
@@ -12,8 +15,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on a machine without a CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` on a machine without a CUDA device, and `soak` unless asked."""
+    if "soak" not in config.option.markexpr:
+        soaking = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=soaking)
+        items[:] = [item for item in items if item not in soaking]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

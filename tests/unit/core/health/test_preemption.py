@@ -55,6 +55,12 @@ with preemption.saves_on_sigterm(100.0):
     assert done.stdout == "saved after 4\n"
 
 
+def test_before_the_first_step_it_ends_the_process() -> None:
+    done = run("with preemption.saves_on_sigterm(1000.0):\n    term()\n    time.sleep(600)")
+    assert done.returncode == preemption.TERMINATED
+    assert done.stderr == ""
+
+
 def test_a_step_that_does_not_end_ends_at_the_limit() -> None:
     done = run("""
 with preemption.saves_on_sigterm(0.5):
