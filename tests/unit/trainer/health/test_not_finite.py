@@ -10,7 +10,7 @@ import torch
 from merak.core.errors import TrainingError
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
-from merak.trainer.not_finite import SkippedSteps
+from merak.trainer.health.not_finite import SkippedSteps
 
 NAN, INF = math.nan, math.inf
 
