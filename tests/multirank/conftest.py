@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.multirank.network import Network, NotPermittedError
 from tests.multirank.ranks import RankPool
 
 
@@ -13,3 +14,14 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Two hosts, which are gone after the test; the test is skipped where they cannot be made."""
+    try:
+        made = Network()
+    except NotPermittedError as reason:
+        pytest.skip(f"NOT TESTED with two hosts, since they cannot be made here: {reason}")
+    yield made
+    made.close()

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import merak
-from merak.checkpoint import dcp as parts
-from merak.checkpoint import state
+from merak.checkpoint.saver import save_state
+from merak.checkpoint.state import RankState
+from merak.checkpoint.storage import CheckpointWriter
 from merak.core.health import failure, watchdog
 from merak.engine import build  # noqa: F401  # imported once, before ranks are forked
 from merak.parallel import ParallelModel
@@ -221,10 +222,10 @@ def saved(stall: Callable[[], None]) -> None:
     model = trained(pp=2)
     engine = model.engine
     if is_rank(1):
-        write = parts.FileSystemWriter.write_data
-        parts.FileSystemWriter.write_data = lambda *args: (stall(), write(*args))[1]
+        write = CheckpointWriter.write_data
+        CheckpointWriter.write_data = lambda *args: (stall(), write(*args))[1]
     held, shards = engine.held(), engine.shards
-    state.save_state(FOLDER[0] / "saved", model.model, None, held, shards, engine.mesh)
+    save_state(FOLDER[0] / "saved", RankState(model.model, None, held, shards, engine.mesh))
 
 
 def unreachable() -> None:

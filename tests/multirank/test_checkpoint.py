@@ -14,7 +14,8 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from merak.checkpoint.save_pretrained import save_pretrained
-from merak.checkpoint.state import load_state, save_state
+from merak.checkpoint.saver import save_state
+from merak.checkpoint.state import RankState, load_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh, init
 from merak.core.random import seed_for
@@ -267,7 +268,7 @@ def save_in(layout: Layout, folder: str, kind: str) -> None:
     optimizer = optimizer_of(kind, model, held)
     steps(laid, model, optimizer, range(2))
     optimizer.param_groups[0]["lr"] = 0.003
-    save_state(folder, model, optimizer, held, shards, mesh)
+    save_state(folder, RankState(model, optimizer, held, shards, mesh))
 
 
 def load_in(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def load_in(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
     laid = laid_out(layout, model)
     mesh, held, shards = laid
     optimizer = optimizer_of(kind, model, held)
-    load_state(folder, model, optimizer, held, shards, mesh)
+    load_state(folder, RankState(model, optimizer, held, shards, mesh))
     steps(laid, model, optimizer, range(2, 4))
     return values_of(laid, model, optimizer)
 
@@ -342,12 +343,14 @@ def load_another_model_on_one_rank(folder: str) -> str:
     mesh = init(1, 1, 2, device="cpu")
     model = nn.Linear(3, 2 if mesh.rank == 0 else 3)
     with pytest.raises(WeightsError) as error:
-        load_state(folder, model, None, ["weight"], {}, mesh)
+        load_state(folder, RankState(model, None, ["weight"], {}, mesh))
     return str(error.value)
 
 
 def save_linear(folder: str) -> None:
-    save_state(folder, nn.Linear(3, 2), None, ["weight"], {}, init(1, 1, 2, device="cpu"))
+    save_state(
+        folder, RankState(nn.Linear(3, 2), None, ["weight"], {}, init(1, 1, 2, device="cpu"))
+    )
 
 
 def test_a_rank_that_fails_takes_the_others_along(pool: RankPool, tmp_path: Path) -> None:

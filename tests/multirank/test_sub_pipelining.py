@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +223,13 @@ class KnownTimes:
 def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
     """What a job of blocks that compute for 0.1 s decides, where sums take a known time."""
     machine = KnownTimes(sum_s)
-    mesh = init(tp=2)
+    hosts = tuple(f"host-{rank // ranks_per_node}" for rank in range(2))
+    mesh = dataclasses.replace(init(tp=2), hosts=hosts)
     columns = dict(signature(draw(samples)).columns)
     graph = build_graph(GraphSource(blocks(0.1)), columns, training=True)
     layout = Layout(graph, Partition(len(graph.segments), ()), StepPlans("1f1b", 1, 4))
     times = [SegmentTimes(s.name, 0.1, 0.2) for s in graph.segments]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(ranks_per_node))
         patch.setattr(overlap, "start_all_reduce", machine.start)
         patch.setattr(overlap, "time", machine)
         patch.setattr(torch, "mm", machine.product)

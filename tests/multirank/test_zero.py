@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import merak
-from merak.checkpoint.state import load_state, save_state
+from merak.checkpoint.saver import save_state
+from merak.checkpoint.state import RankState, load_state
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import BATCH, Classifier, batch_of
@@ -139,11 +140,11 @@ def resume(layout: Layout, folder: str, options: dict[str, Any], start: int) -> 
     optimizer_tensors = engine.optimizer_params.optimizer_tensors()
     held = (engine.held(), engine.shards, mesh, optimizer_tensors)
     if start:
-        load_state(folder, parallel.model, parallel.optimizer, *held)
+        load_state(folder, RankState(parallel.model, parallel.optimizer, *held))
     losses = []
     for step in range(start, STEPS):
         if step == 2 and not start:
-            save_state(folder, parallel.model, parallel.optimizer, *held)
+            save_state(folder, RankState(parallel.model, parallel.optimizer, *held))
         losses.append(parallel.step(share(step, torch.bfloat16)).item())
     masters = {n: s.tensor.detach().clone() for n, s in optimizer_tensors.items() if s.rows is None}
     return losses, masters

@@ -34,6 +34,20 @@ class TrainingFields(TrainingArguments):
             "if empty, nothing is cached."
         },
     )
+    async_save: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether training goes on while a checkpoint is written: the ranks copy what "
+            "they save into host memory, which takes that memory, and write it in the background."
+        },
+    )
+    allow_pickled_checkpoint: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to resume from checkpoints of earlier versions of Merak, whose index "
+            "is a pickle: reading it can run code that somebody put there."
+        },
+    )
     nan_policy: str = field(
         default="stop",
         metadata={

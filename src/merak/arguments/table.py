@@ -21,12 +21,12 @@ _LOGGER = honoured("given to the logger, on rank 0")
 _SCRIPT = honoured("read by scripts, not by the trainer")
 _LOADER = honoured("as in transformers, in the loader of every rank that reads data")
 _EVALUATION = honoured("as in transformers; every rank sees the same metrics")
-_SAVING = honoured("as in transformers; rank 0 writes a folder that any Hugging Face tool reads")
+_SAVING = honoured("as in transformers; the ranks write a folder that any Hugging Face tool reads")
 _LOGGING = honoured("as in transformers; rank 0 logs")
 _ADAM = honoured("given to the optimizer")
 
 OUTPUT = {
-    "output_dir": honoured("rank 0 writes into it"),
+    "output_dir": honoured("the ranks write into it"),
     "do_train": _SCRIPT,
     "do_eval": _SCRIPT,
     "do_predict": _SCRIPT,
@@ -151,7 +151,9 @@ SAVING = {
     "save_steps": _SAVING,
     "save_total_limit": _SAVING,
     "save_only_model": _SAVING,
-    "save_on_each_node": refused("rank 0 alone writes the model; use a file system all nodes see"),
+    "save_on_each_node": refused(
+        "ranks share the files of a folder; use a file system all nodes see"
+    ),
     "enable_jit_checkpoint": refused(
         "ranks would stop at different steps when the signal arrives; use save_steps"
     ),

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from merak.checkpoint.dcp import State, TensorShard, row_shard_of, shard_of
+from merak.checkpoint.shards import Shards, TensorShard, row_shard_of, shard_of
 from merak.core.errors import WeightsError
 from merak.graph.weights.holders import RankView, full_shape
 
@@ -33,13 +33,23 @@ def hyperparameters(optimizer: Optimizer, view: RankView) -> dict[str, dict[str,
     return found
 
 
-def optimizer_shards(optimizer: Optimizer, view: RankView) -> State:
-    """State of the optimizer for each parameter, to be saved.
+def optimizer_values(optimizer: Optimizer, view: RankView) -> dict[str, dict[str, Any]]:
+    """State of the optimizer that is no tensor, by parameter name and the optimizer's own key."""
+    found: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        values = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+        if values:
+            found[_name(parameter, view)] = values
+    return found
+
+
+def optimizer_shards(optimizer: Optimizer, view: RankView) -> Shards:
+    """Tensors of the optimizer's state for each parameter, to be saved.
 
     A tensor of the parameter's shape is sharded like it. One of another shape belongs to a shard of
     the parameter, and can only be loaded for the same shard.
     """
-    state: State = {}
+    state: Shards = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = _name(parameter, view)
@@ -48,8 +58,8 @@ def optimizer_shards(optimizer: Optimizer, view: RankView) -> State:
             for key, value in optimizer.state.get(parameter, {}).items():
                 full_key = f"{PREFIX}{name}/{key}"
                 if not isinstance(value, torch.Tensor):
-                    state[full_key] = value
-                elif value.shape == parameter.shape:
+                    continue
+                if value.shape == parameter.shape:
                     state[full_key] = _shard(value, name, view)
                 elif value.numel() <= 1 or name not in view.shards:
                     state[full_key] = shard_of(value, None, 0)
@@ -59,8 +69,8 @@ def optimizer_shards(optimizer: Optimizer, view: RankView) -> State:
 
 
 def optimizer_targets(
-    optimizer: Optimizer, view: RankView, index: Metadata
-) -> tuple[State, dict[str, torch.Tensor]]:
+    optimizer: Optimizer, view: RankView, metadata: Metadata
+) -> tuple[Shards, dict[str, torch.Tensor]]:
     """Empty tensors for the state that a checkpoint has of this optimizer's parameters.
 
     Returns:
@@ -70,22 +80,19 @@ def optimizer_targets(
         WeightsError: state of a shard that this rank does not hold cannot be resharded.
     """
     names = {_name(p, view) for group in optimizer.param_groups for p in group["params"]}
-    state: State = {}
+    state: Shards = {}
     tensors: dict[str, torch.Tensor] = {}
     foreign: set[str] = set()
-    for key in index.state_dict_metadata:
-        name, _ = _split_key(key)
-        if name not in names:
+    for key, entry in metadata.state_dict_metadata.items():
+        name, _ = split_key(key)
+        if name not in names or not isinstance(entry, TensorStorageMetadata):
             continue
-        entry = index.state_dict_metadata[key]
-        if not isinstance(entry, TensorStorageMetadata):
-            state[key] = None
-        elif _is_foreign(key, tuple(entry.size), name, view):
+        if _is_foreign(key, tuple(entry.size), name, view):
             foreign.add(key)
         else:
             tensors[key], state[key] = _target(key, entry, name, view)
     for key in sorted(foreign):
-        if _split_key(key) not in map(_split_key, state):
+        if split_key(key) not in map(split_key, state):
             raise WeightsError(
                 f"{key.removeprefix(PREFIX)} of the optimizer has not the shape of its parameter "
                 "and was saved under another tensor parallel degree, so it cannot be divided; "
@@ -97,7 +104,8 @@ def optimizer_targets(
 def fill_optimizer(
     optimizer: Optimizer,
     view: RankView,
-    loaded: State,
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Mapping[str, Any]],
     groups: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Load state and hyperparameters into an optimizer.
@@ -105,17 +113,18 @@ def fill_optimizer(
     Args:
         optimizer: over parameters of the model.
         view: parameters of this rank, by name.
-        loaded: its state by key.
+        tensors: of its state, by key.
+        values: of its state that are no tensors, by parameter name.
         groups: hyperparameters by parameter name.
 
     Raises:
         WeightsError: its groups are not those that were saved.
     """
-    values: dict[str, dict[str, Any]] = {}
-    for key, value in loaded.items():
-        name, state_key = _split_key(key)
+    loaded: dict[str, dict[str, Any]] = {name: dict(own) for name, own in values.items()}
+    for key, value in tensors.items():
+        name, state_key = split_key(key)
         if state_key != MASTER:
-            values.setdefault(name, {})[state_key] = value
+            loaded.setdefault(name, {})[state_key] = value
         elif view.optimizer_tensor(name).is_master:
             view.optimizer_tensor(name).tensor.detach().copy_(value)
     packed = optimizer.state_dict()
@@ -124,10 +133,10 @@ def fill_optimizer(
         names = [_name(parameter, view) for parameter in group["params"]]
         packed_group.update(_common(names, groups))
         for number, name in zip(packed_group["params"], names, strict=True):
-            if name in values:
-                states[number] = values[name]
+            if name in loaded:
+                states[number] = loaded[name]
     optimizer.load_state_dict({**packed, "state": states})
-    _restore_dtypes(optimizer, view, values)
+    _restore_dtypes(optimizer, view, loaded)
 
 
 def _restore_dtypes(
@@ -139,7 +148,7 @@ def _restore_dtypes(
             state = optimizer.state.get(parameter, {})
             for key, value in values.get(_name(parameter, view), {}).items():
                 now = state.get(key)
-                if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
                     state[key] = value.to(now.device)
 
 
@@ -194,7 +203,7 @@ def _shard_mark(name: str, view: RankView) -> str:
     return f"{MARK}{view.shard_index}of{view.shards[name].degree}"
 
 
-def _split_key(key: str) -> tuple[str, str]:
+def split_key(key: str) -> tuple[str, str]:
     """The parameter and the optimizer's own key; ("", "") for a key of something else."""
     if not key.startswith(PREFIX):
         return "", ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.utils.import_utils import is_peft_available
-
-from merak.core.private_files import give_usual_modes
 
 CARD = "README.md"
 """Model card, which peft updates where there is one."""
@@ -45,32 +42,24 @@ def adapter_keys(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[st
     return sorted(needed)
 
 
-def write_adapters(
-    model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path, target: Path
-) -> None:
-    """Write the adapters as peft does, into a folder that `place_adapters` moves.
+def write_adapters(model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write the adapters as peft does.
 
     Args:
         model: one of peft's.
         state: its state dict, with real tensors for the adapters.
-        folder: where to write; replaced if it is there.
-        target: the folder that it will be moved to.
+        folder: where to write; a model card that is there is updated.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    if (target / CARD).is_file():
-        shutil.copy(target / CARD, folder / CARD)
     adapted: Any = model
     adapted.save_pretrained(folder, state_dict=dict(state))
 
 
-def place_adapters(folder: Path, target: Path) -> None:
-    """Move every file to its place in the target folder, and leave other files there alone."""
-    give_usual_modes(folder)
-    for path in sorted(folder.rglob("*")):
-        place = target / path.relative_to(folder)
-        if path.is_dir():
-            continue
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
-    shutil.rmtree(folder)
+def copy_card(source: Path, folder: Path) -> None:
+    """Copy the model card of a folder, for peft to update it, if there is one.
+
+    Args:
+        source: the folder of the card.
+        folder: where to copy it.
+    """
+    if (source / CARD).is_file():
+        shutil.copy(source / CARD, folder / CARD)

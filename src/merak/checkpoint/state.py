@@ -1,235 +1,228 @@
-"""Checkpoints to resume from: saved under one layout of ranks, loaded under any other."""
+"""Parameters, buffers and optimizer of a rank, saved under one layout and loaded under any other.
+
+Everything goes by parameter name, and tensors are shards of the whole.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from merak.checkpoint.dcp import State, load_shards, read_index, save_shards, shape_of, shard_of
+from merak.checkpoint.description import describe_model, first_difference
 from merak.checkpoint.optimizer_state import (
-    PREFIX,
     fill_optimizer,
     hyperparameters,
     optimizer_shards,
     optimizer_targets,
+    optimizer_values,
 )
-from merak.checkpoint.writing import why_not_written
-from merak.core.errors import SavingError, WeightsError
+from merak.checkpoint.saved import SavedCheckpoint, open_checkpoint
+from merak.checkpoint.shards import Shards, shard_of
+from merak.checkpoint.storage import load_shards
+from merak.checkpoint.values import pack_value
+from merak.checkpoint.writing import together
+from merak.core.errors import WeightsError
 from merak.core.health.status import during
 from merak.core.mesh import Mesh
 from merak.core.shards import OptimizerTensor, ParameterShard
 from merak.graph.weights.holders import RankView, find_holders, rank_view
-from merak.graph.weights.rank_agreement import gather_objects
 
-GROUPS = "optimizer_groups"
-"""The key of the optimizer's hyperparameters, by parameter name."""
+MODEL = "model/"
+"""Keys of parameters and buffers are `model/name`."""
 
 
-@during("saving parameters and optimizer")
-def save_state(
-    folder: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    owned: Collection[str],
-    shards: Mapping[str, ParameterShard],
-    mesh: Mesh,
-    optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
-) -> None:
-    """Save parameters, buffers and optimizer, each rank its own; collective.
-
-    Everything is stored by parameter name and as shards of the whole, so that any layout can load
-    it. The folder appears, or replaces the former checkpoint, when all of it has been written.
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank holds of a model and its optimizer.
 
     Args:
-        folder: a folder for this alone, seen by all ranks.
         model: the user's model, holding this rank's parameters.
-        optimizer: over parameters of the model; None to save the model alone.
+        optimizer: over parameters of the model; None to save or load the model alone.
         owned: names of the parameters and buffers that this rank holds.
         shards: layouts of those of which it holds a shard.
         mesh: the grid of ranks.
         optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
             themselves.
-
-    Raises:
-        WeightsError: the folder cannot be written or holds other files, or the optimizer has
-            parameters that the model does not have.
     """
-    target = Path(folder)
-    unfinished = target.with_name(f".{target.name}.partial")
-    view = rank_view(model, owned, shards, mesh, optimizer_tensors)
-    state = _model_shards(view, _buffers_to_save(model, owned, shards, mesh))
 
-    def start() -> None:
-        if optimizer is not None:
-            state.update(optimizer_shards(optimizer, view))
-        if mesh.rank == 0:
-            _start(target, unfinished)
+    model: nn.Module
+    optimizer: Optimizer | None
+    owned: Collection[str]
+    shards: Mapping[str, ParameterShard]
+    mesh: Mesh
+    optimizer_tensors: Mapping[str, OptimizerTensor] = field(default_factory=dict)
 
-    _together(start, target)
-    if optimizer is not None:
-        by_rank = gather_objects(hyperparameters(optimizer, view))
-        if mesh.rank == 0:
-            state[GROUPS] = {name: group for groups in by_rank for name, group in groups.items()}
-    try:
-        _together(partial(save_shards, unfinished, state), target)
-        finish = partial(_replace, unfinished, target) if mesh.rank == 0 else _nothing
-        _together(finish, target)
-    except WeightsError:
-        if mesh.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of no use, and large
-        raise
+    def view(self) -> RankView:
+        """Return the tensors of this rank by name."""
+        return rank_view(self.model, self.owned, self.shards, self.mesh, self.optimizer_tensors)
+
+
+def held_shards(state: RankState, buffers: Collection[str]) -> Shards:
+    """Return the shards that a rank can save.
+
+    Args:
+        state: of the rank.
+        buffers: names of the buffers that it saves; see `buffers_to_save`.
+    """
+    view = state.view()
+    shards = _model_shards(view, buffers)
+    if state.optimizer is not None:
+        shards |= optimizer_shards(state.optimizer, view)
+    return shards
+
+
+def held_values(state: RankState) -> dict[str, dict[str, Any]]:
+    """Return what a rank's optimizer has beside tensors, packed, by parameter name."""
+    if state.optimizer is None:
+        return {}
+    view = state.view()
+    groups, values = hyperparameters(state.optimizer, view), optimizer_values(state.optimizer, view)
+    return {
+        "optimizer_groups": {name: _packed(name, group) for name, group in groups.items()},
+        "optimizer_values": {name: _packed(name, group) for name, group in values.items()},
+    }
+
+
+def merged_values(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Merge what `held_values` returned on all ranks; equal groups are stored once."""
+    merged: dict[str, dict[str, Any]] = {}
+    for values in by_rank:
+        for kind, by_name in values.items():
+            merged.setdefault(kind, {}).update(by_name)
+    if not merged:
+        return {}
+    by_content: dict[str, list[str]] = {}
+    for name, group in sorted(merged["optimizer_groups"].items()):
+        by_content.setdefault(json.dumps(group), []).append(name)
+    own_values = [[name, own] for name, own in sorted(merged["optimizer_values"].items())]
+    return {
+        "optimizer_groups": [[names, json.loads(text)] for text, names in by_content.items()],
+        "optimizer_values": {"dict": own_values},
+    }
+
+
+def _packed(name: str, values: Mapping[str, Any]) -> Any:
+    return pack_value(values, f"the optimizer's state of {name}")
+
+
+def buffers_to_save(state: RankState) -> list[str]:
+    """Buffers that this rank saves: its segments', and on rank 0 those that no segment reads.
+
+    Collective.
+    """
+    holdings = find_holders(state.model, state.owned, state.shards, state.mesh)
+    return [name for name in state.view().buffers if holdings[name].ranks[0] == state.mesh.rank]
 
 
 @during("loading parameters and optimizer")
-def load_state(
-    folder: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    owned: Collection[str],
-    shards: Mapping[str, ParameterShard],
-    mesh: Mesh,
-    optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
-) -> None:
-    """Load a checkpoint of `save_state` in place, in this layout; collective.
+def load_state(folder: Path, state: RankState, allow_pickled: bool = False) -> Mapping[str, Any]:
+    """Load a checkpoint in place, in this layout; collective.
 
     Args:
-        folder: the folder given to `save_state`.
-        model: the user's model, holding this rank's parameters.
-        optimizer: over parameters of the model; None to load the model alone.
-        owned: names of the parameters and buffers that this rank holds.
-        shards: layouts of those of which it holds a shard.
-        mesh: the grid of ranks.
-        optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
-            themselves.
+        folder: of the checkpoint.
+        state: of this rank, which is filled.
+        allow_pickled: whether to read a checkpoint of the format before this one, whose index can
+            run code.
+
+    Returns:
+        The small values that the checkpoint holds, such as "scheduler".
 
     Raises:
-        WeightsError: the folder holds no complete checkpoint, or that of another model, or no
-            optimizer where one is to be loaded.
+        WeightsError: the folder holds no checkpoint, or that of another model, or no optimizer
+            where one is to be loaded.
     """
-    target = Path(folder)
-    view = rank_view(model, owned, shards, mesh, optimizer_tensors)
-    state: State = {}
+    found: list[SavedCheckpoint] = []
+    wanted: Shards = {}
     tensors: dict[str, torch.Tensor] = {}
 
     def prepare() -> None:
-        index = _index_of(target)
-        state.update(_model_shards(view, view.buffers))
-        _check_shapes(state, index, target)
-        if optimizer is None:
+        saved = open_checkpoint(folder, allow_pickled)
+        found.append(saved)
+        view = state.view()
+        check_model(saved, state.model, view)
+        wanted.update(_model_shards(view, view.buffers))
+        _check_shapes(wanted, saved)
+        if state.optimizer is None:
             return
-        if GROUPS not in index.state_dict_metadata:
+        if saved.values.get("optimizer_groups") is None:
             raise WeightsError(
-                f"{target} was saved without an optimizer; load it with optimizer=None."
+                f"{folder} was saved without an optimizer, so no training can go on from it; start "
+                "a new one from its weights."
             )
-        targets, memory = optimizer_targets(optimizer, view, index)
-        state.update({GROUPS: None, **targets})
+        shards, memory = optimizer_targets(state.optimizer, view, saved.metadata)
+        wanted.update(shards)
         tensors.update(memory)
 
-    _together(prepare, target, "read")
-    _together(partial(load_shards, target, state), target, "read")
-    _refresh_masters(view)
-    if optimizer is not None:
-        loaded = {k: tensors.get(k, v) for k, v in state.items() if k.startswith(PREFIX)}
-        fill = partial(fill_optimizer, optimizer, view, loaded, state[GROUPS])
-        _together(fill, target, "loaded")
+    together(prepare, folder, "read")
+    (saved,) = found
+    together(partial(load_shards, saved.reader, wanted), folder, "read")
+    together(partial(_fill, state, tensors, saved), folder, "read")
+    return saved.values
 
 
-def _refresh_masters(view: RankView) -> None:
-    """Copy the loaded parameters into their float32 masters, until those are loaded themselves."""
-    for name, found in view.optimizer_tensors.items():
-        if found.is_master:
-            data = view.tensors[name].detach()
-            if found.rows is not None:
-                data = (data if data.dim() else data.view(1))[found.rows.start : found.rows.stop]
-            found.tensor.detach().copy_(data)
+def check_model(saved: SavedCheckpoint, model: nn.Module, view: RankView | None = None) -> None:
+    """Check that a checkpoint is one of this model.
 
+    Args:
+        saved: the checkpoint.
+        model: the user's model, on which ranks may hold anything of it.
+        view: of a rank, with the names of all tensors of the model; None to compare descriptions.
 
-def _index_of(target: Path) -> Metadata:
-    index = read_index(target)
-    if index is None:
+    Raises:
+        WeightsError: it is of another model; with the first difference.
+    """
+    difference = None
+    if saved.model is not None:
+        difference = first_difference(saved.model, json.loads(json.dumps(describe_model(model))))
+    if difference is None and view is not None:
+        stored = {k.removeprefix(MODEL) for k in saved.metadata.state_dict_metadata
+                  if k.startswith(MODEL)}  # fmt: skip
+        names = view.tensors.keys()
+        if odd := sorted(stored ^ names):
+            place = "the checkpoint" if odd[0] in stored else "the model"
+            difference = f"{odd[0]} is in {place} alone"
+    if difference is not None:
         raise WeightsError(
-            f"{target} holds no complete checkpoint (.metadata, which is written last, is missing);"
-            " resume from another one."
+            f"{saved.folder} is a checkpoint of another model: {difference}; resume with the model "
+            "it was saved from, or start a new training from its weights (merak export)."
         )
-    return index
 
 
-def _check_shapes(state: State, index: Metadata, target: Path) -> None:
-    for key, part in state.items():
-        if shape_of(index, key) != part.size:
+def _check_shapes(wanted: Shards, saved: SavedCheckpoint) -> None:
+    for key, shard in wanted.items():
+        if saved.shape(key) != shard.size:
             raise WeightsError(
-                f"{key.removeprefix('model/')} has shape {part.size} in the model and "
-                f"{shape_of(index, key) or 'no place'} in {target}; resume with the model it was "
+                f"{key.removeprefix(MODEL)} has shape {shard.size} in the model and "
+                f"{saved.shape(key) or 'no place'} in {saved.folder}; resume with the model it was "
                 "saved from."
             )
 
 
-def _model_shards(view: RankView, buffers: Collection[str]) -> State:
+def _fill(state: RankState, tensors: Mapping[str, torch.Tensor], saved: SavedCheckpoint) -> None:
+    """Give masters and the optimizer what was loaded for them."""
+    view = state.view()
+    for name, found in view.optimizer_tensors.items():
+        if found.is_master:  # until its own value is loaded, if it was saved
+            data = view.tensors[name].detach()
+            if found.rows is not None:
+                data = (data if data.dim() else data.view(1))[found.rows.start : found.rows.stop]
+            found.tensor.detach().copy_(data)
+    if state.optimizer is not None:
+        groups, values = saved.values["optimizer_groups"], saved.values["optimizer_values"]
+        held = {name: own for name, own in values.items() if name in view.owned}
+        fill_optimizer(state.optimizer, view, tensors, held, groups)
+
+
+def _model_shards(view: RankView, buffers: Collection[str]) -> Shards:
     return {
-        f"model/{name}": shard_of(view.tensors[name], view.shards.get(name), view.shard_index)
+        f"{MODEL}{name}": shard_of(view.tensors[name], view.shards.get(name), view.shard_index)
         for name in sorted({*view.owned, *buffers})
     }
-
-
-def _buffers_to_save(
-    model: nn.Module, owned: Collection[str], shards: Mapping[str, ParameterShard], mesh: Mesh
-) -> list[str]:
-    """Buffers that this rank saves: its segments', and on rank 0 those that no segment reads."""
-    holdings = find_holders(model, owned, shards, mesh)
-    buffers = rank_view(model, owned, shards, mesh).buffers
-    return [name for name in buffers if holdings[name].ranks[0] == mesh.rank]
-
-
-def _together(action: Callable[[], None], target: Path, done: str = "written") -> None:
-    """Run an action on every rank; if it fails on one, all ranks raise its error."""
-    failure: tuple[str, bool] | None = None
-    try:
-        action()
-    except WeightsError as error:
-        failure = (str(error), isinstance(error, SavingError))
-    except (Exception, CheckpointException) as error:  # which is no Exception
-        reason = why_not_written(error, target) if done == "written" else None
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):
-            cause = next(iter(error.failures.values()))[0]
-        named = reason or f"{type(cause).__name__}: {cause}"
-        failure = (f"{target} could not be {done}: {named}.", reason is not None)
-    failures = [found for found in gather_objects(failure) if found is not None]
-    if failures:
-        sentence, is_saving = failures[0]
-        raise (SavingError if is_saving else WeightsError)(sentence)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _start(target: Path, unfinished: Path) -> None:
-    if target.exists() and (
-        not target.is_dir() or (any(target.iterdir()) and not read_index(target))
-    ):
-        raise WeightsError(
-            f"{target} is there already and is no checkpoint of parameters and optimizer; save to "
-            "a folder of its own."
-        )
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-
-
-def _replace(unfinished: Path, target: Path) -> None:
-    """Replace the old checkpoint by the new one in a single rename."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    unfinished.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

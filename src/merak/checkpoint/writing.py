@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from merak.core.errors import MerakError, SavingError
+from merak.core.errors import MerakError, SavingError, WeightsError
+from merak.graph.weights.rank_agreement import gather_objects
 
 _TORCH_WROTE = ("PytorchStreamWriter", "inline_container.cc", "unexpected pos")
 _RUST = re.compile(r"(?:^|: )([^:]*?) \(os error \d+\)")
@@ -63,6 +64,45 @@ def why_not_written(error: BaseException, folder: str | os.PathLike[str]) -> str
             "save_total_limit, or name another output_dir"
         )
     return f"{reason}; make it writable, or name another output_dir"
+
+
+def failure_of(error: BaseException, target: Path, done: str = "written") -> WeightsError:
+    """Turn the failure of a save or load into an error of one sentence.
+
+    Args:
+        error: what a rank has raised; DCP's own exception holds those of all ranks.
+        target: the folder.
+        done: "written" or "read".
+    """
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, WeightsError):
+        return error
+    reason = why_not_written(error, target) if done == "written" else None
+    kind = WeightsError if reason is None else SavingError
+    named = reason or f"{type(error).__name__}: {error}"
+    return kind(f"{target} could not be {done}: {named}.")
+
+
+def together(action: Callable[[], None], target: Path, done: str = "written") -> None:
+    """Run an action on every rank; if it fails on one, all ranks raise its error. Collective.
+
+    Args:
+        action: of this rank.
+        target: the folder that it is about.
+        done: "written" or "read".
+
+    Raises:
+        WeightsError: it has failed on a rank.
+    """
+    failure: WeightsError | None = None
+    try:
+        action()
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        failure = failure_of(error, target, done)
+    failures = [found for found in gather_objects(failure) if found is not None]
+    if failures:
+        raise failures[0]
 
 
 def _reason(error: BaseException) -> str | None:

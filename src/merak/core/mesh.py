@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from merak.core.errors import MeshError
 from merak.core.health import failure, store, watchdog
+from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.status import waiting
 from merak.core.rank0 import warn_on_rank0
 
@@ -40,6 +42,7 @@ class Mesh:
         device: the device this rank computes on.
         device_mesh: torch's mesh over the same ranks; None in a single process, and for a mesh
             that a job is only planned for.
+        hosts: name of each rank's host; empty where all ranks are on one.
     """
 
     dp: int
@@ -48,6 +51,7 @@ class Mesh:
     rank: int
     device: torch.device
     device_mesh: DeviceMesh | None
+    hosts: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -73,9 +77,13 @@ class Mesh:
         """Return the global rank of another pp rank with this rank's dp and tp coordinates."""
         return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
+    def stride(self, axis: str) -> int:
+        """Return the distance of neighbours along one axis, in global ranks."""
+        return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
+
     def peers(self, axis: str) -> tuple[int, ...]:
         """Return the other global ranks along one axis."""
-        stride = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
+        stride = self.stride(axis)
         own = {"pp": self.pp_rank, "dp": self.dp_rank, "tp": self.tp_rank}[axis]
         others = range(getattr(self, axis))
         return tuple(self.rank + (place - own) * stride for place in others if place != own)
@@ -132,16 +140,14 @@ def init(
     _check_backend(backend, chosen)
     mesh = _connect(dp, tp, pp, chosen, backend, timeout_s)
     _current.append(mesh)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    if crosses_nodes(mesh, per_node):
+    if crosses_hosts(mesh, "tp"):
         warn_on_rank0(
             logger,
-            "tp=%d spans nodes of %d ranks: every layer all-reduces over tp several times a "
-            "microbatch, and between nodes that takes many times as long as inside one; use a tp "
-            "that divides %d, and pp or dp for the rest.",
+            "tp=%d spans hosts (%s): every layer all-reduces over tp several times a microbatch, "
+            "and between hosts that takes many times as long as inside one; %s.",
             tp,
-            per_node,
-            per_node,
+            describe_hosts(mesh.hosts),
+            _how_to_place(mesh.hosts, tp),
         )
     return mesh
 
@@ -165,9 +171,42 @@ def _check_degrees(dp: int, tp: int, pp: int) -> None:
         )
 
 
-def crosses_nodes(mesh: Mesh, ranks_per_node: int) -> bool:
-    """Tell whether a tensor parallel group spans two nodes, which hold consecutive ranks."""
-    return mesh.world_size > ranks_per_node and ranks_per_node % mesh.tp != 0
+def crosses_hosts(mesh: Mesh, axis: str) -> bool:
+    """Tell whether a group of ranks along an axis spans hosts.
+
+    Args:
+        mesh: of the job.
+        axis: one of `AXES`.
+    """
+    stride = mesh.stride(axis)
+    degree = getattr(mesh, axis)
+    firsts = (rank - rank // stride % degree * stride for rank in range(mesh.world_size))
+    return any(host != mesh.hosts[first] for host, first in zip(mesh.hosts, firsts))
+
+
+def describe_hosts(hosts: Sequence[str]) -> str:
+    """List hosts with their numbers of ranks, as "3 ranks on a, 5 on b".
+
+    Args:
+        hosts: of each rank.
+    """
+    counts = Counter(hosts)
+    listed = [f"{number} on {host}" for host, number in counts.items()]
+    return ", ".join(listed).replace(" on", " ranks on" if counts[hosts[0]] > 1 else " rank on", 1)
+
+
+def _how_to_place(hosts: Sequence[str], tp: int) -> str:
+    """Advise how tensor parallel groups come inside hosts.
+
+    Every rank is in one group, so groups fit if and only if tp divides each host's number of ranks;
+    then groups of consecutive ranks do, where each host's ranks are consecutive.
+    """
+    if any(number % tp for number in Counter(hosts).values()):
+        return f"start a multiple of {tp} ranks on every host, or use a tp that divides them all"
+    return (
+        "number each host's ranks consecutively, as torchrun does, and Slurm with "
+        "--distribution=block"
+    )
 
 
 def _check_backend(backend: str | None, device: torch.device) -> None:
@@ -236,6 +275,11 @@ def _connect(
         watchdog.start(watchdog.Member(rank, num_ranks, place), limit)
     with waiting(watchdog.JOINING, tuple(r for r in range(num_ranks) if r != rank)):
         if known is not None:
+            known.set_timeout(timeout)
+        found = exchange_hosts(known, rank, num_ranks)
+        names = host_names(found)
+        if known is not None:
+            choose_interface(found, rank)
             dist.init_process_group(
                 backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
                 store=known,
@@ -246,7 +290,8 @@ def _connect(
             )
             atexit.register(_disconnect)
         device_mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=AXES)
-    return replace(mesh, device_mesh=device_mesh)
+    hosts = names if len(set(names)) > 1 else ()
+    return replace(mesh, device_mesh=device_mesh, hosts=hosts)
 
 
 _quiet: dict[str, int] = {}

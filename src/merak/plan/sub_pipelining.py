@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from merak.core.errors import PlanError
-from merak.core.mesh import Mesh, crosses_nodes
+from merak.core.mesh import Mesh, crosses_hosts
 from merak.core.rank0 import decide_on_rank0
 from merak.graph.ir.ir import batch_size
 from merak.ops.collectives import start_all_reduce
@@ -89,8 +88,7 @@ def choose_sub_pipelining(
         return True
     if batch_size(layout.graph) < 2:
         return False
-    # Nodes may have different numbers of ranks, of which all measure or none.
-    if not decide_on_rank0(mesh, "the need to measure", lambda: _is_worth_measuring(mesh)):
+    if mesh.device.type == "cpu" and not crosses_hosts(mesh, "tp"):
         return False
     measured = measure_all_reduce(layout, mesh)
 
@@ -110,11 +108,6 @@ def choose_sub_pipelining(
 
     # Measured times differ from rank to rank, and all need one answer.
     return decide_on_rank0(mesh, "the choice of sub-pipelining", is_faster)
-
-
-def _is_worth_measuring(mesh: Mesh) -> bool:
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    return mesh.device.type != "cpu" or crosses_nodes(mesh, per_node)
 
 
 def tensor_parallel_stages(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch
 
 from merak.core.errors import MerakError
-from merak.core.mesh import Mesh
+from merak.core.mesh import Mesh, crosses_hosts, describe_hosts
 from merak.core.tensor_meta import Signature
 from merak.core.units import count, ranges, size
 from merak.plan.activations.forecast import Forecast
@@ -27,13 +26,16 @@ _ENOUGH = 4
 
 def describe_mesh(mesh: Mesh) -> str:
     """A mesh in a line: how many ranks, where, and the degrees."""
-    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     device = mesh.device.type
     if device == "cuda":
         device = torch.cuda.get_device_name(mesh.device)
     ranks = f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
-    where = f"{hosts} host{'s' * (hosts > 1)}"
-    return f"{ranks} on {where} ({device}): dp {mesh.dp} × tp {mesh.tp} × pp {mesh.pp}"
+    degrees = f"({device}): dp {mesh.dp} × tp {mesh.tp} × pp {mesh.pp}"
+    if not mesh.hosts:
+        return f"{ranks} on 1 host {degrees}"
+    across = [axis for axis in ("tp", "dp", "pp") if crosses_hosts(mesh, axis)]
+    where = f"{len(set(mesh.hosts))} hosts ({describe_hosts(mesh.hosts)})"
+    return f"{ranks} on {where} {degrees}, with {' and '.join(across)} across hosts"
 
 
 def summary(forecast: Forecast, sample: Signature) -> str:

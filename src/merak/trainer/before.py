@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from merak.checkpoint.save_pretrained import check_saves
+from merak.checkpoint.pretrained.file_tensors import check_saves
 from merak.core.errors import WeightsError
 from merak.core.rank0 import warn_on_rank0
 from merak.data import check_not_empty, example_batch

@@ -1,33 +1,50 @@
 """Saving and resuming: transformers' checkpoints, with weights that many ranks hold.
 
-A checkpoint folder holds what transformers writes (the model in its own format, the learning rate
-scheduler, the trainer's state) and a folder of the ranks' parameters and optimizer states, which
-any layout reads. Random draws and the order of the data are keyed by step and sample, so there is
-no random state to keep.
+A checkpoint is one folder, written aside in the background and renamed when it is whole: the model
+as `from_pretrained` reads it, the trainer's state, and the ranks' shards, which any layout reads.
+Random draws and the order of the data are keyed by step and sample, so there is no random state to
+keep.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import logging
+from collections.abc import Mapping
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
-from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    SaveStrategy,
+    TrainOutput,
+    sort_checkpoints,
+)
 
+from merak.checkpoint.files import remove_checkpoint, remove_partial
 from merak.checkpoint.save_pretrained import save_pretrained
-from merak.checkpoint.state import load_state, save_state
+from merak.checkpoint.saved import open_checkpoint
+from merak.checkpoint.saver import CheckpointSaver, Contents
+from merak.checkpoint.state import RankState, check_model, load_state
 from merak.checkpoint.writing import writing_into
-from merak.core.health.status import phase, waiting_for_all
+from merak.core.announce import announce
+from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.engine import Engine
 from merak.engine.step.loss_scale import LossScale
-from merak.trainer.resuming import RANKS_FOLDER, check_whole, checkpoint_to_resume, unreadable
+from merak.trainer.resuming import checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
+
+logger = logging.getLogger(__name__)
+
+ARGUMENTS_FILE = "training_args.json"
+"""Arguments of a job beside its model, for people."""
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
@@ -52,21 +69,38 @@ class Saving(Trainer):
         """Train as `transformers.Trainer` does, after checking the checkpoint that it resumes from.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last in `output_dir`.
+            resume_from_checkpoint: a checkpoint's folder; True for the newest valid one in
+                `output_dir`; "auto" for that one, or for a new training where there is none.
             *rest: as in transformers.
             **kwargs: as in transformers.
 
         Raises:
             ArgumentsError: there is no step to train.
-            WeightsError: there is nothing to resume from, or it is not whole.
+            WeightsError: there is nothing to resume from, or it is damaged.
+            SavingError: a checkpoint could not be written.
         """
         refuse_no_steps(self.args)
-        found = checkpoint_to_resume(resume_from_checkpoint, str(self.args.output_dir))
-        trained: TrainOutput = super().train(found, *rest, **kwargs)
+        output_dir = str(self.args.output_dir)
+        if self.args.should_save:
+            remove_partial(Path(output_dir))
+        found = checkpoint_to_resume(
+            resume_from_checkpoint, output_dir, allow_pickled=self.args.allow_pickled_checkpoint
+        )
+        try:
+            trained: TrainOutput = super().train(found, *rest, **kwargs)
+        except BaseException:
+            self._saver.abandon()
+            raise
+        self._saver.wait()
         return trained
 
+    @cached_property
+    def _saver(self) -> CheckpointSaver:
+        """Saver of this job's checkpoints."""
+        return CheckpointSaver(self.mesh, self.args.async_save)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a folder that `from_pretrained` reads; all ranks call it, rank 0 writes.
+        """Save a folder that `from_pretrained` reads; all ranks call it.
 
         Args:
             output_dir: the folder; `args.output_dir` by default.
@@ -91,84 +125,116 @@ class Saving(Trainer):
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(folder)
-        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.engine is not None
-        with self.engine.whole_model():
-            save_state(
-                Path(output_dir) / RANKS_FOLDER,
-                self.model,
-                self._inner_optimizer(),
-                self.engine.held(),
-                self.engine.shards,
-                self.mesh,
-                self.engine.optimizer_params.optimizer_tensors(),
-            )
-        if self.args.should_save:
-            scheduler = self.lr_scheduler.state_dict()
-            torch.save(scheduler, os.path.join(output_dir, SCHEDULER_NAME))
+        arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
+        (Path(folder) / ARGUMENTS_FILE).write_text(arguments + "\n", encoding="utf-8")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with phase(f"saving the checkpoint of step {self.state.global_step}"):
-            with writing_into(str(self.args.output_dir)):
-                super()._save_checkpoint(model, trial)
-            if self.mesh.world_size > 1:
-                with waiting_for_all("the checkpoint to be written on"):
-                    dist.barrier()  # no rank goes on, or ends, while rank 0 still writes
+        if self.engine is None:
+            raise ArgumentsError("there is nothing to save before training; call train() first.")
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run_dir = Path(self._get_output_dir(trial=trial))
+        folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._note_best(run_dir, folder)
+        scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
+        contents = Contents(
+            values={"scheduler": self.lr_scheduler.state_dict(), **scaler},
+            layout={axis: getattr(self.mesh, axis) for axis in ("dp", "tp", "pp")}
+            | {"schedule": self.args.schedule, "zero": self.args.zero},
+            write_files=self._write_files,
+            committed=partial(self._remove_old, run_dir, self.state.best_model_checkpoint),
+        )
+        self._saver.wait()
+        with self.engine.whole_model():
+            optimizer = None if self.args.save_only_model else self._inner_optimizer()
+            self._saver.save(folder, self._rank_state(optimizer), contents)
+        if self.args.push_to_hub:
+            self._saver.wait()
+            self._push_from_checkpoint(str(folder))
+        elif self._needs_it_on_save:
+            self._saver.wait()
+
+    @cached_property
+    def _needs_it_on_save(self) -> bool:
+        """Whether a callback may look for the checkpoint in the folder as soon as it is saved."""
+        own = [type(callback).__name__ for callback in self.callback_handler.callbacks
+               if type(callback).on_save is not TrainerCallback.on_save]  # fmt: skip
+        if own and self.args.async_save:
+            announce("checkpoints are written before training goes on, for on_save of %s", own[0])
+        return bool(own)
+
+    def _note_best(self, run_dir: Path, folder: Path) -> None:
+        """Note the folder of the best checkpoint so far, as transformers does."""
+        steps = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
+        if self.args.save_strategy in steps and self.state.best_global_step:
+            best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if best == folder or best.exists() or self._saver.is_saving(best):
+                self.state.best_model_checkpoint = str(best)
+
+    def _write_files(self, folder: Path) -> None:
+        """Write what a checkpoint holds beside the ranks' shards; on all ranks."""
+        self.save_model(str(folder), _internal_call=True)
+        if not self.args.should_save:
+            return
+        for one in [*self.callback_handler.callbacks, self.control]:
+            if not isinstance(one, ExportableState):
+                continue
+            name = type(one).__name__
+            known: dict[str, Any] = cast("dict[str, Any]", self.state.stateful_callbacks)
+            if isinstance(known.get(name), list):
+                known[name].append(one.state())
+            else:
+                known[name] = one.state()
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _remove_old(self, run_dir: Path, best: str | None) -> None:
+        """Keep as many checkpoints as asked for, the newest and the best among them."""
+        limit = self.args.save_total_limit
+        found = sort_checkpoints(str(run_dir))
+        kept = {found[-1], best}
+        excess = len(found) - max(limit or len(found), len(kept & set(found)))
+        for folder in [folder for folder in found if folder not in kept][: max(excess, 0)]:
+            remove_checkpoint(Path(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights are loaded once the ranks have their segments, with the optimizer's state."""
-        check_whole(Path(resume_from_checkpoint))
+        allowed = self.args.allow_pickled_checkpoint
+        check_model(open_checkpoint(Path(resume_from_checkpoint), allowed), self.model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self._load_ranks(checkpoint, self._inner_optimizer())
-        self.lr_scheduler.load_state_dict(_load(checkpoint, SCHEDULER_NAME))
+        values = self._load_ranks(checkpoint, self._inner_optimizer())
+        self.lr_scheduler.load_state_dict(values["scheduler"])
+        if self.scaler is not None and "loss_scale" in values:  # else it was without fp16
+            self.scaler.load_state_dict(values["loss_scale"])
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
+        self._saver.wait()
         self._load_ranks(self.state.best_model_checkpoint, None)
 
-    def _load_ranks(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> None:
+    def _load_ranks(
+        self, checkpoint: str, optimizer: torch.optim.Optimizer | None
+    ) -> Mapping[str, Any]:
+        """Load parameters, and the optimizer if one is given; returns the small values."""
         assert self.engine is not None
-        folder = Path(checkpoint) / RANKS_FOLDER
+        with self.engine.whole_model():
+            state = self._rank_state(optimizer)
+            return load_state(Path(checkpoint), state, self.args.allow_pickled_checkpoint)
+
+    def _rank_state(self, optimizer: torch.optim.Optimizer | None) -> RankState:
+        assert self.engine is not None
         engine = self.engine
-        held, optimizer_tensors = engine.held(), engine.optimizer_params.optimizer_tensors()
-        with engine.whole_model():
-            load_state(
-                folder, self.model, optimizer, held, engine.shards, self.mesh, optimizer_tensors
-            )
+        masters = engine.optimizer_params.optimizer_tensors()
+        return RankState(self.model, optimizer, engine.held(), engine.shards, self.mesh, masters)
 
     def _inner_optimizer(self) -> Any:
         """The optimizer itself, inside accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
-    def _save_scaler(self, output_dir: str) -> None:
-        if self.scaler is not None and self.args.should_save:
-            torch.save(self.scaler.state_dict(), os.path.join(output_dir, SCALER_NAME))
-
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if self.scaler is None or checkpoint is None:
-            return
-        if os.path.isfile(os.path.join(checkpoint, SCALER_NAME)):  # else it was without fp16
-            self.scaler.load_state_dict(_load(checkpoint, SCALER_NAME))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save nothing: random state is keyed by step and sample."""
+        """Load nothing: the loss scale is loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load nothing: random state is keyed by step and sample."""
-
-
-def _load(checkpoint: str, name: str) -> Any:
-    """A small file of a checkpoint.
-
-    Raises:
-        WeightsError: it is damaged.
-    """
-    try:
-        return torch.load(os.path.join(checkpoint, name), weights_only=True)
-    except Exception as cause:  # whatever a damaged file may lead to
-        raise unreadable(checkpoint, name, cause) from cause

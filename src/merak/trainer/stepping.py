@@ -172,7 +172,10 @@ class Stepping(Saving):
             if not torch.isfinite(self._losses).all():
                 self.engine.undo_buffers()  # which the forward has written such numbers into
             if self.args.nan_policy == "rollback" and not skipped.check.is_overflow:
-                self._rollbacks.roll_back(self.args, step, skipped.found, self._load_state)
+                self._saver.wait()
+                self._rollbacks.roll_back(
+                    self.args, step, skipped.found, super()._load_optimizer_and_scheduler
+                )
         return None if self.engine.updates_inside else norm
 
     def _locate_non_finite(self) -> str:
@@ -198,11 +201,6 @@ class Stepping(Saving):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._rollbacks.add(checkpoint)
-
-    def _load_state(self, checkpoint: str) -> None:
-        """Load weights, optimizer, learning rate schedule and loss scale in the midst of a run."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self._load_scaler(checkpoint)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """As transformers does it, after a look at the replicas."""

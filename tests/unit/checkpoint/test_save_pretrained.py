@@ -12,9 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import logging as bars
 
-from merak.checkpoint import save_pretrained as export
+from merak.checkpoint.pretrained.tensor_file import TensorFile
 from merak.checkpoint.save_pretrained import save_pretrained
-from merak.checkpoint.state import save_state
+from merak.checkpoint.saver import save_state
+from merak.checkpoint.state import RankState
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.graph.weights.empty_weights import empty_weights
@@ -124,7 +125,7 @@ def test_every_file_has_the_mode_that_the_umask_gives(
     try:
         for _ in range(2):  # a new folder, and one that is there
             save_pretrained(model, names_of(model), {}, ALONE, tmp_path / "out", max_shard_size)
-        save_state(tmp_path / "out" / "ranks", model, None, names_of(model), {}, ALONE)
+        save_state(tmp_path / "out" / "ranks", RankState(model, None, names_of(model), {}, ALONE))
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
@@ -139,15 +140,15 @@ def test_a_write_that_fails_leaves_what_was_there(
     folder = tmp_path / "out"
     save_pretrained(model, names_of(model), {}, ALONE, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    original, written = export.save_file, []
+    original, written = TensorFile.close, []
 
-    def fail_on_second(*args: object, **kwargs: object) -> None:
-        written.append(args)
+    def fail_on_second(file: TensorFile) -> None:
+        written.append(file)
         if len(written) == 2:
             raise OSError("No space left on device")
-        original(*args, **kwargs)
+        original(file)
 
-    monkeypatch.setattr(export, "save_file", fail_on_second)
+    monkeypatch.setattr(TensorFile, "close", fail_on_second)
     nn.init.zeros_(model.lm_head.weight)
     with pytest.raises(WeightsError, match=r"could not be saved in .*No space left"):
         save_pretrained(model, names_of(model), {}, ALONE, folder, "60KB")

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
-from merak.checkpoint import dcp as parts
-from merak.checkpoint.dcp import TensorShard, shard_of
-from merak.checkpoint.state import load_state, save_state
+from merak.checkpoint import saver as parts
+from merak.checkpoint.saver import save_state
+from merak.checkpoint.shards import TensorShard, shard_of
+from merak.checkpoint.state import RankState, load_state
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
@@ -74,12 +75,12 @@ def test_training_goes_on_bit_by_bit(
     train(model, optimizer, 3)
     for group in optimizer.param_groups:
         group["lr"] = 0.005
-    save_state(tmp_path / "state", model, optimizer, owned(model), {}, ALONE)
+    save_state(tmp_path / "state", RankState(model, optimizer, owned(model), {}, ALONE))
     train(model, optimizer, 3)
     torch.manual_seed(1)
     resumed = Small()
     other = make(groups_of(resumed))
-    load_state(tmp_path / "state", resumed, other, owned(resumed), {}, ALONE)
+    load_state(tmp_path / "state", RankState(resumed, other, owned(resumed), {}, ALONE))
     assert [group["lr"] for group in other.param_groups] == [0.005, 0.005]
     assert [group["weight_decay"] for group in other.param_groups] == [0.1, 0.0]
     train(resumed, other, 3)
@@ -94,9 +95,9 @@ def test_state_in_another_dtype_than_the_parameter_is_kept(tmp_path: Path) -> No
     model = nn.Linear(3, 2, bias=False).to(torch.bfloat16)
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["master"] = torch.rand(2, 3)
-    save_state(tmp_path / "state", model, optimizer, ["weight"], {}, ALONE)
+    save_state(tmp_path / "state", RankState(model, optimizer, ["weight"], {}, ALONE))
     other = SGD(model.parameters(), lr=0.2)
-    load_state(tmp_path / "state", model, other, ["weight"], {}, ALONE)
+    load_state(tmp_path / "state", RankState(model, other, ["weight"], {}, ALONE))
     assert torch.equal(other.state[model.weight]["master"], optimizer.state[model.weight]["master"])
 
 
@@ -104,47 +105,49 @@ def test_objects_in_the_state_are_kept(tmp_path: Path) -> None:
     model = nn.Linear(3, 2, bias=False)
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = {"steps": 7, "history": [1.0, None]}
-    save_state(tmp_path / "state", model, optimizer, ["weight"], {}, ALONE)
+    save_state(tmp_path / "state", RankState(model, optimizer, ["weight"], {}, ALONE))
     other = SGD(model.parameters(), lr=0.1)
-    load_state(tmp_path / "state", model, other, ["weight"], {}, ALONE)
+    load_state(tmp_path / "state", RankState(model, other, ["weight"], {}, ALONE))
     assert other.state[model.weight] == {"steps": 7, "history": [1.0, None]}
 
 
 def test_groups_may_be_laid_out_anew(tmp_path: Path) -> None:
     """A stage that holds no biases has one group fewer; hyperparameters go by name."""
     model = Small()
-    save_state(tmp_path / "state", model, AdamW(groups_of(model)), owned(model), {}, ALONE)
+    save_state(
+        tmp_path / "state", RankState(model, AdamW(groups_of(model)), owned(model), {}, ALONE)
+    )
     only_biases = AdamW([{"params": [model.head.bias], "weight_decay": 0.7}])
-    load_state(tmp_path / "state", model, only_biases, owned(model), {}, ALONE)
+    load_state(tmp_path / "state", RankState(model, only_biases, owned(model), {}, ALONE))
     assert only_biases.param_groups[0]["weight_decay"] == 0.0
 
 
 def test_the_model_alone(tmp_path: Path) -> None:
     model, other = Small(), Small()
-    save_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
-    load_state(tmp_path / "state", other, None, owned(other), {}, ALONE)
+    save_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
+    load_state(tmp_path / "state", RankState(other, None, owned(other), {}, ALONE))
     assert torch.equal(model.head.weight, other.embedding.weight)
     with pytest.raises(WeightsError, match="was saved without an optimizer"):
-        load_state(tmp_path / "state", other, AdamW(other.parameters()), [], {}, ALONE)
+        load_state(tmp_path / "state", RankState(other, AdamW(other.parameters()), [], {}, ALONE))
 
 
 def test_an_older_checkpoint_is_replaced_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(2, 2)
-    save_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
+    save_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
     first = model.weight.detach().clone()
     nn.init.zeros_(model.weight)
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "save", lambda *args, **kwargs: 1 / 0)
+        patch.setattr(parts, "_save_alone", lambda *args: 1 / 0)
         with pytest.raises(WeightsError, match=r"could not be written: ZeroDivisionError"):
-            save_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
-    load_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
+            save_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
+    load_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
     assert torch.equal(model.weight, first)
     nn.init.ones_(model.weight)
-    save_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
+    save_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
     nn.init.zeros_(model.weight)
-    load_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
+    load_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
     assert bool((model.weight == 1).all())
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
@@ -155,47 +158,53 @@ def test_a_folder_without_a_complete_checkpoint_is_refused(
 ) -> None:
     model = nn.Linear(2, 2)
     if unfinished:
-        save_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
-        (tmp_path / "state" / ".metadata").unlink()
-    with pytest.raises(WeightsError, match=r"state holds no complete checkpoint"):
-        load_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
+        save_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
+        (tmp_path / "state" / "manifest.json").unlink()
+    with pytest.raises(WeightsError, match=r"state holds no valid checkpoint"):
+        load_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
 
 
 def test_a_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("keep")
     model = nn.Linear(2, 2)
     with pytest.raises(WeightsError, match="save to a folder of its own"):
-        save_state(tmp_path, model, None, owned(model), {}, ALONE)
+        save_state(tmp_path, RankState(model, None, owned(model), {}, ALONE))
     assert (tmp_path / "notes.txt").read_text() == "keep"
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     model, other = Small(), Small(width=4)
-    save_state(tmp_path / "state", model, None, owned(model), {}, ALONE)
-    message = r"embedding.weight has shape \(10, 4\) in the model and \(10, 6\) in "
+    save_state(tmp_path / "state", RankState(model, None, owned(model), {}, ALONE))
+    message = r"another model: embedding.embedding_dim is 6 in the checkpoint and 4 in the model"
     with pytest.raises(WeightsError, match=message):
-        load_state(tmp_path / "state", other, None, ["embedding.weight"], {}, ALONE)
-    with pytest.raises(WeightsError, match=r"^weight has shape .* and no place in "):
-        load_state(tmp_path / "state", nn.Linear(2, 2), None, ["weight"], {}, ALONE)
+        load_state(tmp_path / "state", RankState(other, None, ["embedding.weight"], {}, ALONE))
+    with pytest.raises(WeightsError, match="class is 'Small' in the checkpoint and 'Linear' in"):
+        load_state(tmp_path / "state", RankState(nn.Linear(2, 2), None, ["weight"], {}, ALONE))
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model, stranger = Small(), nn.Linear(3, 2)
     with pytest.raises(WeightsError, match=r"shape \(2, 3\) that the model does not have"):
-        save_state(tmp_path / "s", model, SGD(stranger.parameters()), owned(model), {}, ALONE)
+        save_state(
+            tmp_path / "s", RankState(model, SGD(stranger.parameters()), owned(model), {}, ALONE)
+        )
     frozen = SGD([model.scale], lr=0.1)
-    save_state(tmp_path / "s", model, frozen, owned(model), {}, ALONE)
+    save_state(tmp_path / "s", RankState(model, frozen, owned(model), {}, ALONE))
     with pytest.raises(
         WeightsError, match=r"trains head\.bias, but the one that was saved did not"
     ):
-        load_state(tmp_path / "s", model, SGD([model.head.bias]), owned(model), {}, ALONE)
+        load_state(
+            tmp_path / "s", RankState(model, SGD([model.head.bias]), owned(model), {}, ALONE)
+        )
 
 
 def test_groups_that_were_separate_are_not_merged_silently(tmp_path: Path) -> None:
     model = Small()
-    save_state(tmp_path / "s", model, AdamW(groups_of(model)), owned(model), {}, ALONE)
+    save_state(tmp_path / "s", RankState(model, AdamW(groups_of(model)), owned(model), {}, ALONE))
     with pytest.raises(WeightsError, match="resume with the same groups"):
-        load_state(tmp_path / "s", model, AdamW(model.parameters()), owned(model), {}, ALONE)
+        load_state(
+            tmp_path / "s", RankState(model, AdamW(model.parameters()), owned(model), {}, ALONE)
+        )
 
 
 def test_a_fused_part_is_several_boxes_of_the_whole() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from merak.checkpoint import state, writing
+from merak.checkpoint import saver, state, writing
+from merak.checkpoint.storage import CheckpointWriter
 from merak.checkpoint.writing import why_not_written, writing_into
 from merak.core.errors import SavingError, TrainingError, WeightsError
 from merak.core.mesh import Mesh
@@ -51,12 +52,14 @@ def test_other_reasons(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_cut_off_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(folder: Path, parts: object) -> None:
-        (folder / "half").write_bytes(b"x")
+    def fail(writer: CheckpointWriter, *rest: object) -> None:
+        (writer._folder / "half").write_bytes(b"x")
         raise CheckpointException("", {0: (TORCH, None)})  # type: ignore[dict-item]
 
-    monkeypatch.setattr(state, "save_shards", fail)
+    monkeypatch.setattr(saver, "_save_alone", fail)
     mesh = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
     with pytest.raises(SavingError, match="merak could not be written: a file was cut off"):
-        state.save_state(tmp_path / "merak", nn.Linear(2, 2), None, ("weight", "bias"), {}, mesh)
+        saver.save_state(
+            tmp_path / "merak", state.RankState(nn.Linear(2, 2), None, ("weight", "bias"), {}, mesh)
+        )
     assert not list(tmp_path.iterdir())

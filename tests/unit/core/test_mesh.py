@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,40 +11,84 @@ import torch
 
 from merak.core import mesh
 from merak.core.errors import MeshError
-from merak.core.mesh import Mesh, crosses_nodes
+from merak.core.mesh import Mesh, crosses_hosts
 
 
 def mesh_of(dp: int, tp: int, pp: int, rank: int = 0) -> Mesh:
     return Mesh(dp, tp, pp, rank, torch.device("cpu"), None)
 
 
+def on(*numbers: int) -> tuple[str, ...]:
+    """Hosts with these numbers of consecutive ranks."""
+    return tuple(f"host-{host}" for host, number in enumerate(numbers) for _ in range(number))
+
+
 @pytest.mark.parametrize(
-    ("tp", "pp", "ranks_per_node", "crosses"),
-    [(8, 2, 8, False), (4, 4, 8, False), (16, 1, 8, True), (3, 4, 4, True), (4, 1, 8, False)],
+    ("degrees", "hosts", "across"),
+    [
+        ((1, 8, 2), on(8, 8), "pp"),
+        ((2, 4, 2), on(8, 8), "pp"),
+        ((4, 4, 1), on(8, 8), "dp"),
+        ((2, 1, 2), on(2, 2), "pp"),  # rather than dp, which would also fit
+        ((1, 16, 1), on(8, 8), "tp"),
+        ((1, 3, 4), on(4, 4, 4), "tp pp"),
+        ((1, 2, 3), on(2, 4), "pp"),
+        ((1, 2, 2), on(3, 1), "tp pp"),
+        ((2, 2, 2), on(6, 2), "dp pp"),
+        ((1, 3, 2), on(3, 3), "pp"),
+        ((1, 2, 2), ("a", "b", "a", "b"), "tp"),
+        ((2, 2, 2), (), ""),
+    ],
 )
-def test_tensor_parallel_groups_of_consecutive_ranks_fit_nodes_they_divide(
-    tp: int, pp: int, ranks_per_node: int, crosses: bool
+def test_consecutive_ranks_keep_tp_inside_hosts_and_pp_across(
+    degrees: tuple[int, int, int], hosts: tuple[str, ...], across: str
 ) -> None:
-    found = mesh_of(1, tp, pp)
-    assert crosses_nodes(found, ranks_per_node) == crosses
-    groups = [range(first, first + tp) for first in range(0, found.world_size, tp)]
-    nodes = [{rank // ranks_per_node for rank in group} for group in groups]
-    assert any(len(node) > 1 for node in nodes) == crosses
+    found = dataclasses.replace(mesh_of(*degrees), hosts=hosts)
+    assert [axis for axis in ("tp", "dp", "pp") if crosses_hosts(found, axis)] == across.split()
 
 
-def test_tensor_parallelism_across_nodes_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("degrees", [(2, 2, 3), (3, 2, 2), (1, 4, 3), (6, 2, 1)])
+def test_no_other_order_of_ranks_keeps_more_groups_inside_hosts(
+    degrees: tuple[int, int, int],
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+    dp, tp, _ = degrees
+    for first in range(1, 12):
+        found = dataclasses.replace(mesh_of(*degrees), hosts=on(first, 12 - first))
+        # Each rank is in one group: groups fill both hosts, or one of them spans both.
+        assert crosses_hosts(found, "tp") == (first % tp != 0)
+        if first % (dp * tp) == 0:
+            assert not crosses_hosts(found, "dp")
+
+
+@pytest.mark.parametrize(
+    ("tp", "hosts", "advice"),
+    [
+        (4, on(2, 2), "(2 ranks on host-0, 2 on host-1)"),
+        (2, on(1, 3), "start a multiple of 2 ranks on every host, or use a tp that divides"),
+        (2, ("a", "b", "a", "b"), "number each host's ranks consecutively, as torchrun does"),
+    ],
+)
+def test_tensor_parallelism_across_hosts_is_warned_of(
+    tp: int,
+    hosts: tuple[str, ...],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mesh, "_connect", lambda dp, tp, pp, *_: mesh_of(dp, tp, pp))
+
+    def connect(*degrees: Any) -> Mesh:
+        return dataclasses.replace(mesh_of(*degrees[:3]), hosts=hosts)
+
+    monkeypatch.setattr(mesh, "_connect", connect)
     mesh.reset()
-    with caplog.at_level(logging.WARNING):
-        mesh.init(tp=4, device="cpu")
+    mesh.init(tp=tp, pp=4 // tp, device="cpu")
     mesh.reset()
-    assert "tp=4 spans nodes of 2 ranks" in caplog.text
+    assert f"tp={tp} spans hosts" in caplog.text
+    assert advice in caplog.text
     caplog.clear()
-    mesh.init(tp=2, pp=2, device="cpu")
+    mesh.init(pp=4, device="cpu")
     mesh.reset()
     assert caplog.text == ""
 

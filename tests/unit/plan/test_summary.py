@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,12 @@ def test_memory_that_cannot_be_foreseen_is_unknown(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("hosts", "expected"),
-    [("1", "4 ranks on 1 host (cpu): dp 1 × tp 2 × pp 2"),
-     ("2", "4 ranks on 2 hosts (cpu): dp 1 × tp 2 × pp 2")],
+    [((), "4 ranks on 1 host (cpu): dp 1 × tp 2 × pp 2"),
+     (("a", "a", "b", "b"), "4 ranks on 2 hosts (2 ranks on a, 2 on b) (cpu): "
+      "dp 1 × tp 2 × pp 2, with pp across hosts")],
 )  # fmt: skip
-def test_a_mesh_in_a_line(monkeypatch: pytest.MonkeyPatch, hosts: str, expected: str) -> None:
-    monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
-    assert describe_mesh(mesh_of(1, 2, 2)) == expected
+def test_a_mesh_in_a_line(hosts: tuple[str, ...], expected: str) -> None:
+    assert describe_mesh(replace(mesh_of(1, 2, 2), hosts=hosts)) == expected
 
 
 def test_an_idle_pipeline_is_told_of_with_a_fix() -> None:

@@ -1,27 +1,27 @@
-"""Which checkpoint is resumed from, and what one that is not whole is told."""
+"""Which checkpoint is resumed from, and what is said of one that is damaged."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerState
+from torch import nn
 
+from merak.checkpoint.saver import save_state
+from merak.checkpoint.state import RankState
 from merak.core.errors import ArgumentsError, WeightsError
+from merak.core.mesh import Mesh
 from merak.trainer.resuming import checkpoint_to_resume
-from merak.trainer.saving import _load
 from merak.trainer.unsupported import in_one_sentence, refuse_no_steps
+
+ALONE = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
 
 
 def make(output_dir: Path, step: int) -> Path:
-    """What the look at a checkpoint sees of a whole one."""
     folder = output_dir / f"checkpoint-{step}"
-    (folder / "merak").mkdir(parents=True)
-    (folder / "merak" / ".metadata").write_bytes(b"index")
-    (folder / "scheduler.pt").write_bytes(b"numbers")
-    TrainerState(global_step=step).save_to_json(str(folder / "trainer_state.json"))
+    state = RankState(nn.Linear(2, 2), None, ["weight", "bias"], {}, ALONE)
+    save_state(folder, state)
     return folder
 
 
@@ -35,44 +35,58 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     assert checkpoint_to_resume(False, str(tmp_path)) is None
 
 
-@pytest.mark.parametrize("name", ["merak/.metadata", "scheduler.pt", "trainer_state.json"])
-def test_a_file_that_is_missing_or_empty(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+def test_a_file_that_is_missing_or_cut_off(name: str, tmp_path: Path) -> None:
     whole = make(tmp_path, 3)
     assert checkpoint_to_resume(whole, str(tmp_path)) == str(whole)
-    (whole / name).write_bytes(b"")
-    with pytest.raises(WeightsError, match=rf"is not a whole checkpoint \({re.escape(name)}"):
+    content = (whole / name).read_bytes()
+    (whole / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(WeightsError, match=rf"checkpoint-3 .*\({name}.*\); resume from another"):
         checkpoint_to_resume(str(whole), str(tmp_path))
     (whole / name).unlink()
-    with pytest.raises(WeightsError, match=rf"\({re.escape(name)}.* is missing\); resume from ano"):
+    with pytest.raises(WeightsError, match=rf"\({name}.* is missing\); resume from another"):
         checkpoint_to_resume(str(whole), str(tmp_path))
 
 
-def test_files_that_are_damaged(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     whole = make(tmp_path, 3)
-    with pytest.raises(WeightsError, match=r"\(scheduler\.pt cannot be read: .*\); resume from"):
-        _load(str(whole), "scheduler.pt")
-    torch.save({"last_epoch": 3}, whole / "scheduler.pt")
-    assert _load(str(whole), "scheduler.pt") == {"last_epoch": 3}
-    (whole / "trainer_state.json").write_text('{"global_step": ', encoding="utf-8")
-    with pytest.raises(WeightsError, match=r"trainer_state\.json cannot be read: Expecting value"):
-        checkpoint_to_resume(str(whole), str(tmp_path))
+    for path in whole.iterdir():
+        content = path.read_bytes()
+        for place in range(len(content)):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            with pytest.raises(WeightsError, match="checkpoint-3"):
+                checkpoint_to_resume(whole, str(tmp_path))
+        path.write_bytes(content)
+    assert checkpoint_to_resume(whole, str(tmp_path)) == str(whole)
 
 
 def test_a_folder_of_another_trainer(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(WeightsError, match="has no folder 'merak', so it is no checkpoint to res"):
+    with pytest.raises(WeightsError, match=r"no valid checkpoint \(manifest.json, which is writ"):
         checkpoint_to_resume(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 
-def test_the_last_whole_one_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_newest_valid_one_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert checkpoint_to_resume("auto", str(tmp_path)) is None
     last = [make(tmp_path, step) for step in (9, 10)][-1]
-    assert checkpoint_to_resume(True, str(tmp_path)) == str(last)
+    for request in (True, "auto"):
+        assert checkpoint_to_resume(request, str(tmp_path)) == str(last)
     assert not caplog.records
-    (make(tmp_path, 11) / "trainer_state.json").unlink()
+    file = make(tmp_path, 11) / "rank-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     (tmp_path / "checkpoint-best").mkdir()
     assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
-    assert "checkpoint-11 is not a whole checkpoint" in caplog.text
-    assert "Resuming from" in caplog.text
+    assert "checkpoint-11 is damaged (rank-00000.safetensors has another check" in caplog.text
+    assert "Passed over for" in caplog.text
+
+
+def test_where_none_is_valid_nothing_begins_anew(tmp_path: Path) -> None:
+    (make(tmp_path, 4) / "manifest.json").unlink()
+    with pytest.raises(WeightsError, match="checkpoint-4 holds no valid checkpoint"):
+        checkpoint_to_resume("auto", str(tmp_path))
 
 
 def test_no_steps() -> None:

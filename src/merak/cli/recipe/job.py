@@ -82,7 +82,12 @@ def check_job(job: Job) -> None:
     ):
         args = DraftArguments(**_settings(recipe))
     refuse_no_steps(args)
-    checkpoint_to_resume(args.resume_from_checkpoint, str(args.output_dir))
+    checkpoint_to_resume(
+        args.resume_from_checkpoint,
+        str(args.output_dir),
+        allow_pickled=args.allow_pickled_checkpoint,
+        reads_all=False,
+    )
     make_output_folder(str(args.output_dir))
     check_tokenizer(recipe.data)
     if isinstance(find_source(recipe.data), Texts):

@@ -67,11 +67,12 @@ class Heartbeat:
 def own_heartbeat() -> Heartbeat:
     """Make the first heartbeat of this process."""
     pid = os.getpid()
-    return Heartbeat(0, socket.gethostname(), _machine(), pid, _process(pid)[1], own_address())
+    return Heartbeat(0, socket.gethostname(), machine(), pid, _process(pid)[1], own_address())
 
 
 @cache
-def _machine() -> str:
+def machine() -> str:
+    """Return the identity of this machine and of its process table."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -206,7 +207,7 @@ class Peers:
             return f"{who} has left the job, since its script has ended"
         if rank in fates:
             return f"{who} {fates[rank]}{last}"
-        if beat.machine == _machine():
+        if beat.machine == machine():
             return f"{who} lives, but says nothing for {silent_s}{last}"
         return (
             f"{who} says nothing for {silent_s}, so it has ended or been stopped, "
@@ -225,7 +226,7 @@ class Peers:
 
 def _fate_here(beat: Heartbeat) -> str | None:
     """Describe how a process of this machine has ended; None if it lives, or is of another one."""
-    if beat.machine != _machine() or beat.has_left or not Path("/proc/self/stat").exists():
+    if beat.machine != machine() or beat.has_left or not Path("/proc/self/stat").exists():
         return None
     state, started, status = _process(beat.pid)
     if state in "Tt" and started == beat.started:

@@ -38,6 +38,7 @@ from merak.core.health.heartbeat import (
     Peers,
     ended,
     network_hint,
+    own_address,
     own_heartbeat,
     why_lost,
 )
@@ -269,6 +270,7 @@ class Watchdog:
         self._beat = replace(
             self._beat,
             count=self._beat.count + 1,
+            address=own_address(),
             doing=found.doing,
             busy_s=found.for_s if found.is_busy else None,
             waits_for_nobody=not found.waits.startswith("has waited"),

@@ -16,8 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError, WeightsError
-from merak.core.mesh import Mesh
-from merak.core.rank0 import decide_on_rank0, warn_on_rank0
+from merak.core.rank0 import warn_on_rank0
 from merak.trainer.resuming import checkpoint_to_resume
 
 logger = logging.getLogger(__name__)
@@ -25,13 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Rollbacks:
-    """The rollbacks of a run, and the checkpoints that it may roll back to.
+    """The rollbacks of a run, and the checkpoints that it may roll back to."""
 
-    Args:
-        mesh: the grid of ranks.
-    """
-
-    mesh: Mesh
     num: int = field(default=0, init=False)
     """Rollbacks so far."""
     # Checkpoints of this run, oldest first, as it has written or read them.
@@ -66,7 +60,7 @@ class Rollbacks:
                 f"step {step} has {found}, after {args.max_rollbacks} rollbacks; lower the "
                 f"learning rate, look at the data, or raise max_rollbacks={args.max_rollbacks}."
             )
-        checkpoint = decide_on_rank0(self.mesh, "the checkpoint to roll back to", self._last_whole)
+        checkpoint = self._newest_valid(args.allow_pickled_checkpoint)
         if checkpoint is None:
             raise TrainingError(
                 f"step {step} has {found}, and this run has no checkpoint yet to roll back to; "
@@ -85,13 +79,13 @@ class Rollbacks:
             args.max_rollbacks,
         )
 
-    def _last_whole(self) -> str | None:
-        """The newest checkpoint of the run that is still there and whole."""
+    def _newest_valid(self, allow_pickled: bool) -> str | None:
+        """The newest checkpoint of the run that is still there and valid; collective."""
         for checkpoint in reversed(self._checkpoints):
             if not Path(checkpoint).is_dir():
                 continue  # save_total_limit
             try:
-                return checkpoint_to_resume(checkpoint, str(Path(checkpoint).parent))
+                return checkpoint_to_resume(checkpoint, "", allow_pickled=allow_pickled)
             except WeightsError as problem:
                 warn_on_rank0(logger, "%s", problem)
         return None

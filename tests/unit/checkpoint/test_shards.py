@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.checkpoint.dcp import row_shard_of
+from merak.checkpoint.shards import row_shard_of
 from merak.core.shards import ParameterShard, RowShard, take
 
 

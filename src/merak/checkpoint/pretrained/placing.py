@@ -1,0 +1,97 @@
+"""Finished files take their places: a whole folder by one rename, or one file after another.
+
+A file comes to its place only when all of them are on disk. Where the folder is there already, the
+index of the weights comes last, and files of other weights go after it: no reader ever finds an
+index that names files which are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from merak.core.private_files import give_usual_modes
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def unfinished_folder(target: Path) -> Path:
+    """The hidden folder in which a folder is prepared: beside it, on the same file system.
+
+    Args:
+        target: the folder that is to appear, or whose files are to be replaced.
+    """
+    place = target.resolve()
+    if place.is_dir() and place.stat().st_dev != place.parent.stat().st_dev:
+        return place / ".merak.partial"  # a mounted one, into which no rename leads
+    return place.with_name(f".{place.name}.partial")
+
+
+def start_folder(target: Path) -> Path:
+    """Make the hidden folder of a target anew.
+
+    Args:
+        target: as in `unfinished_folder`.
+
+    Raises:
+        NotADirectoryError: the target is a file.
+    """
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"{target} is a file")
+    unfinished = unfinished_folder(target)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def place_folder(unfinished: Path, target: Path) -> None:
+    """Let a finished folder, or its files one by one, take the place of the target.
+
+    Args:
+        unfinished: as `start_folder` has made it, with all files.
+        target: the folder; other files that are in it stay.
+    """
+    give_usual_modes(unfinished)
+    sync_folder(unfinished)
+    if not target.exists():
+        unfinished.rename(target)
+        _sync(target.resolve().parent)
+        return
+    new = {path.relative_to(unfinished) for path in unfinished.rglob("*") if not path.is_dir()}
+    for name in sorted(new, key=_index_last):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(unfinished / name, target / name)
+    _sync(target)
+    if any(_WEIGHTS.fullmatch(str(name)) for name in new):
+        names = [Path(path.name) for path in target.iterdir() if _WEIGHTS.fullmatch(path.name)]
+        for name in sorted(set(names) - new, key=_index_last, reverse=True):
+            (target / name).unlink()
+    shutil.rmtree(unfinished)
+
+
+def _index_last(name: Path) -> tuple[bool, str]:
+    return name.name == SAFE_WEIGHTS_INDEX_NAME, str(name)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder and all that is in it to disk.
+
+    Args:
+        folder: of any depth.
+    """
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,251 @@
+"""Saving of checkpoints, by all ranks together, in the background while training goes on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from merak.checkpoint.description import describe_model
+from merak.checkpoint.files import commit, inner_files, partial_folder, record_file, start_partial
+from merak.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredTensor
+from merak.checkpoint.shards import Box, Shards, assign_boxes, box_sizes, only_boxes
+from merak.checkpoint.staging import ShardStager
+from merak.checkpoint.state import (
+    RankState,
+    buffers_to_save,
+    held_shards,
+    held_values,
+    merged_values,
+)
+from merak.checkpoint.storage import CheckpointWriter, ShardSavePlanner
+from merak.checkpoint.values import pack_value
+from merak.checkpoint.writing import failure_of, together
+from merak.core.errors import WeightsError
+from merak.core.health.status import phase, waiting_for_all
+from merak.core.mesh import Mesh
+from merak.graph.weights.rank_agreement import gather_objects, is_distributed
+
+PACKAGES = {"merak": "merak-train", "torch": "torch", "transformers": "transformers"}
+"""Packages whose versions a manifest has, and their names as distributions."""
+
+
+ABANDON_S = 5.0
+"""Seconds that a save gets when its rank has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds beside parameters and optimizer.
+
+    Args:
+        values: small values by name, such as the state of the learning rate schedule.
+        layout: of the job, for people.
+        write_files: writes further files into the folder that it is given; called on every rank.
+        committed: called on rank 0, in the thread that saves, when the checkpoint is there.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    write_files: Callable[[Path], None] | None = None
+    committed: Callable[[], None] | None = None
+
+
+class CheckpointSaver:
+    """Saves one checkpoint after the other; made once for a job, by all ranks.
+
+    Args:
+        mesh: the grid of ranks.
+        in_background: whether `save` returns as soon as the state has been copied.
+    """
+
+    def __init__(self, mesh: Mesh, in_background: bool = True) -> None:
+        self._mesh = mesh
+        self._in_background = in_background
+        self._stager = ShardStager()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="merak save")
+        self._group: dist.ProcessGroup | None = None
+        self._pending: Future[Any] | None = None
+        self._target: Path | None = None
+        self._written = threading.Event()
+        # Which boxes this rank writes, and the boxes of all ranks that it was decided for.
+        self._assigned: frozenset[Box] = frozenset()
+        self._assigned_for: list[int] | None = None
+
+    def save(self, target: Path, state: RankState, contents: Contents | None = None) -> None:
+        """Save a checkpoint; collective. Waits for the save before.
+
+        Args:
+            target: the checkpoint's folder, seen by all ranks; a checkpoint that is there is
+                replaced when all has been written.
+            state: of this rank.
+            contents: what it holds besides.
+
+        Raises:
+            SavingError: the folder cannot be written, or the save before has failed.
+            WeightsError: the folder holds other files, or the optimizer has parameters that the
+                model does not have.
+        """
+        self.wait()
+        found = contents or Contents()
+        with phase(f"saving {target.name}"):
+            shards, manifest = self._start(target, state, found)
+            complete = partial(self._complete, target, manifest, found.committed)
+            writer = CheckpointWriter(partial_folder(target), self._mesh.rank, complete)
+            self._target = target
+            self._written = writer.has_written
+            self._pending = self._begin(writer, shards)
+            self._pending.add_done_callback(lambda _: writer.has_written.set())
+        if not self._in_background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last save has ended; collective.
+
+        Raises:
+            SavingError: it has failed. The checkpoint before it is as it was.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        assert self._target is not None
+        with phase(f"writing {self._target.name}"):
+            self._written.wait()
+        with waiting_for_all(f"{self._target.name} to be written by"):
+            problem = pending.exception()
+        if problem is not None:
+            self._remove_partial()
+            raise failure_of(problem, self._target)
+
+    def is_saving(self, target: Path) -> bool:
+        """Tell whether a checkpoint is being written to a folder."""
+        return self._pending is not None and target == self._target
+
+    def abandon(self) -> None:
+        """Give a save that is under way a moment to end; this rank has failed.
+
+        What is left of one that does not is removed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        with suppress(TimeoutError):
+            if pending.exception(ABANDON_S) is None:
+                return
+        self._remove_partial()
+
+    def close(self) -> None:
+        """Free the copies and the thread, after the last save."""
+        self._stager.close()
+        self._executor.shutdown()
+
+    def _remove_partial(self) -> None:
+        if self._mesh.rank == 0 and self._target is not None:
+            shutil.rmtree(partial_folder(self._target), ignore_errors=True)  # of no use, and large
+
+    def _start(self, target: Path, state: RankState, contents: Contents) -> tuple[Shards, Manifest]:
+        """Collect what all ranks save, and make the folder; collective.
+
+        Returns:
+            The shards that this rank writes; what the manifest has beside tensors and files.
+        """
+        shards: Shards = {}
+        values: dict[str, Any] = {}
+        buffers = buffers_to_save(state)
+
+        def start() -> None:
+            shards.update(held_shards(state, buffers))
+            values.update(held_values(state))
+            if self._mesh.rank == 0:
+                _refuse_other_files(target)
+                start_partial(target)
+
+        together(start, target)
+        if contents.write_files is not None:
+            together(partial(contents.write_files, partial_folder(target)), target)
+        sizes = box_sizes(shards)
+        found = gather_objects((hash(tuple(sizes.items())), values))
+        hashes = [one for one, _ in found]
+        if hashes != self._assigned_for:
+            self._assigned = assign_boxes(gather_objects(sizes))[self._mesh.rank]
+            self._assigned_for = hashes
+        others = {name: pack_value(one, name) for name, one in contents.values.items()}
+        manifest = Manifest(
+            tensors={},
+            values=merged_values([of_rank for _, of_rank in found]) | others,
+            model=describe_model(state.model),
+            layout=contents.layout,
+            versions={name: version(package) for name, package in PACKAGES.items()},
+        )
+        return only_boxes(shards, self._assigned), manifest
+
+    def _begin(self, writer: CheckpointWriter, shards: Shards) -> Future[Any]:
+        planner = ShardSavePlanner()
+        if not is_distributed():
+            staged = self._stager.stage(shards) if self._in_background else shards
+            return self._executor.submit(_save_alone, writer, planner, staged)
+        if not self._in_background:
+            return self._executor.submit(save, shards, storage_writer=writer, planner=planner)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return cast(
+            "Future[Any]",
+            async_save(
+                shards,
+                storage_writer=writer,
+                planner=planner,
+                process_group=self._group,
+                async_stager=self._stager,
+            ),
+        )
+
+    def _complete(
+        self,
+        target: Path,
+        manifest: Manifest,
+        committed: Callable[[], None] | None,
+        tensors: Mapping[str, StoredTensor],
+        files: Mapping[str, StoredFile],
+    ) -> None:
+        """Commit the checkpoint, on rank 0, when all ranks have written."""
+        folder = partial_folder(target)
+        own = set(inner_files(folder)) - files.keys()
+        every = {name: record_file(folder / name) for name in sorted(own)} | dict(files)
+        commit(target, replace(manifest, tensors=tensors, files=every))
+        if committed is not None:
+            committed()
+
+
+def save_state(target: str | Path, state: RankState, contents: Contents | None = None) -> None:
+    """Save one checkpoint, and wait for it; collective. See `CheckpointSaver.save`."""
+    saver = CheckpointSaver(state.mesh, in_background=False)
+    try:
+        saver.save(Path(target), state, contents)
+    finally:
+        saver.close()
+
+
+def _save_alone(writer: CheckpointWriter, planner: ShardSavePlanner, shards: Shards) -> None:
+    """What torch's `save` does, without its warning that there is one process."""
+    planner.set_up_planner(shards, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    writer.finish(metadata, [writer.write_data(plan, planner).value()])
+
+
+def _refuse_other_files(target: Path) -> None:
+    if target.is_dir() and (not any(target.iterdir()) or (target / MANIFEST).is_file()):
+        return
+    if target.exists():
+        raise WeightsError(
+            f"{target} is there already and is no checkpoint; save to a folder of its own."
+        )

@@ -1,0 +1,153 @@
+"""Hosts of a job's ranks, and the network interface through which they reach one another.
+
+gloo listens at the address of the host's own name. Debian's installer gives that name a loopback
+address, and a host with several networks may name another one than joins the hosts: then the ranks
+wait for one another for ever. The address from which a rank reaches the job's store is one that
+the other hosts can reach as well.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from merak.core.health.heartbeat import GLOO, machine, own_address
+
+logger = logging.getLogger(__name__)
+
+KEY = "merak/hosts"
+"""Store key of all ranks' hosts; keys below it hold those of single ranks."""
+
+_SIOCGIFADDR = 0x8915  # of netdevice(7): the address of an interface
+
+
+@dataclass(frozen=True, slots=True)
+class RankHost:
+    """The host of a rank.
+
+    Args:
+        node: identity of the host among those of the job.
+        name: of the host.
+        address: of the rank, as the host of the job's store sees it; empty if unknown.
+        store: address of the store's host, as the rank's host sees it; empty if unknown.
+    """
+
+    node: str
+    name: str
+    address: str = ""
+    store: str = ""
+
+
+def own_host() -> RankHost:
+    """Return the host of this rank."""
+    node = os.environ.get("GROUP_RANK") or machine()
+    address, store = _route(os.environ.get("MASTER_ADDR", ""))
+    return RankHost(node, socket.gethostname(), address, store)
+
+
+def exchange_hosts(store: Store | None, rank: int, num_ranks: int) -> list[RankHost]:
+    """Exchange the hosts of all ranks; a collective, by rank.
+
+    Args:
+        store: the job's, before there is a process group; None where there is one.
+        rank: this rank.
+        num_ranks: of the job.
+    """
+    own = own_host()
+    if store is None:
+        found: list[RankHost] = [own] * num_ranks
+        dist.all_gather_object(found, own)
+        return found
+    store.set(f"{KEY}/{rank}", json.dumps(asdict(own)))
+    if rank == 0:
+        texts = store.multi_get([f"{KEY}/{other}" for other in range(num_ranks)])
+        store.set(KEY, json.dumps([json.loads(text) for text in texts]))
+    return [RankHost(**values) for values in json.loads(store.get(KEY))]
+
+
+def host_names(hosts: Sequence[RankHost]) -> tuple[str, ...]:
+    """Name the host of each rank; hosts of one name are told apart by a number."""
+    nodes = list(dict.fromkeys(host.node for host in hosts))
+    names = {host.node: host.name for host in hosts}
+    if len(set(names.values())) < len(nodes):
+        names = {node: f"{name} (node {nodes.index(node)})" for node, name in names.items()}
+    return tuple(names[host.node] for host in hosts)
+
+
+def choose_interface(hosts: Sequence[RankHost], rank: int) -> None:
+    """Let gloo listen where the other hosts reach this rank, unless the user has chosen.
+
+    Args:
+        hosts: of all ranks.
+        rank: this rank.
+    """
+    own = hosts[rank]
+    if os.environ.get(GLOO) or len({host.node for host in hosts}) == 1:
+        return
+    # On the store's own host the way to the store does not leave the host: ask the others.
+    seen = [own.address, *(host.store for host in hosts if host.node != own.node)]
+    address = next((a for a in seen if a and not _is_loopback(a)), None)
+    if address is None or address == _address_of_name():
+        return
+    interface = interface_of(address)
+    if interface is not None:
+        logger.debug("%s=%s, which has the address %s", GLOO, interface, address)
+        os.environ[GLOO] = interface
+        own_address.cache_clear()
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _address_of_name() -> str | None:
+    with suppress(OSError):
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    return None
+
+
+def _route(host: str) -> tuple[str, str]:
+    """Return the addresses of both ends of the way to a host; empty ones where there is none."""
+    with suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)  # which sends nothing
+                return str(probe.getsockname()[0]), str(place[0])
+    return "", ""
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this host's network interface with an address; None if unknown."""
+    wanted = ipaddress.ip_address(address)
+    for _, name in socket.if_nameindex():
+        if wanted in _addresses(name):
+            return name
+    return None
+
+
+def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
+    with suppress(OSError, ImportError):
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", interface.encode()[:15])
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        found.append(ipaddress.IPv4Address(answer[20:24]))
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            if name == interface:
+                found.append(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return found

@@ -1,0 +1,59 @@
+"""A training script for torchrun on two hosts: `host_jobs.py FOLDER DP TP PP [OPTIONS as JSON]`.
+
+Losses go to FOLDER/losses.jsonl, checkpoints to FOLDER/output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+import merak
+from tests.multirank.training import Setup, Texts, arguments_of, model_of
+
+
+class Recorder(transformers.TrainerCallback):
+    """Writes down the losses of every step, with what the job ran on.
+
+    Args:
+        file: that is appended to.
+        note: of the job.
+    """
+
+    def __init__(self, file: Path, note: dict[str, Any]) -> None:
+        self.file, self.note = file, note
+
+    def on_log(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        if args.should_log and "loss" in kwargs["logs"]:
+            line = {"step": state.global_step, "loss": kwargs["logs"]["loss"], **self.note}
+            with self.file.open("a", encoding="utf-8") as file:
+                print(json.dumps(line), file=file, flush=True)
+
+
+def main(folder: Path, dp: int, tp: int, pp: int, options: dict[str, Any]) -> None:
+    mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu", **options.pop("init", {}))
+    setup = Setup("gpt2", dropout=0.1, arguments=options.pop("arguments", {}))
+    resume = options.pop("resume", None)
+    args = merak.MerakArguments(
+        gradient_accumulation_steps=setup.num_microbatches // dp,
+        trace_cache=str(folder / "cache"),
+        **{**arguments_of(setup, str(folder / "output")), "log_level": "info"},
+    )
+    trainer = merak.MerakTrainer(
+        model=model_of(setup), args=args, train_dataset=Texts(setup.num_samples)
+    )
+    degrees = [mesh.dp, mesh.tp, mesh.pp]
+    trainer.add_callback(Recorder(folder / "losses.jsonl", {"degrees": degrees}))
+    trainer.train(resume_from_checkpoint=resume)
+
+
+if __name__ == "__main__":
+    main(
+        Path(sys.argv[1]),
+        *map(int, sys.argv[2:5]),
+        json.loads(sys.argv[5]) if len(sys.argv) > 5 else {},
+    )

@@ -1,0 +1,78 @@
+"""Jobs on two hosts, which are network namespaces: placement, folders, and a host that is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multirank.network import Network
+
+pytestmark = pytest.mark.slow
+SCRIPT = str(Path(__file__).with_name("host_jobs.py"))
+PATIENCE_S = 300.0
+
+Job = list[subprocess.Popen[bytes]]
+
+
+def job(folder: Path, dp: int, tp: int, pp: int, **options: Any) -> list[str]:
+    """The script and its arguments, as a user would type them."""
+    return [SCRIPT, str(folder), str(dp), str(tp), str(pp), json.dumps(options)]
+
+
+def start(network: Network, script: list[str], folder: Path, ranks: tuple[int, int]) -> Job:
+    return [
+        host.torchrun(number, script, folder / f"{host.name}.log")
+        for host, number in zip(network.hosts, ranks)
+    ]
+
+
+def told(folder: Path) -> str:
+    """What both hosts have printed."""
+    return "\n".join(
+        file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("*.log"))
+    )
+
+
+def ends(running: Job, folder: Path) -> list[int]:
+    """The exit codes of torchrun on both hosts."""
+    try:
+        return [process.wait(PATIENCE_S) for process in running]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(told(folder)) from None
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "losses.jsonl").read_text(encoding="utf-8").splitlines()
+    found = {line["step"]: line["loss"] for line in map(json.loads, lines)}
+    return [found[step] for step in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "across"),
+    [
+        ((2, 1, 2), (2, 2), "4 ranks on 2 hosts (2 ranks on host-a, 2 on host-b) (cpu): "
+         "dp 2 × tp 1 × pp 2, with pp across hosts"),
+        ((1, 2, 3), (2, 4), "dp 1 × tp 2 × pp 3, with pp across hosts"),
+        ((1, 2, 2), (1, 3), "start a multiple of 2 ranks on every host, or use a tp that divides"),
+    ],
+)  # fmt: skip
+def test_a_job_trains_on_two_hosts(
+    degrees: tuple[int, int, int],
+    ranks: tuple[int, int],
+    across: str,
+    network: Network,
+    tmp_path: Path,
+) -> None:
+    script = job(tmp_path, *degrees, arguments={"max_steps": 3})
+    assert ends(start(network, script, tmp_path, ranks), tmp_path) == [0, 0], told(tmp_path)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    # torchrun numbers hosts in the order in which they come.
+    said = told(tmp_path).replace("host-b", "host-a")
+    for part in across.replace("host-b", "host-a").split("2 ranks on host-a, 2 on host-a"):
+        assert part in said
+    assert len(losses(tmp_path)) == 3
