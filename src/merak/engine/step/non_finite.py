@@ -55,6 +55,7 @@ class Origin:
         segment_name: module path of the segment.
         module: module path of the operator.
         source: file and line of the operator in the user's model; "" if unknown.
+        is_given: whether it is no operator, but a parameter, buffer or column.
     """
 
     microbatch: int
@@ -67,6 +68,7 @@ class Origin:
     segment_name: str
     module: str = ""
     source: str = ""
+    is_given: bool = False
 
     def sentence(self, dp_degree: int) -> str:
         """The end of a sentence about a step that was not finite.
@@ -76,9 +78,11 @@ class Origin:
         """
         number, replica = divmod(self.microbatch, dp_degree)
         of = f"microbatch {number}" + (f" of replica {replica}" if dp_degree > 1 else "")
+        if self.is_given:
+            return f"{self.value} is in {self.what}, in {of}"
         segment = f"segment {self.segment} ({self.segment_name})"
         if self.segment < 0:
-            segment = "what is computed of the batch alone"
+            segment = "what is computed from the batch alone"
         phase = "backward" if self.is_backward else "forward"
         module = f" of module {self.module}" if self.module else ""
         line = f" at {with_text(self.source)}" if self.source else ""
@@ -128,6 +132,7 @@ class _Operator:
             segment.name,
             str(meta.get("module", "")),
             str(meta.get("source", "")),
+            bool(what) and backward is None,
         )
 
 
@@ -241,7 +246,7 @@ class NonFiniteFinder:
             Kind.COLUMN: f"column {name!r} of the batch",
             Kind.BATCH_ONLY: "a value of the batch",
         }
-        what = whats.get(kind, f"{kind.value} {name}, from before the step")
+        what = whats.get(kind, f"{kind.value} {name} before the step")
         return self._new(operator.origin("NaN" if has_nan else "an infinite value", what), has_nan)
 
     def _leave(
