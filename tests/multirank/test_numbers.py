@@ -28,7 +28,7 @@ class LogOfNegative(nn.Module):
 
 class RootOfZero(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sqrt(x.relu().square())  # whose slope is infinite at 0
+        return torch.sqrt(torch.exp(x * 10))  # whose slope is infinite at 0
 
 
 class Blocks(nn.Module):
