@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -119,6 +121,10 @@ def _train_extra(**arguments: Any) -> None:
     trainer.train()
 
 
+def _folder_of_all_ranks() -> str:
+    return os.path.join(tempfile.gettempdir(), f"merak-{os.getppid()}")
+
+
 def _table(*names: str) -> Any:
     import datasets  # type: ignore[import-untyped]
 
@@ -157,7 +163,9 @@ CASES: dict[str, Callable[[], None]] = {
         "",
         eval_dataset=Columns("labels"),
     ).train(),
-    "later save": lambda: _train_extra(save_strategy="steps", save_steps=1000),
+    "later save": lambda: _train_extra(
+        save_strategy="steps", save_steps=1000, output_dir=_folder_of_all_ranks()
+    ),
     "no dataset": lambda: _train(train_dataset=None),
     "not a number": lambda: make_merak(
         Setup("bert", arguments={"learning_rate": 1e30}), 1, ""

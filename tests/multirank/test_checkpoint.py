@@ -358,4 +358,4 @@ def test_a_rank_that_fails_takes_the_others_along(pool: RankPool, tmp_path: Path
     pool.run(save_linear, 2, folder)
     one, two = pool.run(load_another_model_on_one_rank, 2, folder)
     assert one == two
-    assert "weight has shape (3, 3) in the model and (2, 3) in" in one
+    assert "out_features is 2 in the checkpoint and 3 in the model" in one

@@ -76,3 +76,21 @@ def test_a_job_trains_on_two_hosts(
     for part in across.replace("host-b", "host-a").split("2 ranks on host-a, 2 on host-a"):
         assert part in said
     assert len(losses(tmp_path)) == 3
+
+
+def test_hosts_without_a_shared_folder_are_refused_before_anything_is_built(
+    network: Network, tmp_path: Path
+) -> None:
+    for folder in ("output", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    network.hosts[1].mounts[tmp_path / "output"] = tmp_path / "elsewhere"
+    script = job(tmp_path, 2, 1, 1, arguments={"max_steps": 2, "save_strategy": "steps"})
+    codes = ends(start(network, script, tmp_path, (1, 1)), tmp_path)
+    said = told(tmp_path)
+    assert 0 not in codes
+    sentences = [line for line in said.splitlines() if "merak: output_dir=" in line]
+    assert len(sentences) == 1, said
+    assert "is not one folder for all ranks: rank 1 (host-" in sentences[0]
+    assert "name a folder on a file system that all hosts share" in sentences[0]
+    assert "tracing" not in said
+    assert not [*(tmp_path / "output").iterdir(), *(tmp_path / "elsewhere").iterdir()]

@@ -89,6 +89,14 @@ class TrainingFields(TrainingArguments):
             "split. The job ends if they differ. 0 for never."
         },
     )
+    sigterm_limit_s: float = field(
+        default=25.0,
+        metadata={
+            "help": "Seconds from SIGTERM (preemption) in which all ranks finish a step, save a "
+            "checkpoint and exit with code 143; then the job ends without it. Below the 30 s that "
+            "torchrun waits. 0 ends the job at once."
+        },
+    )
     bucket_bytes: int | None = taken("bucket_bytes", default=None)
     master_weights: bool = taken("master_weights")
     gradient_sums: str = taken("gradient_sums")

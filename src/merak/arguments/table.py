@@ -30,7 +30,9 @@ OUTPUT = {
     "do_train": _SCRIPT,
     "do_eval": _SCRIPT,
     "do_predict": _SCRIPT,
-    "resume_from_checkpoint": honoured("read by scripts and recipes, which give it to `train`"),
+    "resume_from_checkpoint": honoured(
+        "read by scripts and recipes, which give it to `train`; `train` itself follows 'auto'"
+    ),
 }
 
 LENGTH = {
@@ -155,7 +157,7 @@ SAVING = {
         "ranks share the files of a folder; use a file system all nodes see"
     ),
     "enable_jit_checkpoint": refused(
-        "ranks would stop at different steps when the signal arrives; use save_steps"
+        "ranks would stop at different steps; Merak saves on SIGTERM, within sigterm_limit_s"
     ),
     "ignore_data_skip": honoured("as in transformers"),
     "restore_callback_states_from_checkpoint": honoured("as in transformers"),

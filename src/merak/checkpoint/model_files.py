@@ -97,6 +97,13 @@ class ModelFiles:
             for file, keys in self.files.items()
         }
 
+    def needed(self) -> list[str]:
+        """Names of the tensors that this rank writes or sends."""
+        rank, mesh = self.mesh.rank, self.mesh
+        names = ((step.writer, name) for step in self.steps for name in step.sources)
+        needed = {n for writer, n in names if rank in self.held[n].senders(writer, mesh)}
+        return sorted(needed)
+
     def write(
         self,
         tensors: Mapping[str, torch.Tensor],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,21 +17,24 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from merak.checkpoint.description import describe_model
 from merak.checkpoint.files import commit, inner_files, partial_folder, record_file, start_partial
-from merak.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredTensor
-from merak.checkpoint.shards import Box, Shards, assign_boxes, box_sizes, only_boxes
+from merak.checkpoint.manifest import MANIFEST, Manifest, StoredBox, StoredFile, StoredTensor
+from merak.checkpoint.model_files import ModelFiles
+from merak.checkpoint.shards import Box, Shards, assign_boxes, box_sizes, only_boxes, shard_of
 from merak.checkpoint.staging import ShardStager
 from merak.checkpoint.state import (
+    MODEL,
     RankState,
     buffers_to_save,
     held_shards,
     held_values,
     merged_values,
 )
-from merak.checkpoint.storage import CheckpointWriter, ShardSavePlanner
-from merak.checkpoint.values import pack_value
+from merak.checkpoint.storage import BOXES, WEIGHTS, CheckpointWriter, ShardSavePlanner
+from merak.checkpoint.values import dtype_name, pack_value
 from merak.checkpoint.writing import failure_of, together
 from merak.core.errors import WeightsError
 from merak.core.health.status import phase, waiting_for_all
+from merak.core.health.timeouts import until
 from merak.core.mesh import Mesh
 from merak.graph.weights.rank_agreement import gather_objects, is_distributed
 
@@ -51,12 +53,15 @@ class Contents:
     Args:
         values: small values by name, such as the state of the learning rate schedule.
         layout: of the job, for people.
-        write_files: writes further files into the folder that it is given; called on every rank.
+        model_files: of the folder that `from_pretrained` reads; the tensors that these files hold
+            as they are, whole, are not stored a second time.
+        write_files: writes further files into the folder that it is given, on rank 0.
         committed: called on rank 0, in the thread that saves, when the checkpoint is there.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
+    model_files: ModelFiles | None = None
     write_files: Callable[[Path], None] | None = None
     committed: Callable[[], None] | None = None
 
@@ -77,7 +82,7 @@ class CheckpointSaver:
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[Any] | None = None
         self._target: Path | None = None
-        self._written = threading.Event()
+        self._writer: CheckpointWriter | None = None
         # Which boxes this rank writes, and the boxes of all ranks that it was decided for.
         self._assigned: frozenset[Box] = frozenset()
         self._assigned_for: list[int] | None = None
@@ -99,13 +104,18 @@ class CheckpointSaver:
         self.wait()
         found = contents or Contents()
         with phase(f"saving {target.name}"):
-            shards, manifest = self._start(target, state, found)
-            complete = partial(self._complete, target, manifest, found.committed)
-            writer = CheckpointWriter(partial_folder(target), self._mesh.rank, complete)
+            kinds, manifest = self._start(target, state, found)
+            if self._in_background and self._group is None and is_distributed():
+                self._group = dist.new_group(backend="gloo")
             self._target = target
-            self._written = writer.has_written
-            self._pending = self._begin(writer, shards)
-            self._pending.add_done_callback(lambda _: writer.has_written.set())
+            self._writer = CheckpointWriter(
+                partial_folder(target),
+                self._mesh.rank,
+                partial(self._complete, target, manifest, found),
+                found.model_files,
+                self._group,
+            )
+            self._pending = self._begin(self._writer, kinds)
         if not self._in_background:
             self.wait()
 
@@ -118,11 +128,14 @@ class CheckpointSaver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        assert self._target is not None
-        with phase(f"writing {self._target.name}"):
-            self._written.wait()
-        with waiting_for_all(f"{self._target.name} to be written by"):
-            problem = pending.exception()
+        assert self._target is not None and self._writer is not None
+        name, writer = self._target.name, self._writer
+        while not pending.done():
+            with phase(f"writing {name}"):
+                until(lambda: pending.done() or writer.waits)
+            with waiting_for_all(f"{name} to be written by"):
+                until(lambda: pending.done() or not writer.waits)
+        problem = pending.exception()
         if problem is not None:
             self._remove_partial()
             raise failure_of(problem, self._target)
@@ -153,26 +166,38 @@ class CheckpointSaver:
         if self._mesh.rank == 0 and self._target is not None:
             shutil.rmtree(partial_folder(self._target), ignore_errors=True)  # of no use, and large
 
-    def _start(self, target: Path, state: RankState, contents: Contents) -> tuple[Shards, Manifest]:
+    def _start(
+        self, target: Path, state: RankState, contents: Contents
+    ) -> tuple[dict[str, Shards], Manifest]:
         """Collect what all ranks save, and make the folder; collective.
 
         Returns:
-            The shards that this rank writes; what the manifest has beside tensors and files.
+            The shards that this rank writes, by kind; what the manifest has beside tensors and
+            files.
         """
+        files = contents.model_files
         shards: Shards = {}
+        weights: Shards = {}
         values: dict[str, Any] = {}
         buffers = buffers_to_save(state)
 
         def start() -> None:
-            shards.update(held_shards(state, buffers))
+            stored = {f"{MODEL}{name}" for name in files.stored} if files is not None else set()
+            held = held_shards(state, buffers)
+            shards.update({key: shard for key, shard in held.items() if key not in stored})
+            if files is not None:
+                tensors = state.view().tensors
+                weights.update({n: shard_of(tensors[n], None, 0) for n in files.needed()})
             values.update(held_values(state))
             if self._mesh.rank == 0:
                 _refuse_other_files(target)
-                start_partial(target)
+                folder = start_partial(target)
+                if files is not None:
+                    files.write_companions(folder)
+                if contents.write_files is not None:
+                    contents.write_files(folder)
 
         together(start, target)
-        if contents.write_files is not None:
-            together(partial(contents.write_files, partial_folder(target)), target)
         sizes = box_sizes(shards)
         found = gather_objects((hash(tuple(sizes.items())), values))
         hashes = [one for one, _ in found]
@@ -187,21 +212,19 @@ class CheckpointSaver:
             layout=contents.layout,
             versions={name: version(package) for name, package in PACKAGES.items()},
         )
-        return only_boxes(shards, self._assigned), manifest
+        return {BOXES: only_boxes(shards, self._assigned), WEIGHTS: weights}, manifest
 
-    def _begin(self, writer: CheckpointWriter, shards: Shards) -> Future[Any]:
+    def _begin(self, writer: CheckpointWriter, kinds: dict[str, Shards]) -> Future[Any]:
         planner = ShardSavePlanner()
         if not is_distributed():
-            staged = self._stager.stage(shards) if self._in_background else shards
+            staged = self._stager.stage(kinds) if self._in_background else kinds
             return self._executor.submit(_save_alone, writer, planner, staged)
         if not self._in_background:
-            return self._executor.submit(save, shards, storage_writer=writer, planner=planner)
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            return self._executor.submit(save, kinds, storage_writer=writer, planner=planner)
         return cast(
             "Future[Any]",
             async_save(
-                shards,
+                kinds,
                 storage_writer=writer,
                 planner=planner,
                 process_group=self._group,
@@ -213,7 +236,7 @@ class CheckpointSaver:
         self,
         target: Path,
         manifest: Manifest,
-        committed: Callable[[], None] | None,
+        contents: Contents,
         tensors: Mapping[str, StoredTensor],
         files: Mapping[str, StoredFile],
     ) -> None:
@@ -221,9 +244,11 @@ class CheckpointSaver:
         folder = partial_folder(target)
         own = set(inner_files(folder)) - files.keys()
         every = {name: record_file(folder / name) for name in sorted(own)} | dict(files)
+        if contents.model_files is not None:
+            tensors = {**tensors, **_whole_tensors(contents.model_files)}
         commit(target, replace(manifest, tensors=tensors, files=every))
-        if committed is not None:
-            committed()
+        if contents.committed is not None:
+            contents.committed()
 
 
 def save_state(target: str | Path, state: RankState, contents: Contents | None = None) -> None:
@@ -235,9 +260,21 @@ def save_state(target: str | Path, state: RankState, contents: Contents | None =
         saver.close()
 
 
-def _save_alone(writer: CheckpointWriter, planner: ShardSavePlanner, shards: Shards) -> None:
+def _whole_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
+    """The tensors that the files of the model hold as they are."""
+    found = {}
+    for name, (file, key) in files.stored.items():
+        holders = files.held[name].holders
+        box = StoredBox(file, key, (0,) * len(holders.shape), holders.shape)
+        found[f"{MODEL}{name}"] = StoredTensor(holders.shape, dtype_name(holders.dtype), (box,))
+    return found
+
+
+def _save_alone(
+    writer: CheckpointWriter, planner: ShardSavePlanner, kinds: dict[str, Shards]
+) -> None:
     """What torch's `save` does, without its warning that there is one process."""
-    planner.set_up_planner(shards, is_coordinator=True)
+    planner.set_up_planner(kinds, is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     writer.finish(metadata, [writer.write_data(plan, planner).value()])
 

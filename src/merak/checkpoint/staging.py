@@ -20,35 +20,36 @@ class ShardStager(AsyncStager):
     _synchronize_after_execute = False
 
     def __init__(self) -> None:
-        self._buffers: dict[Box, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, Box], torch.Tensor] = {}
 
     def stage(self, state_dict: Any) -> Any:
-        """Copy the pieces of all shards; returns shards of the copies.
+        """Copy the pieces of all shards; returns a state of the copies.
 
         Args:
-            state_dict: the shards of this rank by key.
+            state_dict: the shards of this rank by kind and key.
         """
-        shards: Shards = state_dict
-        buffers: dict[Box, torch.Tensor] = {}
-        staged: Shards = {}
-        devices = set()
-        for key, shard in shards.items():
+        state: dict[str, Shards] = state_dict
+        buffers: dict[tuple[str, Box], torch.Tensor] = {}
+        staged: dict[str, Shards] = {kind: {} for kind in state}
+        for kind, key, shard in ((k, key, one) for k in state for key, one in state[k].items()):
             boxes = []
             for offset, piece in shard.boxes:
-                buffer = self._buffers.get((key, offset))
-                if buffer is None or buffer.shape != piece.shape or buffer.dtype != piece.dtype:
-                    is_cuda = piece.device.type == "cuda"
-                    buffer = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=is_cuda)
-                buffer.copy_(piece.detach(), non_blocking=True)
-                buffers[key, offset] = buffer
-                boxes.append((offset, buffer))
-                devices.add(piece.device)
-            staged[key] = replace(shard, boxes=tuple(boxes))
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                place = (kind, (key, offset))
+                buffers[place] = self._copied(place, piece.detach())
+                boxes.append((offset, buffers[place]))
+            staged[kind][key] = replace(shard, boxes=tuple(boxes))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._buffers = buffers
         return staged
+
+    def _copied(self, place: tuple[str, Box], piece: torch.Tensor) -> torch.Tensor:
+        """Copy a piece into its memory on the host; the copy may still be under way."""
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.shape != piece.shape or buffer.dtype != piece.dtype:
+            is_cuda = piece.device.type == "cuda"
+            buffer = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=is_cuda)
+        return buffer.copy_(piece, non_blocking=True)
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` has copied all."""

@@ -6,6 +6,7 @@ Everything goes by parameter name, and tensors are shards of the whole.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,7 +124,9 @@ def buffers_to_save(state: RankState) -> list[str]:
 
 
 @during("loading parameters and optimizer")
-def load_state(folder: Path, state: RankState, allow_pickled: bool = False) -> Mapping[str, Any]:
+def load_state(
+    folder: str | os.PathLike[str], state: RankState, allow_pickled: bool = False
+) -> Mapping[str, Any]:
     """Load a checkpoint in place, in this layout; collective.
 
     Args:
@@ -139,12 +142,13 @@ def load_state(folder: Path, state: RankState, allow_pickled: bool = False) -> M
         WeightsError: the folder holds no checkpoint, or that of another model, or no optimizer
             where one is to be loaded.
     """
+    target = Path(folder)
     found: list[SavedCheckpoint] = []
     wanted: Shards = {}
     tensors: dict[str, torch.Tensor] = {}
 
     def prepare() -> None:
-        saved = open_checkpoint(folder, allow_pickled)
+        saved = open_checkpoint(target, allow_pickled)
         found.append(saved)
         view = state.view()
         check_model(saved, state.model, view)
@@ -161,10 +165,10 @@ def load_state(folder: Path, state: RankState, allow_pickled: bool = False) -> M
         wanted.update(shards)
         tensors.update(memory)
 
-    together(prepare, folder, "read")
+    together(prepare, target, "read")
     (saved,) = found
-    together(partial(load_shards, saved.reader, wanted), folder, "read")
-    together(partial(_fill, state, tensors, saved), folder, "read")
+    together(partial(load_shards, saved.reader, wanted), target, "read")
+    together(partial(_fill, state, tensors, saved), target, "read")
     return saved.values
 
 
@@ -185,10 +189,8 @@ def check_model(saved: SavedCheckpoint, model: nn.Module, view: RankView | None 
     if difference is None and view is not None:
         stored = {k.removeprefix(MODEL) for k in saved.metadata.state_dict_metadata
                   if k.startswith(MODEL)}  # fmt: skip
-        names = view.tensors.keys()
-        if odd := sorted(stored ^ names):
-            place = "the checkpoint" if odd[0] in stored else "the model"
-            difference = f"{odd[0]} is in {place} alone"
+        if only_stored := sorted(stored - view.tensors.keys()):
+            difference = f"it has {only_stored[0]}, and the model has not"
     if difference is not None:
         raise WeightsError(
             f"{saved.folder} is a checkpoint of another model: {difference}; resume with the model "

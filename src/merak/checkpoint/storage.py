@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -42,6 +42,7 @@ from torch.futures import Future
 
 from merak.checkpoint.files import record_file
 from merak.checkpoint.manifest import StoredBox, StoredFile, StoredTensor
+from merak.checkpoint.model_files import ModelFiles
 from merak.checkpoint.shards import Shards, TensorShard
 from merak.checkpoint.values import dtype_name
 from merak.core.errors import WeightsError
@@ -50,6 +51,12 @@ from merak.graph.weights.rank_agreement import is_distributed
 
 MAX_FILE_BYTES = 2**30
 """Size at which a rank begins a new file."""
+
+BOXES = "boxes"
+"""The shards of which a rank writes every box."""
+
+WEIGHTS = "weights"
+"""The shards that go into the files of the model, whole."""
 
 Complete = Callable[[Mapping[str, StoredTensor], Mapping[str, StoredFile]], None]
 """Called on rank 0 with what all ranks have written."""
@@ -62,16 +69,27 @@ class CheckpointWriter(StorageWriter):
         folder: where to write; seen by all ranks.
         rank: this rank.
         complete: called on rank 0 when all ranks have written.
+        model_files: the files of the model that `from_pretrained` reads; None for none.
+        group: in which ranks send what these files need; None for the default group.
 
     Attributes:
-        has_written: set when this rank has.
+        waits: whether this rank waits for others, and does not write itself.
     """
 
-    def __init__(self, folder: Path, rank: int, complete: Complete) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        complete: Complete,
+        model_files: ModelFiles | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._folder = folder
         self._rank = rank
         self._complete = complete
-        self.has_written = threading.Event()
+        self._model_files = model_files
+        self._group = group
+        self.waits = False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the boxes of a plan."""
@@ -79,7 +97,14 @@ class CheckpointWriter(StorageWriter):
         for number, items in enumerate(_by_file(plan.items)):
             name = f"rank-{self._rank:05}" + (f"-part-{number}" if number else "")
             written += self._write_file(f"{name}.safetensors", items, planner)
-        self.has_written.set()
+        if self._model_files is not None:
+            assert isinstance(planner, ShardSavePlanner)
+            weights = planner.weights()
+            for name in self._model_files.write(
+                weights, self._folder, self._group, wait=self._wait
+            ):
+                written.append(_file_result(self._folder, name))
+        self.waits = True
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
         return done
@@ -97,10 +122,16 @@ class CheckpointWriter(StorageWriter):
             state[key] = _apart(piece)
             stored = StoredBox(name, key, offset, tuple(piece.shape))
             boxes.append(WriteResult(item.index, piece.nbytes, stored))
-        path = self._folder / name
-        save_file(state, path)
-        file = record_file(path)
-        return [*boxes, WriteResult(MetadataIndex(name), file.num_bytes, file)]
+        save_file(state, self._folder / name)
+        return [*boxes, _file_result(self._folder, name)]
+
+    @contextmanager
+    def _wait(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.waits = False
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Hand what all ranks have written to `complete`."""
@@ -196,20 +227,25 @@ class CheckpointReader(StorageReader):
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Save planner for the boxes of shards."""
+    """Save planner for a state of two kinds: `BOXES`, which it plans, and `WEIGHTS`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors for the model's files, by name."""
+        held: Shards = self.state_dict[WEIGHTS]
+        return {name: shard.boxes[0][1] for name, shard in held.items()}
+
     def create_local_plan(self) -> SavePlan:
         """Plan to write all boxes of this rank."""
-        shards: Shards = self.state_dict
+        shards: Shards = self.state_dict[BOXES]
         self.plan = SavePlan([item for key in shards for item in _write_items(key, shards[key])])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """Return the piece that an item of the plan writes."""
-        return _piece(self.state_dict[index.fqn], index)
+        return _piece(self.state_dict[BOXES][index.fqn], index)
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
@@ -254,6 +290,11 @@ def without_group_warning() -> Iterator[None]:
         if not is_distributed():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _file_result(folder: Path, name: str) -> WriteResult:
+    file = record_file(folder / name)
+    return WriteResult(MetadataIndex(name), file.num_bytes, file)
 
 
 def _by_file(items: list[WriteItem]) -> Iterator[list[WriteItem]]:

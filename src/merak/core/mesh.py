@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from merak.core.errors import MeshError
-from merak.core.health import failure, store, watchdog
+from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.status import waiting
 from merak.core.rank0 import warn_on_rank0
@@ -133,6 +133,7 @@ def init(
     failure.install()
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
+    preemption.listen()
     _check_degrees(dp, tp, pp)
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
         raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
@@ -269,7 +270,11 @@ def _connect(
     _quiet_other_ranks(rank)
     limit = watchdog.Limit("timeout_s", timeout_s)
     timeout = timedelta(seconds=watchdog.timeouts_s(limit))
-    known = None if dist.is_initialized() else store.open_store(rank, timeout_s)
+    known = None
+    if dist.is_initialized():
+        store.join(timeout_s)
+    else:
+        known = store.open_store(rank, timeout_s)
     if num_ranks > 1:
         place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
         watchdog.start(watchdog.Member(rank, num_ranks, place), limit)

@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import torch
 from transformers import Trainer
 
+from merak.arguments.folders import check_shared_folder, check_space
 from merak.checkpoint.pretrained.file_tensors import check_saves
 from merak.core.errors import WeightsError
+from merak.core.mesh import Mesh
 from merak.core.rank0 import warn_on_rank0
+from merak.core.tensor_meta import TensorMeta
 from merak.data import check_not_empty, example_batch
+from merak.plan.cost.optimizer_memory import measure_step
 from merak.trainer.columns import check_batch
+from merak.trainer.optimizer_like import similar_optimizer
 
 logger = logging.getLogger(__name__)
+
+
+def check_output(trainer: Trainer, mesh: Mesh) -> None:
+    """Refuse an output folder in which this training's checkpoints cannot be saved; a collective.
+
+    Args:
+        trainer: with its model and arguments.
+        mesh: of the job.
+
+    Raises:
+        ArgumentsError: ranks do not share it or cannot write it, or there is no room.
+    """
+    args = trainer.args
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    check_shared_folder(str(args.output_dir), mesh, saves=saves)
+    if saves:
+        least = least_checkpoint_bytes(trainer)
+        check_space(str(args.output_dir), mesh, least, args.save_total_limit or 1)
+
+
+def least_checkpoint_bytes(trainer: Trainer) -> int:
+    """Bytes that a checkpoint takes at least: trained parameters and their optimizer states.
+
+    Frozen parameters may not be saved, nor is the state of an optimizer of the user's own known.
+
+    Args:
+        trainer: with its model and arguments.
+    """
+    model: Any = trainer.model
+    metas = [TensorMeta(tuple(p.shape), p.dtype) for p in model.parameters() if p.requires_grad]
+    weights = sum(meta.num_bytes for meta in metas)
+    if trainer.args.save_only_model or trainer.optimizer is not None:
+        return weights
+    counts, factory = Counter(metas), partial(similar_optimizer, trainer)
+    with suppress(Exception):  # of an optimizer that cannot step on fake parameters
+        states = measure_step(factory, list(counts), torch.device("cpu")).state_bytes
+        return weights + sum(n * state for n, state in zip(counts.values(), states))
+    return weights
 
 
 def check_what_follows(trainer: Trainer) -> None:

@@ -28,6 +28,7 @@ from transformers.trainer_utils import (
 )
 
 from merak.checkpoint.files import remove_checkpoint, remove_partial
+from merak.checkpoint.model_files import ModelFiles, plan_model_files
 from merak.checkpoint.save_pretrained import save_pretrained
 from merak.checkpoint.saved import open_checkpoint
 from merak.checkpoint.saver import CheckpointSaver, Contents
@@ -38,7 +39,9 @@ from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.engine import Engine
 from merak.engine.step.loss_scale import LossScale
-from merak.trainer.resuming import checkpoint_to_resume
+from merak.graph.weights.holders import find_holders
+from merak.trainer.before import check_output
+from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
 
 logger = logging.getLogger(__name__)
@@ -70,12 +73,13 @@ class Saving(Trainer):
 
         Args:
             resume_from_checkpoint: a checkpoint's folder; True for the newest valid one in
-                `output_dir`; "auto" for that one, or for a new training where there is none.
+                `output_dir`; "auto" for that one, or for a new training where there is none. By
+                default "auto" if the arguments say so.
             *rest: as in transformers.
             **kwargs: as in transformers.
 
         Raises:
-            ArgumentsError: there is no step to train.
+            ArgumentsError: there is no step to train, or checkpoints cannot be saved.
             WeightsError: there is nothing to resume from, or it is damaged.
             SavingError: a checkpoint could not be written.
         """
@@ -83,8 +87,12 @@ class Saving(Trainer):
         output_dir = str(self.args.output_dir)
         if self.args.should_save:
             remove_partial(Path(output_dir))
+        check_output(self, self.mesh)
+        request: object = resume_from_checkpoint
+        if request is None and self.args.resume_from_checkpoint == AUTO:
+            request = AUTO
         found = checkpoint_to_resume(
-            resume_from_checkpoint, output_dir, allow_pickled=self.args.allow_pickled_checkpoint
+            request, output_dir, allow_pickled=self.args.allow_pickled_checkpoint
         )
         try:
             trained: TrainOutput = super().train(found, *rest, **kwargs)
@@ -136,11 +144,14 @@ class Saving(Trainer):
         run_dir = Path(self._get_output_dir(trial=trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._note_best(run_dir, folder)
+        with self.engine.whole_model():
+            files = self._model_files
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         contents = Contents(
             values={"scheduler": self.lr_scheduler.state_dict(), **scaler},
             layout={axis: getattr(self.mesh, axis) for axis in ("dp", "tp", "pp")}
             | {"schedule": self.args.schedule, "zero": self.args.zero},
+            model_files=files,
             write_files=self._write_files,
             committed=partial(self._remove_old, run_dir, self.state.best_model_checkpoint),
         )
@@ -153,6 +164,13 @@ class Saving(Trainer):
             self._push_from_checkpoint(str(folder))
         elif self._needs_it_on_save:
             self._saver.wait()
+
+    @cached_property
+    def _model_files(self) -> ModelFiles:
+        """Files of the model in every checkpoint, and the ranks that write them; collective."""
+        assert self.engine is not None
+        held = find_holders(self.model, self.engine.held(), self.engine.shards, self.mesh)
+        return plan_model_files(self.model, held, self.mesh)
 
     @cached_property
     def _needs_it_on_save(self) -> bool:
@@ -172,10 +190,8 @@ class Saving(Trainer):
                 self.state.best_model_checkpoint = str(best)
 
     def _write_files(self, folder: Path) -> None:
-        """Write what a checkpoint holds beside the ranks' shards; on all ranks."""
-        self.save_model(str(folder), _internal_call=True)
-        if not self.args.should_save:
-            return
+        """Write what a checkpoint holds beside weights and the ranks' shards, on rank 0."""
+        self._save_companions(str(folder))
         for one in [*self.callback_handler.callbacks, self.control]:
             if not isinstance(one, ExportableState):
                 continue

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
+from merak.core.announce import announce
+from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves_on_sigterm
 from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
 from merak.trainer.batch_exchange import BatchExchange
@@ -51,6 +54,54 @@ class Stepping(Saving):
     _step: StepInputs | None
     _losses: torch.Tensor
     _flops_per_token: float
+    # Step of the newest checkpoint, also of the one that was resumed from.
+    _saved_step: int
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train, and on SIGTERM stop before a step that all ranks agree on."""
+        with saves_on_sigterm(self.args.sigterm_limit_s):
+            return super().train(*args, **kwargs)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Start from the state of a checkpoint, if any, and say if nothing is left to train."""
+        epochs, batches = super()._init_training_state(*args, **kwargs)
+        self._saved_step = self.state.global_step
+        if self._is_finished():
+            announce(
+                "the run that is resumed has finished its %s steps; no further step is trained",
+                self.state.max_steps,
+            )
+        return epochs, batches
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train an epoch, unless all steps are done: transformers would look after one more."""
+        if self._is_finished():
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _is_finished(self) -> bool:
+        return bool(0 < self.state.max_steps <= self.state.global_step)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._saved_step = self.state.global_step
+        folder = str(self._get_output_dir(trial=trial))
+        self._rollbacks.add(checkpoint_folder(folder, self.state.global_step))
+
+    def _stop_on_sigterm(self) -> None:
+        """Save a checkpoint of the last step where all ranks stop now, and end the process."""
+        if not must_stop():
+            return
+        step, folder = self.state.global_step, str(self.args.output_dir)
+        if step > self._saved_step and self.args.save_strategy != SaveStrategy.NO:
+            self._save_checkpoint(self.model, None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        self._saver.wait()
+        has_saved()
+        has = f"{folder} has its checkpoint" if step == self._saved_step else "nothing is saved"
+        announce("SIGTERM has ended the job after step %s; %s", step, has)
+        raise SystemExit(TERMINATED)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -62,6 +113,7 @@ class Stepping(Saving):
             num_batches: microbatches of a step.
             device: where a single process counts.
         """
+        self._stop_on_sigterm()
         batches = list(islice(epoch_iterator, num_batches))
         assert self._batch_exchange is not None and self._counter is not None
         metadata = [self._counter.metadata(batch) for batch in batches]
@@ -189,13 +241,6 @@ class Stepping(Saving):
                 ran.step, ran.signatures, ran.batches, ran.scale, ran.loss_scale
             )
         return f" ({found})"
-
-    # ---- checkpoints to roll back to ----
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = str(self._get_output_dir(trial=trial))
-        self._rollbacks.add(checkpoint_folder(folder, self.state.global_step))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -38,6 +38,9 @@ TRACEBACK_VARIABLE = "MERAK_TRACEBACK"
 """Environment variable that requests whole tracebacks."""
 
 KEY = "merak/first failure"
+EARLY_KEY = "merak/first failure before joining"
+_IMPORTED_S = time.time()
+
 LAUNCHER_S = 10.0
 """Seconds that the launcher gets to stop a rank that failed because another one did."""
 
@@ -158,10 +161,35 @@ def is_first(store: Store | None = None) -> bool:
     """
     rank = os.environ["RANK"]
     try:
+        if store is None and not job_store.has_joined():
+            return _is_first_of_start(job_store.agents(), rank)
         known = store if store is not None else job_store.shared()
         return bool(known.compare_set(KEY, "", rank) == rank.encode())
     except Exception:
         return True  # nobody to ask: rather say it twice than never
+
+
+def _is_first_of_start(agents: Store, rank: str) -> bool:
+    """Tell the same before ranks have joined, in a store with the keys of earlier attempts too.
+
+    What failed before this process started belongs to an earlier attempt.
+    """
+    own, known = f"{time.time()} {rank}", ""
+    while (found := agents.compare_set(EARLY_KEY, known, own).decode()) != own:
+        time_s, first = found.split()
+        if float(time_s) >= _start_s():
+            return first == rank
+        known = found
+    return True
+
+
+def _start_s() -> float:
+    """Return when this process started, by the clock; where unknown, when it imported Merak."""
+    with suppress(OSError, AttributeError):
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        started_s = float(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+    return _IMPORTED_S
 
 
 def tell_launcher(error: BaseException) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+
+from merak.core.health.signals import receive
 
 INTERRUPTED = 130
 """Exit code of an interrupted process, as of shells."""
@@ -38,20 +39,11 @@ def listen() -> None:
     Where the script handles interrupts itself, or this is not the main thread, it is left so.
     """
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    is_main = threading.current_thread() is threading.main_thread()
-    if _interrupts.is_listening or not (is_default and is_main and hasattr(os, "fork")):
+    if _interrupts.is_listening or not is_default:
         return
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    if before != -1:  # an event loop has it
-        signal.set_wakeup_fd(before)
-        os.close(read)
-        os.close(write)
-        return
-    _interrupts.is_listening = True
-    os.register_at_fork(after_in_child=_forget)
-    threading.Thread(target=_record, args=(read,), daemon=True, name="merak interrupts").start()
+    _interrupts.is_listening = receive(signal.SIGINT, _record)
+    if _interrupts.is_listening:
+        os.register_at_fork(after_in_child=_forget)
 
 
 def was_interrupted() -> bool:
@@ -59,21 +51,16 @@ def was_interrupted() -> bool:
     return _interrupts.first_s is not None
 
 
-def _record(read: int) -> None:
-    """Read the numbers of signals as they come; at the second interrupt, end the process."""
-    while sent := os.read(read, 1):
-        if sent[0] != signal.SIGINT:
-            continue
-        now = time.monotonic()
-        if _interrupts.first_s is None:
-            _interrupts.first_s = now
-        elif now - _interrupts.first_s > _SAME_S:
-            os._exit(INTERRUPTED)
+def _record() -> None:
+    """Record an interrupt; at the second one, end the process."""
+    now = time.monotonic()
+    if _interrupts.first_s is None:
+        _interrupts.first_s = now
+    elif now - _interrupts.first_s > _SAME_S:
+        os._exit(INTERRUPTED)
 
 
 def _forget() -> None:
-    """Stop listening in a forked process, such as a data loader's."""
-    if _interrupts.is_listening:
-        signal.set_wakeup_fd(-1)
-        _interrupts.is_listening = False
-        _interrupts.first_s = None
+    """Forget interrupts in a forked process, such as a data loader's."""
+    _interrupts.is_listening = False
+    _interrupts.first_s = None

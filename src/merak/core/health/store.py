@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from merak.core.errors import MeshError
+from merak.core.health.attempt import agree_on_attempt
 
 LOOPBACK = "127.0.0.1"
 """The address of the interface that only this machine reaches."""
@@ -21,6 +22,7 @@ ANSWER_S = 5.0
 """Seconds within which the store answers a question."""
 
 _opened: list[Store] = []
+_attempt: list[int] = []
 
 
 def is_agents() -> bool:
@@ -70,16 +72,45 @@ def open_store(rank: int, timeout_s: float) -> Store:
             f"{port} ({reason}); let MASTER_ADDR and MASTER_PORT name rank 0's host and a free "
             "port that the other hosts can reach."
         ) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefixed = PrefixStore(f"merak {attempt}", store)
+    prefixed = _of_attempt(store, timeout_s) if is_agents() else PrefixStore("merak", store)
     # Questions get another connection: the group's own waits long for ranks that are late.
     _opened[:] = [_quick(prefixed)]
     return prefixed
 
 
+def join(timeout_s: float) -> None:
+    """Agree on the attempt with ranks whose process group the script itself has made.
+
+    Args:
+        timeout_s: seconds to wait for other ranks.
+    """
+    if is_agents():
+        _of_attempt(agents(), timeout_s)
+
+
 def forget() -> None:
-    """Drop the store that was opened."""
+    """Drop the store that was opened, and the attempt that ranks have agreed on."""
     _opened.clear()
+    _attempt.clear()
+
+
+def has_joined() -> bool:
+    """Tell whether this rank shares keys with the others: not before they agree on the attempt."""
+    return bool(_attempt) or not is_agents()
+
+
+def _of_attempt(store: Store, timeout_s: float) -> PrefixStore:
+    """The part of the agent's store that belongs to this attempt, on which ranks agree once."""
+    if not _attempt:
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        _attempt.append(agree_on_attempt(store, rank, num_ranks, timeout_s))
+    return PrefixStore(f"merak attempt {_attempt[0]}", store)
+
+
+def agents() -> Store:
+    """Open a connection to the store that torchrun's agent keeps, with the keys of all attempts."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))
 
 
 def connect() -> Store:
@@ -93,12 +124,9 @@ def connect() -> Store:
 
 
 def shared() -> Store:
-    """Return the connection to the job's store for occasional queries."""
+    """Return the connection to the job's store for occasional queries, once ranks have joined."""
     if is_agents():
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        agent = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))
-        return PrefixStore(f"attempt {attempt}", agent)
+        return _of_attempt(agents(), ANSWER_S)
     if _opened:
         return _opened[0]
     return dist.distributed_c10d._get_default_store()

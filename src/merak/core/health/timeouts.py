@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-def until(holds: Callable[[], bool], limit_s: float) -> bool:
+def until(holds: Callable[[], bool], limit_s: float = math.inf) -> bool:
     """Poll a condition until it holds; false if it does not within the limit."""
     deadline = time.perf_counter() + limit_s
     while time.perf_counter() < deadline:

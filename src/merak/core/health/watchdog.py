@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from merak.core.errors import TrainingError
-from merak.core.health import failure, store
+from merak.core.health import failure, preemption, store
 from merak.core.health.heartbeat import (
     INTERFACES,
     Heartbeat,
@@ -260,6 +260,7 @@ class Watchdog:
                 self._publish_heartbeat(own)
                 self._read_peers(own)
                 self._log_notice(own)
+                preemption.look(own)
                 self._hang.is_known = own.check([HANG])
                 self._is_leaving.wait(self._interval_s)
             if self._is_stopped:

@@ -49,7 +49,7 @@ def optimizer_memory(
     if factory is None or not parameters:
         return OptimizerMemory((0,) * len(parameters), 0)
     try:
-        return _step(factory, parameters, device)
+        return measure_step(factory, parameters, device)
     except Exception as error:
         # A user's own optimizer may read values, which fake tensors do not have.
         log = logger.warning if is_rank0() else logger.debug
@@ -63,9 +63,16 @@ def optimizer_memory(
         return OptimizerMemory(tuple(_UNKNOWN_COPIES * meta.num_bytes for meta in parameters), 0)
 
 
-def _step(
+def measure_step(
     factory: OptimizerFactory, metas: Sequence[TensorMeta], device: torch.device
 ) -> OptimizerMemory:
+    """Memory of an optimizer's step on fake parameters; raises what the optimizer does.
+
+    Args:
+        factory: makes the optimizer.
+        metas: the parameters.
+        device: where they are.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         parameters = [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,13 @@ def test_a_sentence_names_the_users_line() -> None:
     assert failure.sentence_of(caught.value).startswith("merak: wrong. [")
     assert "test_failure.py:" in failure.sentence_of(caught.value)
     assert failure.sentence_of(MeshError("nowhere.")) == "merak: nowhere."
+
+
+def test_before_ranks_join_a_failure_of_an_earlier_attempt_does_not_count() -> None:
+    store = dist.HashStore()
+    started = failure._start_s()
+    assert 0 < time.time() - started < 10 * 3600
+    store.set(failure.EARLY_KEY, f"{started - 1.0} 0")
+    assert failure._is_first_of_start(store, "1")
+    assert failure._is_first_of_start(store, "1")
+    assert not failure._is_first_of_start(store, "0")
