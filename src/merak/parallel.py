@@ -245,27 +245,16 @@ def parallelize(
     options = _todays_options(options)
     chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)
     engine = build_engine(source, sample, mesh, chosen)
-    if engine.updates_inside and max_grad_norm is not None:
-        raise ScheduleError(
-            f"schedule={chosen.schedule!r} updates stages at different times, so there is no norm "
-            f"of all gradients to clip; leave max_grad_norm={max_grad_norm} out."
-        )
     scaler = LossScale() if autocast == torch.float16 else None
-    if engine.updates_inside and scaler is not None:
-        raise ScheduleError(
-            f"schedule={chosen.schedule!r} updates stages before a step's last gradient is known, "
-            "so no rank can tell whether float16 has overflowed; use autocast=torch.bfloat16."
-        )
-    idle = engine.idle_pipeline("num_microbatches")
-    if idle is not None:
-        warn_on_rank0(logger, "%s", idle)
     if engine.updates_inside:
-        _refuse_not_finite(chosen.schedule, nan_policy, locate_nan)
-    parallel = ParallelModel(
+        _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
+    if idle := engine.idle_pipeline("num_microbatches"):
+        warn_on_rank0(logger, "%s", idle)
+    made = ParallelModel(
         model, engine, num_microbatches, optimizer, max_grad_norm, scaler, not_finite
     )
-    parallel.plain = plain
-    return parallel
+    made.plain = plain
+    return made
 
 
 def _not_finite(nan_policy: str, locate_nan: bool) -> NotFinite | None:
@@ -288,16 +277,31 @@ def _not_finite(nan_policy: str, locate_nan: bool) -> NotFinite | None:
     return NotFinite(nan_policy == "stop", locate_nan)
 
 
-def _refuse_not_finite(schedule: str, nan_policy: str, locate_nan: bool) -> None:
-    """Refuse what an asynchronous schedule cannot do with a step that is not finite.
+def _refuse_what_needs_all_gradients(
+    schedule: str,
+    max_grad_norm: float | None,
+    scaler: LossScale | None,
+    not_finite: NotFinite | None,
+) -> None:
+    """Refuse what needs all gradients of a step under an asynchronous schedule.
 
     Raises:
-        ScheduleError: it is asked for.
+        ScheduleError: an option that does.
     """
-    if nan_policy == "skip" or locate_nan:
-        asked = "nan_policy='skip'" if nan_policy == "skip" else "locate_nan=True"
+    if max_grad_norm is not None:
         raise ScheduleError(
-            f"schedule={schedule!r} updates weights inside a step, which {asked} cannot undo; use "
+            f"schedule={schedule!r} updates stages at different times, so there is no norm "
+            f"of all gradients to clip; leave max_grad_norm={max_grad_norm} out."
+        )
+    if scaler is not None:
+        raise ScheduleError(
+            f"schedule={schedule!r} updates stages before a step's last gradient is known, "
+            "so no rank can tell whether float16 has overflowed; use autocast=torch.bfloat16."
+        )
+    if not_finite is not None and (not_finite.locate or not not_finite.stops):
+        option = "locate_nan=True" if not_finite.locate else "nan_policy='skip'"
+        raise ScheduleError(
+            f"schedule={schedule!r} updates weights inside a step, which {option} cannot undo; use "
             "nan_policy='stop' without locate_nan, or a synchronous schedule such as '1f1b'."
         )
 
