@@ -224,8 +224,7 @@ def parallelize(
         nan_policy: what becomes of a step whose loss or gradient is NaN or infinite: "stop" raises
             an error on all ranks, "skip" leaves the parameters as they are, "ignore" steps the
             optimizer all the same.
-        locate_nan: run such a step once more, and name the operator and source line where it
-            appeared.
+        locate_nan: run such a step once more, and name the source line where it appeared.
         **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
             `schedule`, `recompute` and `memory_budget`; and `seed`.
 
