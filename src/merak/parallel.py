@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from merak.core.errors import ArgumentsError, DataError, ScheduleError, TrainingError
+from merak.checkpoint.saved import check_valid
+from merak.checkpoint.saver import Contents, save_state
+from merak.checkpoint.state import load_state
+from merak.core.errors import (
+    ArgumentsError,
+    DataError,
+    ScheduleError,
+    TrainingError,
+    WeightsError,
+)
 from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import drop_non_tensors, signature, split_non_tensors
 from merak.engine import Engine, build_engine
+from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -163,6 +175,49 @@ class ParallelModel:
             TrainingError: they differ.
         """
         self.engine.check_replicas(f"after step {self.num_steps}")
+
+    def save_checkpoint(
+        self, folder: str | os.PathLike[str], values: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save parameters, optimizer, loss scale and step; all ranks call it together.
+
+        Args:
+            folder: of this checkpoint alone, seen by all ranks; it appears, or is replaced, when
+                all of it is on disk.
+            values: further small values of the loop, such as its learning rate schedule's
+                `state_dict()`: numbers, text, and lists and dicts of these. Rank 0's are saved.
+
+        Raises:
+            SavingError: it cannot be written. A checkpoint that was there is as it was.
+        """
+        scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
+        own = {"num_steps": self.num_steps, "of_the_loop": dict(values or {}), **scaler}
+        with self.engine.whole_model():
+            state = rank_state(self.engine, self.model, self.optimizer)
+            save_state(folder, state, Contents(values=own))
+
+    def load_checkpoint(self, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
+        """Load a checkpoint of `save_checkpoint`, in any layout; all ranks call it together.
+
+        Returns:
+            The values that were given to `save_checkpoint`.
+
+        Raises:
+            WeightsError: it is damaged, or of another model.
+        """
+        check_valid(Path(folder))
+        with self.engine.whole_model():
+            found = load_state(folder, rank_state(self.engine, self.model, self.optimizer))
+        if "num_steps" not in found:
+            raise WeightsError(
+                f"{os.fspath(folder)} was not saved by save_checkpoint; resume it with the trainer "
+                "that wrote it, or start anew from its weights (merak export)."
+            )
+        self.num_steps = found["num_steps"]
+        if self.scaler is not None and "loss_scale" in found:
+            self.scaler.load_state_dict(found["loss_scale"])
+        own: Mapping[str, Any] = found["of_the_loop"]
+        return own
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
