@@ -278,7 +278,13 @@ def spawn(job: Callable[..., Any], num_ranks: int, options: Any) -> Any:
 
 
 def makespans(steps: tuple[StepRecord, ...]) -> list[float]:
-    return [step.makespan_s for step in steps]
+    return [makespan_s(step) for step in steps]
+
+
+def makespan_s(step: StepRecord) -> float:
+    """From the start of the first action to the end of the last one."""
+    spans = [record for own in step.records for record in own]
+    return max(end for _, _, end in spans) - min(start for _, start, _ in spans)
 
 
 def row(name: str, steps: tuple[StepRecord, ...], forward_s: float) -> dict[str, Any]:
@@ -304,7 +310,7 @@ def own_share(step: StepRecord) -> float:
     table = tabulate(step.schedule)
     lasted = [end - start for own in step.records for _, start, end in own]
     ends = time_actions(step.schedule, table, np.array(lasted)).end
-    return step.makespan_s / float(ends.max()) - 1
+    return makespan_s(step) / float(ends.max()) - 1
 
 
 def ratio_row(found: dict[str, Any], other: str, forward_s: float) -> dict[str, Any]:
@@ -322,7 +328,7 @@ def ratio_row(found: dict[str, Any], other: str, forward_s: float) -> dict[str, 
 
 def draw(steps: tuple[StepRecord, ...], forward_s: float, path: Path | None) -> str:
     """The step of median length over its simulation; into a file if there is a path."""
-    typical = sorted(steps, key=lambda step: step.makespan_s)[len(steps) // 2]
+    typical = sorted(steps, key=makespan_s)[len(steps) // 2]
     timelines = [
         measured_timeline(typical.schedule, typical.records),
         simulated_timeline(simulated(typical.schedule, forward_s)),

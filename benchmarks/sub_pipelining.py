@@ -1,18 +1,18 @@
-"""Tensor parallelism in halves against blocking all-reduces, over the ratio of both times.
+"""Sub-pipelined tensor parallelism against blocking all-reduces, over the ratio of both times.
 
 Two ranks and the engine are real; the all-reduces go over gloo through a link whose rate is limited
 (two network namespaces, which take root), or last a known time where namespaces are not allowed.
 Computation is made to last a known time by sleeping, so that it takes no core from the link.
 
-Five things take turns in one job, and their medians count: steps in line, in halves, and in line
-with all-reduces that take no time, which gives T_m, late ends of sleeps and the operators included;
-and one all-reduce by itself: of the whole, which a step in line waits for, and of a half, twice
-which is the formula's T_a. The last columns compare with the paper's formula and with the
-simulator's model (`merak.plan.cost.overlap`).
+Five things take turns in one job, and their medians count: steps of whole microbatches, of
+sub-microbatches, and of whole ones with all-reduces that take no time, which gives T_m, late ends
+of sleeps and the operators included; and one all-reduce by itself: of the whole, which a step of
+whole microbatches waits for, and of a sub-microbatch, twice which is the formula's T_a. The last
+columns compare with the paper's formula and the simulator's model (`merak.plan.cost.overlap`).
 
 With two GPUs the all-reduces go over NCCL, as fast as the link is, and a kernel of known length
-computes, for T_a ÷ ratio. `--profile` saves a step in halves as a Chrome trace, where the other
-half's kernels lie beside NCCL's.
+computes, for T_a ÷ ratio. `--profile` saves a step of sub-microbatches as a Chrome trace, where the
+kernels of one lie beside NCCL's of the other.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def slow_down(engine: Engine, compute_s: float) -> None:
     stages = engine._state.base.stages
     (stage,) = stages.values()
     runs = [
-        replace(run, segments=tuple(_slow_halves(s, compute_s) for s in run.segments))
+        replace(run, segments=tuple(_slow_sub_microbatches(s, compute_s) for s in run.segments))
         if isinstance(run, SubPipelinedRun)
         else _slow_whole(run, compute_s)
         for run in stage.runs
@@ -135,17 +135,17 @@ def _slow_whole(run: SegmentProgram, compute_s: float) -> SegmentProgram:
     return replace(run, function=lasting(run.function, compute_s))
 
 
-def _slow_halves(segment: SubPipelinedSegment, compute_s: float) -> SubPipelinedSegment:
+def _slow_sub_microbatches(segment: SubPipelinedSegment, compute_s: float) -> SubPipelinedSegment:
     if not _is_block(segment.whole.segment):
         return segment
-    halves = []
-    for half in segment.programs:
+    slowed = []
+    for program in segment.programs:
         pieces = [
             replace(p, function=lasting(p.function, compute_s / 2)) if _is_block(p.segment) else p
-            for p in half.pieces
+            for p in program.pieces
         ]
-        halves.append(replace(half, pieces=tuple(pieces)))
-    return replace(segment, programs=(halves[0], halves[1]))
+        slowed.append(replace(program, pieces=tuple(pieces)))
+    return replace(segment, programs=(slowed[0], slowed[1]))
 
 
 def build(num_layers: int, tokens: int, split: bool) -> ParallelModel:
@@ -271,22 +271,29 @@ def _median_s(repeats: int, run: Callable[[], float]) -> float:
     return statistics.median([run() for _ in range(repeats + 1)][1:])
 
 
+def paper_s(layers: Layers) -> float:
+    """Seconds of forward and backward by the paper's formula for sub-pipelining."""
+    compute, communication = layers.compute_s, layers.communication_s
+    longest = max(3 * compute, 2 * compute + communication, 2 * communication)
+    return 0.75 * compute + 0.5 * communication + (layers.num_layers - 0.25) * longest
+
+
 def line(num_layers: int, times: Sequence[Sequence[float]]) -> Row:
     """A line of the table from the times of all runs, step by step."""
     medians = (statistics.median(column) for column in zip(*times, strict=True))
-    whole_s, half_s, blocking, halves, alone = medians
-    layers = Layers(num_layers, alone / (3 * num_layers), 2 * half_s)
+    whole_s, sub_s, blocking, interleaved, alone = medians
+    layers = Layers(num_layers, alone / (3 * num_layers), 2 * sub_s)
     model_s = layers.forward_s(True) + layers.backward_s(True)
     return {
         "T_m ms": 1e3 * layers.compute_s,
         "T_a ms": 1e3 * whole_s,
-        "2 halves' T_a ms": 2e3 * half_s,
-        "in line s": blocking,
-        "in halves s": halves,
-        "faster": blocking / halves,
-        "formula s": layers.paper_s(),
-        "measured / formula": halves / layers.paper_s(),
-        "measured / model": halves / model_s,
+        "2 sub-microbatches' T_a ms": 2e3 * sub_s,
+        "whole s": blocking,
+        "sub-pipelined s": interleaved,
+        "faster": blocking / interleaved,
+        "formula s": paper_s(layers),
+        "measured / formula": interleaved / paper_s(layers),
+        "measured / model": interleaved / model_s,
     }
 
 
@@ -382,7 +389,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--link", choices=("namespaces", "known", "nccl"))
     parser.add_argument("--tokens", type=int, help="of a sample: 256, on GPUs 65536")
-    parser.add_argument("--profile", type=Path, help="save steps in halves beside this path")
+    parser.add_argument("--profile", type=Path, help="save sub-pipelined steps beside this path")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.link is None and torch.cuda.device_count() >= 2:

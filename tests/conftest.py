@@ -1,6 +1,9 @@
 """Settings of every test: one thread a process, no network, GPU tests where there is a GPU."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before torch is imported, here or in a rank that a test starts. Several ranks share the cores of
 # one machine, and sums split over threads would depend on how many there are.
@@ -8,6 +11,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Traces of one run, of whichever of its processes; `tests/shared_cache.py`.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["MERAK_CACHE"] = tempfile.mkdtemp(prefix="merak-traces-")
+    atexit.register(shutil.rmtree, os.environ["MERAK_CACHE"], ignore_errors=True)
 
 import pytest
 

@@ -24,7 +24,10 @@ class RankError(Exception):
     """A rank raised, died or did not come back; the message holds its traceback."""
 
 
-PRELOADED = ("merak.trainer", "merak.check", "torch._dynamo", "torch.distributed")
+PRELOADED = (
+    "merak.trainer", "merak.check", "torch._dynamo", "torch.distributed", "torch.export._trace",
+    "networkx",
+)  # fmt: skip
 """What ranks import: once, in a process that they are forked from, which never computes."""
 
 
@@ -152,7 +155,10 @@ def _serve(connection: Connection) -> None:
     """Run the jobs that come through the pipe, one after another, until it closes."""
     import torch
 
+    from tests import shared_cache
+
     torch.set_num_threads(1)
+    shared_cache.share()
     while True:
         try:
             message = connection.recv_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 from tests.multirank.evaluated import KINDS, Collate, Kind, Stream, samples
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, alone
+from tests.shared_cache import FOLDER
 from tests.tiers import slow
 
 TOLERANCE = 2e-5
@@ -158,21 +158,13 @@ def _quiet(trainer: Trainer) -> Trainer:
     return trainer
 
 
-@pytest.fixture(scope="module")
-def expected(pool: RankPool) -> dict[str, Seen]:
-    (found,) = pool.run(evaluate_alone, 1, tuple(KINDS))
-    return dict(found)
-
-
 @pytest.mark.parametrize(
     "layout", [(1, 1, 2), *(slow(layout) for layout in LAYOUTS if layout != (1, 1, 2))]
 )
-def test_evaluation_of_all_kinds_equals_one_process(
-    pool: RankPool, expected: dict[str, Seen], layout: Layout, tmp_path_factory: Any
-) -> None:
-    cache = Path(tmp_path_factory.getbasetemp()) / "kinds-traces"
+def test_evaluation_of_all_kinds_equals_one_process(pool: RankPool, layout: Layout) -> None:
+    (expected,) = pool.run(evaluate_alone, 1, LAYOUTS[layout])
     dp, tp, pp = layout
-    ranks = pool.run(evaluate_merak, dp * tp * pp, LAYOUTS[layout], layout, str(cache))
+    ranks = pool.run(evaluate_merak, dp * tp * pp, LAYOUTS[layout], layout, str(FOLDER))
     for rank in ranks:
         assert tuple(rank) == LAYOUTS[layout]
         for name, seen in rank.items():
@@ -181,12 +173,12 @@ def test_evaluation_of_all_kinds_equals_one_process(
 
 @pytest.mark.parametrize("layout", [(1, 1, 2)])
 def test_samples_without_labels_are_predicted_without_training(
-    pool: RankPool, layout: Layout, tmp_path: Path
+    pool: RankPool, layout: Layout
 ) -> None:
     names = ("nested", "sentences")
     (expected,) = pool.run(predict_alone, 1, names)
     dp, tp, pp = layout
-    for rank in pool.run(predict_merak, dp * tp * pp, names, layout, str(tmp_path)):
+    for rank in pool.run(predict_merak, dp * tp * pp, names, layout, str(FOLDER)):
         for name in names:
             assert rank[name]["labels"] is expected[name]["labels"] is None
             found, known = rank[name]["predictions"], expected[name]["predictions"]

@@ -18,7 +18,7 @@ def test_a_job_that_does_not_fit_is_refused_on_every_rank(pool, tmp_path):
         pool.run(train_merak, 2, (1, 1, 2), [job(memory_budget=100_000)], str(tmp_path))
     text = str(caught.value)
     assert "PlanError: pp rank" in text
-    assert "but may hold 100.0 kB" in text
+    assert "but may hold 100.00 kB" in text
 
 
 def test_a_job_that_fills_its_budget_trains_as_one_process(pool, tmp_path):

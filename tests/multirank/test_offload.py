@@ -39,7 +39,7 @@ def gradients(schedules: list[str], cache: Path) -> list[list[bool]]:
             source = GraphSource(tiny_gpt2(), cache_dir=cache)
             engine = build_engine(source, sample, mesh, options)
             losses = engine.train_step(0, [sample] * 4, batches(4), 0.25)
-            assert all(s.num_in_flight == 0 for s in engine._state.stages.values())
+            assert all(len(s._saved) == 0 for s in engine._state.stages.values())
             grads = [p.grad for p in engine.parameters.values()]
             seen.append([losses, *(g.clone() for g in grads if g is not None)])
         first, *others = seen

@@ -117,7 +117,7 @@ def one_step(
         )
     assert torch.equal(before, torch.get_rng_state())
     for stage in engine._state.stages.values():
-        assert stage.num_in_flight == 0
+        assert len(stage._saved) == 0
     found = [losses, *(item.tensor.grad for item in engine.optimizer_params.items.values())]
     found += [engine._state.buffers[name] for name in sorted(engine._state.buffers)]
     program = engine._state.base

@@ -92,7 +92,7 @@ def read(name: str) -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tens
     """Whether something was under way; what a reader of the model found; what there is."""
     parallel = small((2, 1, 1), zero=2)
     parallel.step(share(0, torch.float32))
-    under_way = parallel.engine.optimizer_params._param_all_gather.num_open > 0
+    under_way = len(parallel.engine.optimizer_params._param_all_gather._open) > 0
     found = {n: t.detach().clone() for n, t in READERS[name](parallel.model).items()}
     return under_way, found, {n: p.detach() for n, p in parallel.engine.parameters.items()}
 

@@ -192,8 +192,8 @@ DATA = {
     "remove_unused_columns": _LOADER,
     "label_names": _LOADER,
     "train_sampling_strategy": refused(
-        "it gives microbatches of different numbers of samples, each of which would have to be "
-        "traced; use 'random', 'sequential' or 'group_by_length'",
+        "it deals microbatches out to single processes, of which several may be one replica; use "
+        "'random', 'sequential' or 'group_by_length'",
         "sequential",
         "group_by_length",
     ),

@@ -11,11 +11,11 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
-def size(num_bytes: int) -> str:
-    """Format a size in bytes: 1.5 GB."""
+def size(num_bytes: int, digits: int = 1) -> str:
+    """Format a size in bytes: 1.5 GB, with so many digits after the point."""
     for unit_bytes, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.1f} {unit}"
+            return f"{num_bytes / unit_bytes:.{digits}f} {unit}"
     return f"{num_bytes} B"
 
 

@@ -84,10 +84,6 @@ class Engine:
         """
         return idle_pipeline(self._state.plan_for, option)
 
-    def is_owner(self, name: str) -> bool:
-        """Whether this rank owns a parameter that several ranks hold, for norms and checkpoints."""
-        return name in self._state.owned
-
     @property
     def shards(self) -> Mapping[str, ParameterShard]:
         """The shards over tp of this rank's parameters, by name."""

@@ -17,12 +17,13 @@ from merak.core.errors import PlanError
 from merak.core.health.status import phase
 from merak.core.rank0 import decide_on_rank0, warn_on_rank0
 from merak.core.tensor_meta import Signature
+from merak.core.units import size
 from merak.engine.local_programs import ProgramCache
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
 from merak.plan.activation_policy import ActivationPolicy
-from merak.plan.activations.decide import Profile, find_fitting_pp, gigabytes, selective_operators
+from merak.plan.activations.decide import Profile, find_fitting_pp, selective_operators
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload_spec import Times
 from merak.plan.activations.recompute import recomputing_stages
@@ -129,7 +130,7 @@ class OomReplanner:
         fix = f"use pp={pp} or" if pp else "use"
         return (
             f"step {step} ran out of memory on pp rank {rank} ({_beginning(reason)}), where "
-            f"every segment recomputes and {gigabytes(needed)} were foreseen at {peak.at}; {fix} a "
+            f"every segment recomputes and {size(needed, 2)} were foreseen at {peak.at}; {fix} a "
             "larger tp or a smaller microbatch."
         )
 

@@ -197,11 +197,6 @@ class Stage:
         if self.offload is not None:
             self.offload.segment_ended()
 
-    @property
-    def num_in_flight(self) -> int:
-        """Microbatches in flight: forwarded and not yet backwarded."""
-        return len(self._saved)
-
     def forget(self) -> None:
         """Free the state of a step that failed."""
         self._saved.clear()

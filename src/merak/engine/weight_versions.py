@@ -75,11 +75,6 @@ class StashedWeights:
         self._needed: Counter[int] = Counter()
         self._leaves: dict[int, ParamLeaves] = {}
 
-    @property
-    def num_versions(self) -> int:
-        """The number of versions in memory."""
-        return len(self._leaves)
-
     def start_step(self, version_of: Sequence[int]) -> None:
         """Start a run with the present parameters as version 0.
 

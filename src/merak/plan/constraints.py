@@ -24,8 +24,6 @@ def refuse_zero(schedule: Schedule, zero: int) -> None:
     Raises:
         ScheduleError: the schedule keeps several copies or versions, or splits backwards.
     """
-    if zero not in (0, 1, 2, 3):
-        raise ScheduleError(f"zero={zero} is not a choice; use 0, 1, 2 or 3.")
     if zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
         raise ScheduleError(
             f"zero={zero} shards the optimizer over the replicas of a stage, but "

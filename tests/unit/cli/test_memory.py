@@ -14,8 +14,7 @@ MODEL = ["memory", "--model", "GPT2LMHeadModel", "--config", TINY, "--device", "
 
 
 @pytest.fixture(autouse=True)
-def quiet_machine(monkeypatch, tmp_path):
-    monkeypatch.setenv("MERAK_CACHE", str(tmp_path))
+def quiet_machine(monkeypatch):
     monkeypatch.setattr("merak.plan.layout.measure", lambda *_: preset("a100-80gb"))
 
 

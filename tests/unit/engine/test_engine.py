@@ -170,7 +170,7 @@ def test_a_failed_step_does_not_poison_the_next(moment: str) -> None:
     _fail(engine, batches, moment)
     model.zero_grad()
     assert torch.equal(train(engine, batches), expected)
-    assert engine._state.stages[0].num_in_flight == 0
+    assert len(engine._state.stages[0]._saved) == 0
 
 
 def _fail(engine: Engine, batches: list[dict[str, torch.Tensor]], moment: str) -> None:

@@ -42,7 +42,7 @@ def run_backward(
         gradients = stage.backward(
             0, microbatch, gradients, lambda segment: order.append(segment.segment.index)
         )
-        assert stage.num_in_flight == 0
+        assert len(stage._saved) == 0
     assert gradients == {}
     return loss, order
 
@@ -123,7 +123,7 @@ def test_microbatches_may_go_backward_in_any_order() -> None:
     made = [microbatch_of(program, b, buffers_of(model, graph)) for b in batches]
     for number, microbatch in enumerate(made):
         stage.forward(number, microbatch, {}, save=True)
-    assert stage.num_in_flight == 3
+    assert len(stage._saved) == 3
     assert program.loss is not None
     for number in (1, 2, 0):
         stage.backward(number, made[number], {program.loss: torch.tensor(1.0)}, lambda s: None)
@@ -142,7 +142,7 @@ def test_a_failed_step_is_forgotten() -> None:
     microbatch = microbatch_of(program, batch, buffers_of(model, graph))
     stage.forward(0, microbatch, {}, save=True)
     stage.forget()
-    assert stage.num_in_flight == 0
+    assert len(stage._saved) == 0
     assert all(leaf.grad is None for leaf in stage.weights.shared.values())
 
 
@@ -157,7 +157,7 @@ def test_evaluation_keeps_nothing() -> None:
     assert set(names) == {"loss", "logits"}
     for name, value in names.items():
         assert torch.equal(made[value], expected[name])
-    assert stage.num_in_flight == 0
+    assert len(stage._saved) == 0
     assert not isinstance(made[names["logits"]], nn.Parameter)
 
 

@@ -13,11 +13,11 @@ from torch import fx
 from merak.core.shards import ParameterShard, take
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment.cut import cut_into_segments
+from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.features import Column, Features, Row
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, WeightPlacements
-from merak.graph.trace.trace import trace
+from tests import shared_cache
 
 BATCH, SEQUENCE, VOCABULARY = 2, 8, 40
 
@@ -117,7 +117,7 @@ def batch(padded: bool = True) -> dict[str, torch.Tensor]:
 
 def traced(model: torch.nn.Module, columns: Mapping[str, torch.Tensor]) -> ModelGraph:
     metas = {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in columns.items()}
-    return cut_into_segments(trace(model, metas), outputs=("loss",))
+    return build_graph(GraphSource(model, cache_dir=shared_cache.FOLDER), metas, training=True)
 
 
 Runner = Callable[[fx.Graph, Sequence[Any]], Sequence[Any]]

@@ -11,9 +11,15 @@ from merak.core.errors import ScheduleError
 from merak.schedule.costs import stage_costs, uniform
 from merak.schedule.registry import build
 from merak.schedule.simulator.simulate import simulate
+from tests.tiers import slow
 from tests.unit.schedule.grid import simulated
 
-GRID = [(p, m) for p in range(2, 17) for m in range(p, 65)]
+Counts = list[tuple[int, int]]
+"""Of ranks and microbatches."""
+
+GRID: Counts = [(p, m) for p in range(2, 17) for m in range(p, 65)]
+FEW: Counts = [(p, m) for p, m in GRID if m - p < 3 or m % 7 == p % 7]
+"""Those at the edge, and every seventh of the others, at another place for each number of ranks."""
 
 
 @pytest.mark.parametrize(
@@ -27,15 +33,21 @@ GRID = [(p, m) for p in range(2, 17) for m in range(p, 65)]
         ("gems", lambda p, m: m * (2 * p + 1) + p - 1),
     ],
 )
-def test_makespans_are_the_closed_forms(name: str, makespan: Callable[[int, int], int]) -> None:
-    wrong = [(p, m) for p, m in GRID if simulated(name, p, m).makespan != makespan(p, m)]
+@pytest.mark.parametrize("grid", [FEW, slow(GRID)], ids=["few", "all"])
+def test_makespans_are_the_closed_forms(
+    name: str, makespan: Callable[[int, int], int], grid: Counts
+) -> None:
+    wrong = [(p, m) for p, m in grid if simulated(name, p, m).makespan != makespan(p, m)]
     assert not wrong
 
 
 @pytest.mark.parametrize("early_everywhere", [False, True])
-def test_the_shifted_critical_path_reaches_its_lower_bound(early_everywhere: bool) -> None:
+@pytest.mark.parametrize("grid", [FEW, slow(GRID)], ids=["few", "all"])
+def test_the_shifted_critical_path_reaches_its_lower_bound(
+    grid: Counts, early_everywhere: bool
+) -> None:
     wrong = []
-    for p, m in GRID:
+    for p, m in grid:
         if m < max(4, p):
             continue
         schedule = build("shifted_critical_path", p, m, early_everywhere=early_everywhere)
@@ -46,10 +58,11 @@ def test_the_shifted_critical_path_reaches_its_lower_bound(early_everywhere: boo
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_without_recomputation_backwards_take_two(name: str) -> None:
+@pytest.mark.parametrize("grid", [FEW, slow(GRID)], ids=["few", "all"])
+def test_without_recomputation_backwards_take_two(name: str, grid: Counts) -> None:
     wrong = [
         (p, m)
-        for p, m in GRID
+        for p, m in grid
         if simulated(name, p, m, recompute=False).makespan != 3 * (m + p - 1)
     ]
     assert not wrong

@@ -122,14 +122,6 @@ class StepRecord:
     schedule: Schedule
     records: tuple[tuple[Record, ...], ...]
 
-    @property
-    def makespan_s(self) -> float:
-        """The time from the start of the first action to the end of the last one, s."""
-        spans = [record for own in self.records for record in own]
-        if not spans:
-            return 0.0
-        return max(end for _, _, end in spans) - min(start for _, start, _ in spans)
-
 
 class StepRecords:
     """Records of the last steps of one rank's engine.

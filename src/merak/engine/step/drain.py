@@ -277,13 +277,7 @@ class _Collectives(TorchDispatchMode):
         self.num_skipped: int | None = 0
         self._device = device
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator; a collective on zeros, or not at all where it is skipped."""
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))

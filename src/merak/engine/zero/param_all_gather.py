@@ -55,11 +55,6 @@ class ParamAllGather:
         self._progress = progress
         self._open: dict[int, _Gather] = {}
 
-    @property
-    def num_open(self) -> int:
-        """Gathers that have begun and not ended."""
-        return len(self._open)
-
     def start(self) -> None:
         """Begin the gathers, after the optimizer's step; all replicas call it together."""
         self.wait()  # gathers of the last step that are still open

@@ -142,12 +142,6 @@ class ModelGraph:
     loss: str | None
     parameter_writes: tuple[ParameterWrites, ...] = ()
 
-    def boundary(self, cut: int) -> tuple[str, ...]:
-        """Values that cross the cut before segment `cut`: made before it, read at or after."""
-        made = [name for segment in self.segments[:cut] for name in segment.outputs]
-        read = {name for segment in self.segments[cut:] for name in segment.inputs}
-        return tuple(name for name in made if name in read)
-
     def boundaries(self) -> tuple[tuple[str, ...], ...]:
         """Values that cross each cut between neighbouring segments, in linear time."""
         last = {name: s.index for s in self.segments for name in s.inputs}

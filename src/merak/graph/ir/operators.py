@@ -98,7 +98,7 @@ SHAPED_LIKE = _names("view_as reshape_as")
 SWAPS = _names("t transpose swapaxes swapdims")
 """Transpositions of two dims."""
 
-TRANSPOSES = SWAPS | _names("numpy_T permute")
+TRANSPOSES = SWAPS | _names("mT mH adjoint movedim moveaxis numpy_T permute")
 
 SQUEEZES = _names("squeeze unsqueeze")
 

@@ -9,7 +9,7 @@ that all others draw what they drew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,13 +102,7 @@ class _Recorder(TorchDispatchMode):
         self.writes = False
         self._device = device
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a kernel."""
         made = func(*args, **(kwargs or {}))
         self.writes |= func._schema.is_mutable
@@ -127,13 +121,7 @@ class _Player(TorchDispatchMode):
         self._results = results
         self._device = device
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give the kernel's recorded result; views are taken anew."""
         if not _is_pure(func):
             return func(*args, **(kwargs or {}))

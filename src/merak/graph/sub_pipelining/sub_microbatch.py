@@ -34,7 +34,6 @@ from merak.graph.tensor_parallel.placement import (
     Shard,
     is_opaque,
     local_meta,
-    shape_of,
 )
 from merak.graph.tensor_parallel.rules.elementwise import elementwise
 from merak.graph.tensor_parallel.rules.rules import decide
@@ -291,20 +290,7 @@ def _split_elementwise(op: Operator) -> Decision:
     return elementwise(op) if op.sharded() else decide(op)
 
 
-def _roll(op: Operator) -> Decision:
-    """roll: elements move along some dims."""
-    if not op.sharded():
-        return decide(op)
-    ((operand, placed),) = op.sharded().items()
-    num_dims = len(shape_of(operand))
-    moved = [dim % num_dims for dim in op.arg("dims", ())]
-    if not moved or placed.dim in moved:
-        raise op.error("moves samples")
-    return Decision(placed)
-
-
 _MORE_RULES: dict[str, Callable[[Operator], Decision]] = {
-    "aten.roll.default": _roll,
     "aten.where.Scalar": _split_elementwise,
     "aten.where.ScalarOther": _split_elementwise,
     "aten.where.ScalarSelf": _split_elementwise,

@@ -23,7 +23,7 @@ Decisions = Mapping[fx.Node, Decision]
 def refuse_lost_writes(graph: fx.Graph, placements: Placements, decisions: Decisions) -> None:
     """Refuse placements under which a mutation misses one of its readers.
 
-    Where a view, or what is written, needs its operand otherwise than it lies, it gets a copy: what
+    Where a view, or what is written, needs another placement of its operand, it gets a copy: what
     is then written into the one is missing in the other.
 
     Args:

@@ -133,8 +133,8 @@ def tensor_parallel(
     auto_sharder = AutoSharder(model.parameters, degree)
     attributes = attributes_for(model, features or {})
     given = given_weights(model, attributes, degree)
-    kept = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
-    weights = auto_shard(model, auto_sharder, given, kept)
+    replicated = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
+    weights = auto_shard(model, auto_sharder, given, replicated)
     if not attributes and not weights.keys() - vocabularies(model):
         check_limits(model, degree)
     return TensorParallel(auto_sharder, weights, sequence)

@@ -79,7 +79,7 @@ def propagate(
         rule: decides about an operator; `decide_or_gather` where nothing may fail.
         inside: operators on whole values to count to the work that is split: then these values
             enter it instead of the results.
-        entering: how values of other segments lie that are not whole.
+        entering: placements of values of other segments that are not replicated.
 
     Returns:
         Placements and decisions.

@@ -29,7 +29,7 @@ class SegmentReport:
     """Sharding of one segment's weights, and its collectives.
 
     Args:
-        split: how each split parameter lies, by name: "column", "row (64, 64)",
+        split: the placement of each split parameter, by name: "column", "row (64, 64)",
             "vocabulary", ….
         whole: why each other parameter is whole, by name.
         forward: collectives of activations in its forward.
@@ -86,12 +86,12 @@ def replication_warning(model: ModelGraph, parallel: TensorParallel) -> str | No
     sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
     pieces = limits_of(model)
     whole = [n for n, count in pieces.items() if count % degree and n not in parallel.weights]
-    kept, split = sum(sizes[n] for n in whole), sum(sizes[n] for n in parallel.weights)
-    if kept <= 0.05 * (kept + split):
+    left, split = sum(sizes[n] for n in whole), sum(sizes[n] for n in parallel.weights)
+    if left <= 0.05 * (left + split):
         return None
     name = max(whole, key=lambda n: sizes[n])
     return (
-        f"tp={degree} leaves {kept / (kept + split):.0%} of what could be split whole on every "
+        f"tp={degree} leaves {left / (left + split):.0%} of what could be split whole on every "
         f"rank: the outputs of {name}, for one, are {pieces[name]} pieces, which it does not "
         "divide; `merak trace --tp` lists all."
     )
@@ -163,7 +163,7 @@ def describe(placed: WeightPlacement, outputs: Sequence[int]) -> str:
     """Attribute in words: "column", "row", with the sizes of fused parts.
 
     Args:
-        placed: how the parameter lies.
+        placed: the placement of the parameter.
         outputs: its output dims in matrix products; none for other parameters, which are split
             along with some outputs.
     """

@@ -34,9 +34,7 @@ class _Conversions(TorchDispatchMode):
         self.tensors = tensors
         self.found: dict[fx.Node, torch.dtype] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._to_copy.default and (node := self.tensors.get(id(args[0]))) is not None:
             self.found.setdefault(node, kwargs.get("dtype", args[0].dtype))

@@ -149,13 +149,7 @@ class _NumbersOnCpu(TorchFunctionMode):
 
     _is_meta = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == self._is_meta and sys._getframe(1).f_globals["__name__"] == nn.init.__name__:
             return False

@@ -16,6 +16,7 @@ from merak.core.errors import PlanError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
+from merak.core.units import size
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.fit import Budget, fit_activations
 from merak.plan.activations.forecast import Forecast
@@ -236,19 +237,19 @@ def _refuse_misfit(
     worst = _largest(forecast.ranks(schedule, policy))
     if worst.peak.total_bytes <= budget:
         return
-    parts = ", ".join(f"{c.value} {gigabytes(b)}" for c, b in worst.peak.by_category.items() if b)
+    parts = ", ".join(f"{c.value} {size(b, 2)}" for c, b in worst.peak.by_category.items() if b)
     sentence = (
-        f"pp rank {worst.rank} needs {gigabytes(worst.peak.total_bytes)} at "
-        f"{worst.peak.at} ({parts}), but may hold {gigabytes(budget)}"
+        f"pp rank {worst.rank} needs {size(worst.peak.total_bytes, 2)} at "
+        f"{worst.peak.at} ({parts}), but may hold {size(budget, 2)}"
     )
     least = _largest(forecast.ranks(schedule, ActivationPolicy())).peak.total_bytes
-    fixes = [f"recompute='full' needs {gigabytes(least)}"] if least <= budget else []
+    fixes = [f"recompute='full' needs {size(least, 2)}"] if least <= budget else []
     fixes += _offload_that_fits(forecast, policy, budget)
     if fixes:
         which = "that" if len(fixes) == 1 else "one of them"
         raise PlanError(f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'.")
     fix = _fix(forecast, budget, times)
-    raise PlanError(f"{sentence}, and {gigabytes(least)} if everything recomputes; {fix}.")
+    raise PlanError(f"{sentence}, and {size(least, 2)} if everything recomputes; {fix}.")
 
 
 def _fix(forecast: Forecast, budget: int, times: Times) -> str:
@@ -275,7 +276,7 @@ def _offload_that_fits(forecast: Forecast, policy: ActivationPolicy, budget: int
     needed, host = _largest(ranks).peak.total_bytes, max(rank.host_bytes for rank in ranks)
     if needed > budget:
         return []
-    beside = f"{gigabytes(needed)} with {gigabytes(host)} of host memory"
+    beside = f"{size(needed, 2)} with {size(host, 2)} of host memory"
     return [f"{ARGUMENT}='full' needs {beside}"]
 
 
@@ -304,11 +305,3 @@ def find_fitting_pp(forecast: Forecast, budget: int, times: Times) -> int | None
             return pp
         pp *= 2
     return None
-
-
-def gigabytes(num_bytes: int) -> str:
-    """A size for people to read."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes / 1e3:.1f} kB"

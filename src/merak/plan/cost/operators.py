@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -131,6 +131,9 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
         return _product(node, name)
     special: dict[str, Callable[[fx.Node], NodeWork]] = {
         "einsum": _einsum,
+        "bilinear": lambda node: _contraction(
+            node, ("...i", "oij", "...j"), [node.args[n] for n in (0, 2, 1)]
+        ),
         "opaque_call": _opaque_call,
         "embedding": _embedding,
         "vocab_parallel_embedding": _embedding,
@@ -223,11 +226,14 @@ def _product(node: fx.Node, name: str) -> NodeWork:
 
 
 def _einsum(node: fx.Node) -> NodeWork:
-    """An einsum as one product: every combination of its letters is multiplied and added."""
     equation, factors = str(node.args[0]).replace(" ", ""), node.args[1]
     assert isinstance(factors, list | tuple)
+    return _contraction(node, equation.partition("->")[0].split(","), factors)
+
+
+def _contraction(node: fx.Node, terms: Sequence[str], factors: Sequence[Any]) -> NodeWork:
+    """Several factors as one product: every combination of their dims is multiplied and added."""
     metas = [meta for meta in map(_tensor, factors) if meta is not None]
-    terms = equation.partition("->")[0].split(",")
     sizes: dict[str, int] = {}
     for term, meta in zip(terms, metas):
         before, _, after = term.partition("...")

@@ -99,17 +99,6 @@ class Layers:
         """Seconds of the gradients of the weights, which have no all-reduce."""
         return self.num_layers * self._backward[0] / 2
 
-    def gain(self) -> float:
-        """Speed-up of forward and backward by sub-pipelining."""
-        whole_s, split_s = (self.forward_s(s) + self.backward_s(s) for s in (False, True))
-        return whole_s / split_s if split_s else 1.0
-
-    def paper_s(self) -> float:
-        """Seconds of forward and backward by the paper's formula for sub-pipelining."""
-        compute, communication = self.compute_s, self.communication_s
-        longest = max(3 * compute, 2 * compute + communication, 2 * communication)
-        return 0.75 * compute + 0.5 * communication + (self.num_layers - 0.25) * longest
-
     @property
     def _recompute(self) -> Step:
         own = self.recompute_compute_s

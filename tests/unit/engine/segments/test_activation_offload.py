@@ -86,7 +86,7 @@ def train(engine: Engine, family: str, loss_scale: float = 1.0) -> list[torch.Te
     columns = [signature(batch).columns for batch in batches]
     losses = engine.train_step(0, columns, batches, 1 / 3, None, loss_scale)
     (stage,) = engine._state.stages.values()
-    assert stage.num_in_flight == 0
+    assert len(stage._saved) == 0
     found = [p.grad.clone() for p in engine.parameters.values() if p.grad is not None]
     return [losses, *found, *(buffer.clone() for buffer in engine._state.buffers.values())]
 

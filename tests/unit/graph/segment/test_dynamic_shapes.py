@@ -14,6 +14,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment import dynamic_shapes as shapes
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.segment.dynamic_shapes import GraphsByShape
+from tests.tiers import slow
 from tests.unit.graph.families import VOCABULARY, gpt2, llama, mixtral
 
 Columns = dict[str, TensorMeta]
@@ -50,8 +51,9 @@ class Own(GraphsByShape):
         return self._num_traced
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("make", [gpt2, mixtral])
+@pytest.mark.parametrize(
+    ("make", "training"), [(gpt2, False), (mixtral, True), slow(gpt2, True), slow(mixtral, False)]
+)
 def test_resized_graphs_are_those_of_own_traces(
     make: Callable[[int], nn.Module], training: bool
 ) -> None:

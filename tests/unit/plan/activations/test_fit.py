@@ -126,7 +126,7 @@ def test_a_list_of_what_recomputes_is_kept_to() -> None:
 
 @pytest.mark.parametrize("recompute", ["auto", "off"])
 def test_what_fits_nowhere_is_refused(recompute: str) -> None:
-    with pytest.raises(PlanError, match=r"pp rank \d needs .* but may hold 1.0 kB"):
+    with pytest.raises(PlanError, match=r"pp rank \d needs .* but may hold 1.00 kB"):
         forecast(recompute=recompute, offload_activations="auto", memory_budget=1000)
 
 

@@ -95,6 +95,13 @@ def test_a_product_with_a_vector_multiplies_every_element_once():
     assert flops_of(Call(torch.matmul, (4,)), (2, 3, 4)) == (2 * 24, 2 * 2 * 24)
 
 
+def test_a_bilinear_form_multiplies_every_pair_of_features():
+    # torch's counter leaves these out.
+    model = Call(lambda x, w, b: F.bilinear(x, x, w, b), (5, 4, 4), (5,))
+    flops = 2 * 2 * (2 * 3) * 5 * 4 * 4
+    assert flops_of(model, (2, 3, 4)) == (flops, 3 * flops)
+
+
 def test_grouped_convolutions_multiply_within_their_groups():
     model = Call(lambda x, w: F.conv2d(x, w, groups=2), (6, 2, 3, 3))
     outputs = 2 * 6 * 5 * 5

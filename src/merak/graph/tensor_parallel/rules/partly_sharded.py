@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.ir.operators import MATMULS, RESHAPES, SAME_VALUES, SPLITS, SWAPS, family
+from merak.graph.ir.operators import MATMULS, RESHAPES, SAME_VALUES, SPLITS, TRANSPOSES, family
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
     Decision,
@@ -103,8 +103,8 @@ def _product(op: Operator) -> Decision:
 def _view(op: Operator) -> Decision:
     node, placed = _operand(op)
     new = shape_of(op.node)
-    lies = Shard(placed.dim, placed.parts, placed.origin)
-    after = views.reshaped(shape_of(node), new, lies, 1)
+    as_shard = Shard(placed.dim, placed.parts, placed.origin)
+    after = views.reshaped(shape_of(node), new, as_shard, 1)
     if after is None or len(after.parts) % len(placed.parts):
         raise op.error("reshapes a fused value of which only some parts are split")
     times, count = len(after.parts) // len(placed.parts), len(placed.parts)
@@ -183,9 +183,7 @@ _PRODUCTS: Mapping[str, Rule] = {
 
 _FAMILIES: Sequence[tuple[Callable[[Operator], Decision], Collection[str]]] = (
     (_product, _PRODUCTS),
-    (_same_parts(views.transpose), SWAPS),
-    (_same_parts(views.reverse), ("numpy_T",)),
-    (_same_parts(views.permute), ("permute",)),
+    (_same_parts(views.transpose), TRANSPOSES),
     (_view, RESHAPES),
     (_slice, ("slice",)),
     # One element of a dim is no fused part.

@@ -32,11 +32,11 @@ def reshaped(old: Sequence[int], new: Sequence[int], placed: Shard, degree: Degr
     Args:
         old: the whole shape before.
         new: the whole shape after.
-        placed: how the value lies before.
+        placed: the placement before.
         degree: the number of ranks.
 
     Returns:
-        How it lies after; None if no dim of the new shape is split so.
+        The placement after; None if no dim of the new shape is split so.
     """
     for olds, news in _groups(old, new):
         if placed.dim not in olds:
@@ -102,34 +102,24 @@ def view(op: Operator) -> Decision:
 
 
 def transpose(op: Operator) -> Decision:
-    """transpose.int, swapaxes, t: two dims change places."""
+    """permute, transpose, mT, movedim, …, unsqueeze: dims in another order, or a new one of size 1.
+
+    The operator itself tells where the sharded dim goes.
+    """
     (operand, placed), *_ = op.sharded().items()
-    num_dims = len(shape_of(operand))
-    a = positive(op.arg("dim0", op.arg("axis0", 0)), num_dims)
-    b = positive(op.arg("dim1", op.arg("axis1", 1)), num_dims)
-    dim = {a: b, b: a}.get(placed.dim, placed.dim)
-    return Decision(Shard(dim, placed.parts, placed.origin))
+    marked = torch.empty([1 + (d == placed.dim) for d in range(len(shape_of(operand)))])
+    target: Any = op.node.target
+    moved = target(marked, *op.node.args[1:], **op.node.kwargs)
+    return Decision(Shard(moved.shape.index(2), placed.parts, placed.origin))
 
 
-def reverse(op: Operator) -> Decision:
-    """numpy_T: all dims in reverse order."""
+def move_along(op: Operator) -> Decision:
+    """flip, roll: elements move along some dims, none of which may be sharded."""
     (operand, placed), *_ = op.sharded().items()
-    dim = len(shape_of(operand)) - 1 - placed.dim
-    return Decision(Shard(dim, placed.parts, placed.origin))
-
-
-def permute(op: Operator) -> Decision:
-    """permute: dims in another order."""
-    (operand, placed), *_ = op.sharded().items()
-    order = [positive(d, len(shape_of(operand))) for d in op.arg("dims")]
-    return Decision(Shard(order.index(placed.dim), placed.parts, placed.origin))
-
-
-def unsqueeze(op: Operator) -> Decision:
-    """unsqueeze: a new dim of size 1."""
-    _, placed = next(iter(op.sharded().items()))
-    new = positive(op.arg("dim"), len(shape_of(op.node)))
-    return Decision(Shard(placed.dim + (new <= placed.dim), placed.parts, placed.origin))
+    moved = [positive(d, len(shape_of(operand))) for d in op.arg("dims") or ()]
+    if not moved or placed.dim in moved:
+        raise op.error(f"moves elements along dim {placed.dim}, which is split")
+    return Decision(placed)
 
 
 def squeeze(op: Operator) -> Decision:

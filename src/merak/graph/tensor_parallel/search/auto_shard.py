@@ -37,13 +37,13 @@ class SegmentTask:
     Args:
         segment: the segment.
         given: weights whose split is given, by name.
-        kept: parameters that stay whole.
+        replicated: parameters that are not to be split.
         heads: weights that are split only together with those before them.
     """
 
     segment: Segment
     given: WeightPlacements
-    kept: frozenset[str]
+    replicated: frozenset[str]
     heads: frozenset[str] = frozenset()
 
 
@@ -79,7 +79,7 @@ class AutoSharder:
         """Sharding of a segment's weights that are neither given nor replicated."""
         key = tuple(structure_of(task))
         if key not in self._known:
-            search = Search(task.segment, self.parameters, self.degree, task.kept, task.given)
+            search = Search(task.segment, self.parameters, self.degree, task.replicated, task.given)
             found = search.run(task.heads)
             weights = {n: p for n, p in found.weights.items() if isinstance(p, WeightPlacement)}
             split = SegmentSharding(weights, found.inside, found.transfers)
@@ -88,7 +88,10 @@ class AutoSharder:
 
 
 def auto_shard(
-    model: ModelGraph, auto_sharder: AutoSharder, given: WeightPlacements, kept: frozenset[str]
+    model: ModelGraph,
+    auto_sharder: AutoSharder,
+    given: WeightPlacements,
+    replicated: frozenset[str],
 ) -> dict[str, WeightPlacement]:
     """Placements of a model's weights, chosen segment by segment.
 
@@ -96,14 +99,14 @@ def auto_shard(
         model: the traced model.
         auto_sharder: for this model's parameters and degree.
         given: weights whose split is given, by name.
-        kept: parameters that stay whole.
+        replicated: parameters that are not to be split.
 
     Returns:
         The split parameters, by name. A parameter that several segments read is split in one way.
     """
     chosen: dict[str, WeightPlacement] = {**given}
-    chosen |= split_vocabularies(model, auto_sharder.degree, given, kept)
-    whole = kept | (embeddings(model) - chosen.keys())
+    chosen |= split_vocabularies(model, auto_sharder.degree, given, replicated)
+    whole = replicated | (embeddings(model) - chosen.keys())
     heads = frozenset(loss_weights(model))
     for segment in model.segments:
         own = {n: chosen[n] for n in segment.parameters if n in chosen}
@@ -168,7 +171,7 @@ def structure_of(task: SegmentTask) -> Iterator[Any]:
             if kind is Kind.PARAMETER:
                 given = task.given.get(name)
                 split = given and (given, given.dim)
-                what = (kind, split, name in task.kept, name in task.heads)
+                what = (kind, split, name in task.replicated, name in task.heads)
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{place[n]}")
         shown = "" if node.op == "placeholder" else f"{node.target} {args}"
         yield node.op, shown, str(node.meta.get("tensor")), what

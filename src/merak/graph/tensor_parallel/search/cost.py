@@ -95,7 +95,7 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
         propagation: what becomes of its operators.
 
     Raises:
-        ShardError: a value would have to lie in a way that no collective gives.
+        ShardError: a value would need a placement that no collective gives.
     """
     weights = weights_only(graph)
     found: dict[tuple[fx.Node, Collective, bool], Transfer] = {}

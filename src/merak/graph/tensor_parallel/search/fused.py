@@ -63,9 +63,9 @@ def _finer(graph: fx.Graph, name: str, placed: Shard) -> tuple[int, ...] | None:
     except ShardError:
         return None
     for op in refused:
-        operand, lies = next(iter(op.sharded().items()), (None, None))
-        if operand is not None and lies is not None:
-            return _refined(placed, sum(lies.parts), _edges(op, operand, lies))
+        operand, operand_shard = next(iter(op.sharded().items()), (None, None))
+        if operand is not None and operand_shard is not None:
+            return _refined(placed, sum(operand_shard.parts), _edges(op, operand, operand_shard))
     return None
 
 

@@ -83,7 +83,7 @@ class Search:
         segment: the segment.
         parameters: what every parameter is, by name.
         degree: the number of ranks.
-        kept: parameters that are not to be split.
+        replicated: parameters that are not to be split.
         fixed: parameters whose placement is given.
     """
 
@@ -92,23 +92,25 @@ class Search:
         segment: Segment,
         parameters: Mapping[str, TensorMeta],
         degree: int,
-        kept: Collection[str],
+        replicated: Collection[str],
         fixed: Assignment,
     ) -> None:
         self.graph = segment.graph
         self.degree = degree
         self.nodes = parameter_nodes(self.graph)
         self.shapes = {name: parameters[name].shape for name in self.nodes}
-        self.free = frozenset(n for n in self.nodes if n not in kept and n not in fixed)
+        self.free = frozenset(n for n in self.nodes if n not in replicated and n not in fixed)
         self.fixed = dict(fixed)
         self.scale = _activation_size(segment)
         self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
+        gemms = {n: math.prod(self.shapes[n]) for n in self.nodes if self.dims[n]}
+        self._gemm_share = {n: size / (sum(gemms.values()) or 1) for n, size in gemms.items()}
         self.num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
         self._above = _ancestors(self.graph)
         self._weights = weights_only(self.graph)
         self._place = {node: i for i, node in enumerate(self.graph.nodes)}
         self._values = _sources(self.graph, self._place)
-        self._alone: dict[tuple[str, Placement], Propagation | None] = {}
+        self._by_itself: dict[tuple[str, Placement], Propagation | None] = {}
         self._splits: dict[str, tuple[Shard | PartlySharded, ...]] = {}
 
     def run(self, followers: Collection[str] = ()) -> Found:
@@ -149,7 +151,7 @@ class Search:
 
     def _pieces(self, name: str, split: Shard | PartlySharded) -> int | None:
         """Number of pieces that a sharded weight's outputs can be cut into; None where none is."""
-        layout = self.alone(name, split)
+        layout = self.by_itself(name, split)
         return None if layout is None else capacities(layout).get(name)
 
     def _better(self, best: Found, weights: Assignment) -> Found:
@@ -158,14 +160,14 @@ class Search:
         found = self.judge(weights)
         if found is None or found.value - self._late_price(found) >= best.value:
             return best
-        return self._keep(best, self._enter_earlier(found))
+        return self._cheaper(best, self._enter_earlier(found))
 
     def _late_price(self, found: Found) -> float:
         """Largest saving of `_enter_earlier`."""
         late = (t for t in found.transfers if t.kind not in FORWARD and not t.of_weights)
         return sum(map(self.price, late))
 
-    def _keep(self, best: Found, found: Found | None) -> Found:
+    def _cheaper(self, best: Found, found: Found | None) -> Found:
         is_better = found is not None and found.value < best.value - 1e-9
         return found if found is not None and is_better else best
 
@@ -186,7 +188,7 @@ class Search:
         """Shard further weights as the operators on sharded values need them."""
         chosen = dict(weights)
         for _ in range(_ROUNDS):
-            layout = self.lay(chosen)
+            layout = self.propagate(chosen)
             if layout is None:
                 break
             before = len(chosen)
@@ -216,7 +218,7 @@ class Search:
             sizes = enumerate(self.shapes[name])
             like = [replace(need, dim=dim) for dim, n in sizes if n == sum(need.parts)]
             for split in (*self.splits(name), *like):
-                layout = self.alone(name, split)
+                layout = self.by_itself(name, split)
                 if layout is not None and layout.placements[node] == need:
                     found[name] = replace(split, origin=name)
                     break
@@ -230,14 +232,14 @@ class Search:
             for source in self._common(late):
                 inside = best.inside | self._between(source, late)
                 if inside != best.inside:
-                    best = self._keep(best, self.judge(best.weights, inside))
+                    best = self._cheaper(best, self.judge(best.weights, inside))
             if best is before:
                 break
         return best
 
     def _late(self, best: Found) -> set[fx.Node]:
         """Replicated activations whose gradients the ranks all-reduce or gather."""
-        layout = self.lay(best.weights, best.inside)
+        layout = self.propagate(best.weights, best.inside)
         assert layout is not None
         return {
             node
@@ -287,13 +289,13 @@ class Search:
             self._splits[name] = (*(s for s in found if divides(s, self.degree)), *mixed)
         return self._splits[name]
 
-    def alone(self, name: str, placed: Placement) -> Propagation | None:
+    def by_itself(self, name: str, placed: Placement) -> Propagation | None:
         """Propagation of one sharded weight."""
-        if (name, placed) not in self._alone:
-            self._alone[name, placed] = self.lay({name: placed})
-        return self._alone[name, placed]
+        if (name, placed) not in self._by_itself:
+            self._by_itself[name, placed] = self.propagate({name: placed})
+        return self._by_itself[name, placed]
 
-    def lay(
+    def propagate(
         self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()
     ) -> Propagation | None:
         """Propagation of an assignment; None if there is none."""
@@ -304,23 +306,19 @@ class Search:
 
     def judge(self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()) -> Found | None:
         """Cost of an assignment, in collectives of a full activation."""
-        layout = self.lay(weights, inside)
+        layout = self.propagate(weights, inside)
         try:
             needed = None if layout is None else transfers(self.graph, layout)
         except ShardError:
             needed = None
         if needed is None:
             return None
-        whole = sum(self._gemm_share(n) * _whole_share(weights.get(n)) for n in self.nodes)
+        whole = sum(f * _whole_share(weights.get(n)) for n, f in self._gemm_share.items())
         rest = sum(math.prod(self.shapes[n]) * _whole_share(weights.get(n)) for n in self.nodes)
         total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
         value = self.num_blocks * SAVED_PER_BLOCK * whole + 1e-3 * rest / total
         value += sum(map(self.price, needed))
         return Found(dict(weights), inside, tuple(needed), value)
-
-    def _gemm_share(self, name: str) -> float:
-        gemms = {n: math.prod(self.shapes[n]) for n in self.nodes if self.dims[n]}
-        return gemms.get(name, 0) / (sum(gemms.values()) or 1)
 
     def price(self, transfer: Transfer) -> float:
         """Cost of a collective, in those of a full activation."""
@@ -331,7 +329,7 @@ class Search:
 
     def runs(self, weights: Assignment) -> bool:
         """Whether the operators run on their shards."""
-        layout = self.lay(weights)
+        layout = self.propagate(weights)
         try:
             assert layout is not None
             rewrite(self.graph, layout, self.degree)

@@ -25,7 +25,7 @@ from merak.graph.tensor_parallel.search.search import SAVED_PER_BLOCK, Found, Se
 
 
 def split_vocabularies(
-    model: ModelGraph, degree: int, given: Mapping[str, Placement], kept: frozenset[str]
+    model: ModelGraph, degree: int, given: Mapping[str, Placement], replicated: frozenset[str]
 ) -> dict[str, Shard]:
     """Placements of the sharded vocabularies, each with the biases of its head.
 
@@ -33,7 +33,7 @@ def split_vocabularies(
         model: the traced model.
         degree: the number of ranks.
         given: weights whose split is given, by name.
-        kept: parameters that stay whole.
+        replicated: parameters that are not to be split.
 
     Returns:
         The split parameters by name, without those that are given.
@@ -42,9 +42,9 @@ def split_vocabularies(
     sizes = {n: math.prod(shape) for n, shape in shapes.items() if len(shape) > 1}
     unit = _block_size(model.segments, sizes) / SAVED_PER_BLOCK
     chosen: dict[str, Placement] = dict(given)
-    for name in sorted(sizes.keys() - kept, key=lambda n: (-sizes[n], n)):
+    for name in sorted(sizes.keys() - replicated, key=lambda n: (-sizes[n], n)):
         if name in given or sizes[name] >= unit:
-            group = _Group(model, degree, name, chosen, kept)
+            group = _Group(model, degree, name, chosen, replicated)
             chosen |= group.followers() if name in given else group.priced(sizes[name] / unit)
     return {n: p for n, p in chosen.items() if n not in given and isinstance(p, Shard)}
 
@@ -58,14 +58,14 @@ class _Group:
         degree: the number of ranks.
         name: the parameter.
         chosen: what is split already.
-        kept: parameters that stay whole.
+        replicated: parameters that are not to be split.
     """
 
     model: ModelGraph
     degree: int
     name: str
     chosen: Mapping[str, Placement]
-    kept: frozenset[str]
+    replicated: frozenset[str]
 
     def priced(self, worth: float) -> dict[str, Placement]:
         """Group where sharding it is worth more than it costs; else None."""
@@ -118,9 +118,11 @@ class _Group:
     def search(self, segment: Segment) -> Search:
         """Search over one segment in which only parameters of one dim are free."""
         parameters = self.model.parameters
-        kept = self.kept | {n for n in segment.parameters if len(parameters[n].shape) > 1}
+        replicated = self.replicated | {
+            n for n in segment.parameters if len(parameters[n].shape) > 1
+        }
         own = {n: p for n, p in self.chosen.items() if n in segment.parameters}
-        return Search(segment, parameters, self.degree, kept, own)
+        return Search(segment, parameters, self.degree, replicated, own)
 
 
 def _gathers(found: Found) -> int:

@@ -9,7 +9,7 @@ of the backward. So is `requires_grad_()` on a tensor that is no parameter.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -137,9 +137,7 @@ class AutogradCalls(TorchFunctionMode):
         self._retained: dict[int, torch.Tensor] = {}
         self._frozen: dict[int, nn.Parameter] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call of autograd; pass any other call on.
 
         Raises:

@@ -105,9 +105,7 @@ class RandomConditions(TorchFunctionMode):
         self._states.clear()
         self.seeded.clear()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a condition on a random tensor; pass any other call on."""
         kwargs = kwargs or {}
         if func is torch.Tensor.__bool__ and args[0] in self._drawn:

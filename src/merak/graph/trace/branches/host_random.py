@@ -169,9 +169,7 @@ class HostRandomFunctions(TorchFunctionMode):
         self._functions = functions
         self._arrays = WeakIdKeyDictionary()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy a recorded array that a function makes a tensor of; pass any other call on."""
         kwargs = dict(kwargs or {})
         if func in _MAKERS and args and self._is_array(args[0]):

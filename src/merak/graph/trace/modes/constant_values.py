@@ -6,7 +6,6 @@ elements such a mask selects follows from the batch's shape, so the trace need n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,9 +81,7 @@ class ConstantValues(TorchFunctionMode):
         self._twins: Any = WeakIdKeyDictionary()
         self._unknown: set[int] = set()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, with indices in place of masks of known values."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _T)]

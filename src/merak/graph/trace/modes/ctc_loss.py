@@ -73,9 +73,7 @@ class CtcLosses(TorchFunctionMode):
         super().__init__()
         self._selected = WeakIdKeyDictionary()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a loss; labels selected for anything else are selected at once."""
         kwargs = kwargs or {}
         if func is ctc_loss:

@@ -6,7 +6,7 @@ gradient of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,9 +62,7 @@ def _hooked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class TensorHooks(TorchFunctionMode):
     """Function mode that refuses hooks on the gradients of tensors."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse a hook; pass any other call on.
 
         Raises:

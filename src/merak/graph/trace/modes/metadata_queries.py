@@ -6,7 +6,6 @@ trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,9 +41,7 @@ class MetadataQueries(TorchFunctionMode):
         super().__init__()
         self._packed = packed
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a metadata query; pass any other call on."""
         if func in _QUERIES and not self._packed.is_used:
             with torch._C.DisableTorchFunction():

@@ -138,9 +138,7 @@ class PackedSequences(TorchFunctionMode):
         self.is_used = False
         """Whether a sequence has been packed."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record packing; refuse operators on packed rows that depend on how many there are."""
         kwargs = kwargs or {}
         if func == _pack and isinstance(args[0], FakeTensor):

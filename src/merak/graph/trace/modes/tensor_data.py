@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +21,7 @@ class DetachedData(TorchFunctionMode):
     tensor alone; a trace follows storages, so it notices them in both.
     """
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Detach a tensor whose `.data` is read; pass any other call on.
 
         Raises:

@@ -7,7 +7,7 @@ and no memory taken, however long the sequence.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -99,13 +99,7 @@ class _Costs(Storages):
         self.traffic = 0
         self._kinds: dict[Any, tuple[bool, Any]] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator and count its work; views do none."""
         result = func(*args, **kwargs) if kwargs else func(*args)
         kind = self._kinds.get(func)

@@ -65,9 +65,7 @@ class DynamicSizes(Enum):
 class AssumeNonEmpty(TorchFunctionMode):
     """Function mode in which a trace assumes that no data-dependent size is zero."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Assume of every data-dependent size of a result that it is not zero."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):

@@ -8,7 +8,7 @@ its first passes, so that the function or module around it can be one opaque ope
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -132,9 +132,7 @@ class Loops(TorchFunctionMode):
         self._weights: set[int] = set()
         self._stack: list[_Activation] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the stack of a call, and pass it on.
 
         Raises:

@@ -32,9 +32,7 @@ class ScalarSources(TorchFunctionMode):
         super().__init__()
         self._sources: dict[str, torch.Tensor] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the source tensor of a scalar; pass the call on."""
         if func is torch.Tensor.tolist and _is_row(args[0]):
             return [self._note(one.item(), one) for one in args[0].unbind()]

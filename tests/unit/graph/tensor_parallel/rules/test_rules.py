@@ -82,6 +82,11 @@ def fused_inside_heads(block: Block, x: torch.Tensor) -> torch.Tensor:
     return attend(q, k, v)
 
 
+def moved_and_reversed(block: Block, x: torch.Tensor) -> torch.Tensor:
+    x = heads(x).mT.movedim(1, -1).flip(0, 2).moveaxis((0, 3), (3, 0))
+    return merged(x.roll(1, dims=2).permute(3, 0, 2, 1).adjoint().mT)
+
+
 def batch_and_heads_merged(block: Block, x: torch.Tensor) -> torch.Tensor:
     q = heads(x).reshape(B * HEADS, T, SIZE)
     bias = block.slopes.repeat(B, 1, 1)
@@ -177,6 +182,7 @@ def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
         (fused_outside_heads, FUSED, 3 * WIDTH),
         (fused_inside_heads, PLAIN, 3 * WIDTH),
         (batch_and_heads_merged, PLAIN, WIDTH),
+        (moved_and_reversed, PLAIN, WIDTH),
         (per_head_parameters, PLAIN, WIDTH),
         (einsum, PLAIN, WIDTH),
         (norm_over_a_head, PLAIN, WIDTH),
@@ -285,6 +291,10 @@ def different_splits(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x + (square + square.transpose(0, 1))[:T]
 
 
+def reversed_channels(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return x.flip(-1)
+
+
 def written_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
     whole = torch.zeros(B, T, WIDTH)
     return whole.add_(x)
@@ -307,6 +317,7 @@ def written_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
         (random_like, r"aten\.rand_like\.default.* it has no rule for operands that are split"),
         (maximum_of_the_split_dim, r"it takes amax over a dim that is split"),
         (different_splits, r"it combines operands that are split along different dims"),
+        (reversed_channels, r"aten\.flip\.default.* it moves elements along dim 2, which is split"),
         (written_in_place, r"it writes split values into a whole one"),
     ],
 )

@@ -1,0 +1,43 @@
+"""Traces of models, and what this machine was measured to do, shared by the tests of a run.
+
+Most tests need the trace of some small model without being about how it is made; what one of them
+has traced, the others read, in whichever process they run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from merak.graph.segment.build import GraphSource
+from merak.plan.cost import benchmark
+from merak.plan.cost.device import DeviceProfile
+
+FOLDER = Path(os.environ["MERAK_CACHE"])
+"""The run's own folder; `tests/conftest.py` makes it."""
+
+
+def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
+    """Store in the folder what is traced and measured, unless another one is named.
+
+    Args:
+        replace: sets an attribute: for ever, or as pytest's monkeypatch does.
+    """
+    remember, measure = GraphSource.__post_init__, benchmark._measure
+
+    def in_the_folder(source: GraphSource) -> None:
+        remember(source)
+        source.cache_dir = source.cache_dir or FOLDER
+
+    def once_a_run(device: torch.device) -> DeviceProfile:
+        path = FOLDER / f"profile-of-the-run-{device.type}.json"
+        if not path.exists():
+            benchmark._write_atomically(path, benchmark.to_json(measure(device)))
+        return benchmark.from_json(path.read_text(), str(path))
+
+    replace(GraphSource, "__post_init__", in_the_folder)
+    replace(benchmark, "_measure", once_a_run)

@@ -1,0 +1,10 @@
+"""Traces that these tests need are shared: none of the tests is about how a trace is made."""
+
+import pytest
+
+from tests import shared_cache
+
+
+@pytest.fixture(autouse=True)
+def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_cache.share(monkeypatch.setattr)
