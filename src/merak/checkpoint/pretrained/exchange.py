@@ -24,7 +24,8 @@ from merak.graph.weights.holders import TensorHolders, shard_shape
 from merak.graph.weights.rank_agreement import is_distributed, transfer_device
 
 WINDOW_BYTES = 2**26
-"""The most bytes of transfers that a rank begins before it finishes the oldest."""
+WINDOW_STEPS = 256
+"""The most bytes of transfers, and steps, that a rank begins before it finishes the oldest."""
 
 Wait = Callable[[str, tuple[int, ...]], AbstractContextManager[None]]
 """Entered around a wait: what for, ending in a preposition, and the ranks that are waited for."""
@@ -163,7 +164,7 @@ class Exchange:
                 continue
             pending.append(begun)
             under_way += step.num_bytes
-            while pending and under_way > WINDOW_BYTES:
+            while pending and (under_way > WINDOW_BYTES or len(pending) > WINDOW_STEPS):
                 under_way -= pending[0].step.num_bytes
                 yield from self._finish(pending.popleft())
         while pending:

@@ -35,7 +35,6 @@ from merak.checkpoint.pretrained.tensor_file import (
     read_layout,
     read_tensor,
 )
-from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError, WeightsError
 from merak.core.tensor_meta import TensorMeta
 
@@ -132,8 +131,10 @@ def export_checkpoint(
     except DamagedFile as error:
         raise _damaged(checkpoint, str(error)) from error
     except OSError as error:
-        reason = why_not_written(error, target) or str(error)
-        raise SavingError(f"{target} could not be written: {reason}.") from error
+        raise SavingError(
+            f"{target} could not be written: {error.strerror or error}; make room, make it "
+            "writable, or name another folder."
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     metas = [source.meta for sources in stored.values() for source in sources.values()]

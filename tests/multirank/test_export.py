@@ -1,0 +1,68 @@
+"""`merak export` of a job's checkpoints gives what its `save_model` gives, whatever the layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import merak
+from merak.checkpoint.pretrained.export import export_checkpoint
+from tests.multirank.ranks import RankPool
+from tests.multirank.test_model_files import gpt2, mixtral
+from tests.multirank.training import Layout, Texts
+from tests.tiers import slow
+
+MODELS = {"gpt2": gpt2, "mixtral": mixtral}
+
+
+def train(kind: str, layout: Layout, zero: int, folder: str) -> None:
+    from tokenizers import Tokenizer, models
+
+    merak.init(*layout, device="cpu")
+    torch.manual_seed(0)
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    arguments = merak.MerakArguments(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        max_steps=2,
+        save_steps=2,
+        learning_rate=0.05,
+        zero=zero,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = merak.MerakTrainer(
+        model=MODELS[kind](),
+        args=arguments,
+        train_dataset=Texts(16, padded=False),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=words, unk_token="a", pad_token="a"
+        ),
+    )
+    trainer.train()
+    trainer.save_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "zero"),
+    [
+        ("gpt2", (2, 2, 1), 1),
+        slow("gpt2", (2, 1, 2), 3),
+        slow("mixtral", (1, 2, 2), 0),
+    ],
+)
+def test_an_exported_checkpoint_is_the_saved_model(
+    pool: RankPool, kind: str, layout: Layout, zero: int, tmp_path: Path
+) -> None:
+    pool.run(train, 4, kind, layout, zero, str(tmp_path / "run"))
+    found = export_checkpoint(tmp_path / "run" / "checkpoint-2", tmp_path / "out")
+    beside = {"training_args.json", "checkpoint-2"}
+    saved = {path.name for path in (tmp_path / "run").iterdir()}
+    assert set(found.files) == saved - beside
+    assert {"model.safetensors", "generation_config.json", "tokenizer.json"} <= saved
+    for name in found.files:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
