@@ -81,9 +81,8 @@ def check_job(job: Job) -> None:
         trust_remote_code=recipe.model.trust_remote_code,
     )
     check_inner_fields(source.config, recipe.model.config)
-    with pretended(
-        Mesh(**dataclasses.asdict(recipe.parallel), rank=0, device=device, device_mesh=None)
-    ):
+    wanted = recipe.parallel
+    with pretended(Mesh(wanted.dp, wanted.tp, wanted.pp, 0, device, device_mesh=None)):
         args = DraftArguments(**_settings(recipe))
     refuse_no_steps(args)
     checkpoint_to_resume(
@@ -129,8 +128,7 @@ def run_job(job: Job) -> TrainReport | None:
         recipe.model.config,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    degrees = dataclasses.asdict(recipe.parallel)
-    merak.init(**degrees, backend=job.backend, device=job.device)
+    merak.init(**dataclasses.asdict(recipe.parallel), backend=job.backend, device=job.device)
     args = merak.MerakArguments(**_settings(recipe))
     with announced(f"reading {recipe.data.source}"):
         corpus = _corpus(recipe, source, args.seed)

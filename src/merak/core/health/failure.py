@@ -123,6 +123,7 @@ def _report(
         error = TrainingError(why_lost(error)).with_traceback(trace)
     if is_first():
         _show(before, error)
+        _tell_of_restart()
         tell_launcher(error)
     else:
         time.sleep(LAUNCHER_S)
@@ -140,6 +141,23 @@ def _report_in_thread(
     if failed.thread is not None and failed.thread.name.startswith(THREADS):
         sys.stderr.flush()
         os._exit(1)
+
+
+def restarts_left() -> int:
+    """Return how many times torchrun will start the ranks of this host again."""
+    made = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return max(0, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - made)
+
+
+def _tell_of_restart() -> None:
+    """Say what a job of several hosts waits for now, since torchrun itself says nothing."""
+    if restarts_left() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        print(
+            "merak: torchrun starts the ranks again. If a host is lost and --nnodes needs it, the "
+            "job waits for another host: run the same command there again.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def why_lost(error: BaseException) -> str:
