@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,10 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as bars
 
 from merak.checkpoint.peft_adapters import adapter_keys, has_adapters, write_adapters
@@ -29,6 +27,7 @@ from merak.checkpoint.pretrained.file_tensors import (
     file_tensors,
     meta_state,
 )
+from merak.checkpoint.pretrained.splitting import INDEX, split_files
 from merak.checkpoint.pretrained.tensor_file import FileLayout, TensorFile, check_file, lay_out
 from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError
@@ -163,7 +162,7 @@ class ModelFiles:
                 path.rename(folder / path.name)
             aside.rmdir()
         if self.index is not None:
-            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(self.index, encoding="utf-8")
+            (folder / INDEX).write_text(self.index, encoding="utf-8")
 
     def check(self, folder: Path) -> None:
         """Compare the header and the size of every file with the plan.
@@ -214,7 +213,8 @@ def plan_model_files(
         steps = [_step(held, names, ranks[0], "", (key,), (key,)) for key in needed]
         return ModelFiles(model, mesh, held, names, {}, {}, {}, tuple(steps), None)
     tensors = file_tensors(model, state)
-    files, index = _split(tensors, max_shard_size, len(ranks))
+    metas = {key: tensor.meta for key, tensor in tensors.items()}
+    files, index = split_files(metas, max_shard_size or _largest_file(tensors, len(ranks)))
     for_files = {
         file: [names[source] for key in keys for source in tensors[key].sources]
         for file, keys in files.items()
@@ -231,32 +231,10 @@ def plan_model_files(
     return ModelFiles(model, mesh, held, names, tensors, files, chosen, tuple(steps), index)
 
 
-def _split(
-    tensors: Mapping[str, FileTensor], max_shard_size: int | str | None, num_ranks: int
-) -> tuple[dict[str, tuple[str, ...]], str | None]:
-    """Keys of each file, and the text of the index where there are several files."""
-    metas = {
-        key: torch.empty(t.meta.shape, dtype=t.meta.dtype, device="meta")
-        for key, t in tensors.items()
-    }
-    if max_shard_size is None:
-        total = sum(t.meta.num_bytes for t in tensors.values())
-        share = -(-total // num_ranks)
-        max_shard_size = min(max(share, SMALLEST_FILE_BYTES), LARGEST_FILE_BYTES)
-    split = split_torch_state_dict_into_shards(
-        metas,
-        filename_pattern=SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
-        max_shard_size=max_shard_size,
-    )
-    files = {file: tuple(keys) for file, keys in split.filename_to_tensors.items()}
-    if not split.is_sharded:
-        return files, None
-    total = sum(tensor.numel() for tensor in metas.values())
-    index = {
-        "metadata": {"total_parameters": total, **split.metadata},
-        "weight_map": split.tensor_to_filename,
-    }
-    return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
+def _largest_file(tensors: Mapping[str, FileTensor], num_ranks: int) -> int:
+    """The most bytes of a file for which all ranks have one to write, within bounds."""
+    total = sum(tensor.meta.num_bytes for tensor in tensors.values())
+    return min(max(-(-total // num_ranks), SMALLEST_FILE_BYTES), LARGEST_FILE_BYTES)
 
 
 def _groups(keys: Iterable[str], tensors: Mapping[str, FileTensor]) -> Iterator[tuple[str, ...]]:

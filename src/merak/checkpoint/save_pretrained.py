@@ -59,7 +59,7 @@ def save_pretrained(
     tensors = rank_view(model, owned, shards, mesh).tensors
     unfinished = unfinished_folder(target)
     try:
-        writers = _ranks_that_see(target, mesh, what)
+        writers = _ranks_that_see(target, unfinished, mesh, what)
         plan = plan_model_files(model, holdings, mesh, max_shard_size, writers)
         plan.write(tensors, unfinished, wait=waiting, target=target)
         _on_rank0(partial(_finish, plan, unfinished, target), target, mesh, what)
@@ -68,19 +68,20 @@ def save_pretrained(
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _ranks_that_see(target: Path, mesh: Mesh, what: str) -> list[int]:
+def _ranks_that_see(target: Path, unfinished: Path, mesh: Mesh, what: str) -> list[int]:
     """Make the hidden folder on rank 0; returns the ranks that see it, perhaps on other hosts."""
     mark = f"seen-{secrets.token_hex(8)}"
 
     def start() -> None:
-        (start_folder(target) / mark).touch()
-        copy_card(target, unfinished_folder(target))
+        start_folder(target, unfinished)
+        (unfinished / mark).touch()
+        copy_card(target, unfinished)
 
     mark = gather_objects(mark)[0]
     _on_rank0(start, target, mesh, what)
-    seen = gather_objects((unfinished_folder(target) / mark).exists())
+    seen = gather_objects((unfinished / mark).exists())
     if mesh.rank == 0:
-        (unfinished_folder(target) / mark).unlink()
+        (unfinished / mark).unlink()
     return [rank for rank, sees in enumerate(seen) if sees]
 
 

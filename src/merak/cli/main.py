@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from merak.cli.check import check
+from merak.cli.export import export
 from merak.cli.memory import memory
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
@@ -46,6 +47,7 @@ app.command(
     "memory",
     epilog="Example: merak memory --model GPT2LMHeadModel --pp 4 --microbatches 8 --recompute 0.5",
 )(memory)
+app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
 
 

@@ -8,44 +8,39 @@ index that names files which are missing.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
-
+from merak.checkpoint.pretrained.splitting import INDEX, is_weights
 from merak.core.private_files import give_usual_modes
-
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def unfinished_folder(target: Path) -> Path:
-    """The hidden folder in which a folder is prepared: beside it, on the same file system.
+    """The hidden folder in which files are prepared, on the file system of their places.
 
     Args:
-        target: the folder that is to appear, or whose files are to be replaced.
+        target: the folder that is to appear, beside it, or whose files are to be replaced, in it.
     """
-    place = target.resolve()
-    if place.is_dir() and place.stat().st_dev != place.parent.stat().st_dev:
-        return place / ".merak.partial"  # a mounted one, into which no rename leads
+    if target.is_dir():
+        return target / ".merak.partial"
+    place = target.absolute()
     return place.with_name(f".{place.name}.partial")
 
 
-def start_folder(target: Path) -> Path:
+def start_folder(target: Path, unfinished: Path) -> None:
     """Make the hidden folder of a target anew.
 
     Args:
         target: as in `unfinished_folder`.
+        unfinished: the hidden folder.
 
     Raises:
         NotADirectoryError: the target is a file.
     """
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file")
-    unfinished = unfinished_folder(target)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    return unfinished
 
 
 def place_folder(unfinished: Path, target: Path) -> None:
@@ -66,15 +61,16 @@ def place_folder(unfinished: Path, target: Path) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(unfinished / name, target / name)
     _sync(target)
-    if any(_WEIGHTS.fullmatch(str(name)) for name in new):
-        names = [Path(path.name) for path in target.iterdir() if _WEIGHTS.fullmatch(path.name)]
-        for name in sorted(set(names) - new, key=_index_last, reverse=True):
+    if any(is_weights(str(name)) for name in new):
+        there = {Path(path.name) for path in target.iterdir()}
+        stale = [name for name in there - new if is_weights(str(name)) or str(name) == INDEX]
+        for name in sorted(stale, key=_index_last, reverse=True):
             (target / name).unlink()
     shutil.rmtree(unfinished)
 
 
 def _index_last(name: Path) -> tuple[bool, str]:
-    return name.name == SAFE_WEIGHTS_INDEX_NAME, str(name)
+    return str(name) == INDEX, str(name)
 
 
 def sync_folder(folder: Path) -> None:

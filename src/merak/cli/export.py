@@ -1,0 +1,127 @@
+"""`merak export`: the Hugging Face folder of a checkpoint, in one process."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from merak.cli.options import argument, json_output, option, takes
+from merak.cli.output import show, stdout_to_stderr
+from merak.core.units import count, size
+from merak.launch.errors import CommandError
+
+if TYPE_CHECKING:
+    import torch
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", re.IGNORECASE)
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """Report of an export.
+
+    Args:
+        folder: that was written.
+        files: names of its files.
+        parameters: elements of all tensors in them.
+        bytes: of all files.
+        seconds: that it took.
+    """
+
+    folder: str
+    files: list[str]
+    parameters: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """Request to export a checkpoint."""
+
+    checkpoint: Path = argument(MISSING, "CHECKPOINT", "A checkpoint-… folder, of any layout.")
+    out: Path = argument(MISSING, "OUT", "The folder to write.")
+    max_shard_size: str | None = option(
+        None, "--max-shard-size", "SIZE", "Most of a file, such as 5GB; files as in the checkpoint."
+    )
+    dtype: str | None = option(
+        None, "--dtype", "|".join(_DTYPES), "Type of floating point tensors; their own."
+    )
+    overwrite: bool = option(
+        False, "--overwrite", "", "Replace the model in a folder that is not empty."
+    )
+    as_json: bool = json_output()
+
+
+@takes(ExportRequest)
+def export(request: ExportRequest) -> None:
+    """Export a checkpoint as a folder that from_pretrained reads.
+
+    Needs one process, no accelerator, and memory for one tensor. Checks the files first.
+    """
+    with stdout_to_stderr():
+        report = export_report(request)
+    show(report, _page, request.as_json)
+
+
+def export_report(request: ExportRequest) -> ExportReport:
+    """Export a checkpoint.
+
+    Args:
+        request: what to export, and where to.
+
+    Raises:
+        CommandError: a size or type that is none.
+        WeightsError: as of `merak.checkpoint.pretrained.export.export_checkpoint`.
+    """
+    max_shard_size, dtype = _num_bytes(request.max_shard_size), _dtype(request.dtype)
+    from merak.checkpoint.pretrained.export import export_checkpoint
+
+    started = time.perf_counter()
+    found = export_checkpoint(
+        request.checkpoint,
+        request.out,
+        max_shard_size=max_shard_size,
+        dtype=dtype,
+        overwrite=request.overwrite,
+    )
+    seconds = time.perf_counter() - started
+    return ExportReport(
+        str(request.out), list(found.files), found.parameters, found.num_bytes, seconds
+    )
+
+
+def _num_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    num_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if not num_bytes:
+        raise CommandError(
+            f"--max-shard-size {text} is no size of a file; use such as 5GB or 500MB."
+        )
+    return num_bytes
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name not in _DTYPES:
+        raise CommandError(f"--dtype {name} is none; use one of {', '.join(_DTYPES)}.")
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _page(report: ExportReport) -> str:
+    files = "1 file" if len(report.files) == 1 else f"{len(report.files)} files"
+    return (
+        f"{report.folder}: {files}, {count(report.parameters)} parameters, {size(report.bytes)}, "
+        f"in {report.seconds:.1f} s"
+    )
