@@ -1,4 +1,7 @@
-"""Settings of every test: one thread a process, no network, GPU tests where there is a GPU."""
+"""Settings of every test: one thread a process, no network, GPU tests where there is a GPU.
+
+Tests marked `soak` run for hours, so only `-m soak` runs them.
+"""
 
 import atexit
 import os
@@ -20,8 +23,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on a machine without a CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` on a machine without a CUDA device, and `soak` unless asked."""
+    if "soak" not in config.option.markexpr:
+        soaking = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=soaking)
+        items[:] = [item for item in items if item not in soaking]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,24 @@ class Recorder(transformers.TrainerCallback):
                 print(json.dumps(line), file=file, flush=True)
 
 
+class Slowly(transformers.TrainerCallback):
+    """Takes its time at every step, so that a test can meet a job in the middle.
+
+    Args:
+        pause_s: seconds of a step.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        time.sleep(self.pause_s)
+
+
 def main(folder: Path, dp: int, tp: int, pp: int, options: dict[str, Any]) -> None:
     mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu", **options.pop("init", {}))
     setup = Setup("gpt2", dropout=0.1, arguments=options.pop("arguments", {}))
-    resume = options.pop("resume", None)
+    pause_s = options.pop("pause_s", 0.0)
     args = merak.MerakArguments(
         gradient_accumulation_steps=setup.num_microbatches // dp,
         trace_cache=str(folder / "cache"),
@@ -48,7 +63,9 @@ def main(folder: Path, dp: int, tp: int, pp: int, options: dict[str, Any]) -> No
     )
     degrees = [mesh.dp, mesh.tp, mesh.pp]
     trainer.add_callback(Recorder(folder / "losses.jsonl", {"degrees": degrees}))
-    trainer.train(resume_from_checkpoint=resume)
+    if pause_s:
+        trainer.add_callback(Slowly(pause_s))
+    trainer.train()
 
 
 if __name__ == "__main__":

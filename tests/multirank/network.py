@@ -58,7 +58,7 @@ class Host:
                 [*enter, _ENTER.format(mounts=mounts), self.name, *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": _paths(), **(environment or {})},
+                env={**script_environment(), **(environment or {})},
                 start_new_session=True,
             )
 
@@ -132,7 +132,7 @@ class Network:
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth7")
             for interface in ("lo", "eth7"):
                 _ip("-n", host.namespace, "link", "set", interface, "up")
-        entered = ["ip", "netns", "exec", second.namespace, "unshare", "--uts", "true"]
+        entered = ["ip", "netns", "exec", second.namespace, "unshare", "--uts", "hostname", "x"]
         subprocess.run(entered, check=True, capture_output=True, text=True)
 
     def _name(self, host: Host) -> None:
@@ -172,8 +172,10 @@ def _ip(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _paths() -> str:
-    return os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
+def script_environment() -> dict[str, str]:
+    """The environment of a script, which finds Merak and these tests."""
+    paths = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
+    return {**os.environ, "PYTHONPATH": paths}
 
 
 def wait_for(log: Path, pattern: str, limit_s: float = 240.0) -> str:

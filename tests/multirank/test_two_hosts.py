@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.multirank.network import Network
+from merak.core.mesh import OWN_STORE
+from tests.multirank.network import Network, script_environment, until, wait_for
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("host_jobs.py"))
@@ -94,3 +96,67 @@ def test_hosts_without_a_shared_folder_are_refused_before_anything_is_built(
     assert "name a folder on a file system that all hosts share" in sentences[0]
     assert "tracing" not in said
     assert not [*(tmp_path / "output").iterdir(), *(tmp_path / "elsewhere").iterdir()]
+
+
+STEPS = 12
+
+
+def saving(**arguments: Any) -> dict[str, Any]:
+    """Arguments of a job that saves every second step, and goes on from what there is."""
+    chosen = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    return {**chosen, "resume_from_checkpoint": "auto", **arguments}
+
+
+def resilient(network: Network, host: int, folder: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a host of two ranks, whose job is restarted after a fault."""
+    found = network.hosts[host]
+    log = folder / f"{found.name}.log"
+    return found.torchrun(2, options.pop("script"), log, max_restarts=3, **options)
+
+
+def newest(folder: Path) -> int:
+    found = (folder / "output").glob("checkpoint-*")
+    return max((int(checkpoint.name.rpartition("-")[2]) for checkpoint in found), default=0)
+
+
+def uninterrupted(folder: Path) -> list[float]:
+    """The losses of the same job in one process without a fault."""
+    folder.mkdir()
+    command = [sys.executable, *job(folder, 1, 1, 1, arguments={"max_steps": STEPS})]
+    subprocess.run(command, env=script_environment(), check=True, timeout=PATIENCE_S)
+    return losses(folder)
+
+
+def lose_second_host(network: Network, folder: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a job on both hosts, of which the second is gone after a checkpoint."""
+    first, second = (resilient(network, host, folder, **options) for host in (0, 1))
+    until(lambda: newest(folder) >= 4 or None, "checkpoint", PATIENCE_S, folder / "host-a.log")
+    network.hosts[1].kill()
+    second.wait()
+    return first
+
+
+def test_a_job_waits_for_a_lost_host_and_goes_on_from_the_newest_checkpoint(
+    network: Network, tmp_path: Path
+) -> None:
+    script = job(tmp_path, 1, 2, 2, arguments=saving(), pause_s=0.3)
+    # Without it torch 2.13 gives an agent that comes later no address to meet at.
+    options = {"script": script, "nodes": "2", "environment": {OWN_STORE: "1"}}
+    first = lose_second_host(network, tmp_path, **options)
+    wait_for(tmp_path / "host-a.log", "the job waits for another host: run", PATIENCE_S)
+    assert len(losses(tmp_path)) < STEPS
+    back = resilient(network, 1, tmp_path, **options)
+    assert ends([first, back], tmp_path) == [0, 0], told(tmp_path)
+    assert losses(tmp_path) == pytest.approx(uninterrupted(tmp_path / "alone"), rel=1e-5)
+
+
+def test_a_job_goes_on_without_a_lost_host_if_the_user_allows_it(
+    network: Network, tmp_path: Path
+) -> None:
+    script = job(tmp_path, 2, 1, 2, arguments=saving(), pause_s=0.3, init={"elastic": True})
+    first = lose_second_host(network, tmp_path, script=script, nodes="1:2")
+    assert ends([first], tmp_path) == [0], told(tmp_path)
+    sentence = "2 ranks are there for dp=2 × tp=1 × pp=2: running as dp=1 × tp=1 × pp=2."
+    assert sentence in told(tmp_path)
+    assert losses(tmp_path) == pytest.approx(uninterrupted(tmp_path / "alone"), rel=1e-5)
+    assert not list((tmp_path / "output").glob(".*"))

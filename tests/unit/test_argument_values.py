@@ -102,6 +102,20 @@ def test_settled_arguments_are_taken_again() -> None:
     assert dataclasses.replace(args, max_steps=3).max_steps == 3
 
 
+def test_a_step_keeps_its_samples_where_fewer_replicas_are_there() -> None:
+    smaller = meshes.Mesh(2, 1, 1, 0, torch.device("cpu"), None, wanted_dp=4)
+    meshes._current[0] = smaller
+    args = arguments(gradient_accumulation_steps=3)
+    assert args.gradient_accumulation_steps == 6
+    assert args.train_batch_size * args.world_size * 6 == 8 * 4 * 3
+    assert dataclasses.replace(args, max_steps=3).gradient_accumulation_steps == 6
+    assert MerakArguments(**dataclasses.asdict(args)).gradient_accumulation_steps == 6
+    meshes._current[0] = dataclasses.replace(smaller, dp=3)
+    with pytest.raises(ArgumentsError, match=r"=2 × dp=4 = 8 microbatches .* the 3 replicas that"):
+        arguments(gradient_accumulation_steps=2)
+    assert arguments(gradient_accumulation_steps=3).gradient_accumulation_steps == 4
+
+
 def test_ranges_are_of_fields() -> None:
     assert set(RANGES) <= {field.name for field in dataclasses.fields(MerakArguments)}
 

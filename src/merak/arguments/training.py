@@ -24,7 +24,7 @@ from merak.arguments.single_process import fresh_state
 from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError, MerakError
 from merak.core.health.status import phase, waiting, waiting_for_all
-from merak.core.mesh import current_mesh
+from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.plan.options import BUCKET_BYTES
@@ -72,6 +72,9 @@ class MerakArguments(TrainingFields):
         if self.report_to is None:
             self.report_to = "none"  # which transformers would take for a logger
         self._post_init_of_transformers()
+        self.gradient_accumulation_steps = accumulation_steps(
+            self.gradient_accumulation_steps, mesh
+        )
         check_arguments(self)
         self._fill_defaults()
 
@@ -173,6 +176,32 @@ class MerakArguments(TrainingFields):
             if first:
                 with waiting_for_all(f"{desc} to be seen by"):
                     dist.barrier()
+
+
+class _Accumulated(int):
+    """Accumulation steps that are for the mesh's dp already, also in a copy of the arguments."""
+
+
+def accumulation_steps(wanted: int, mesh: Mesh) -> int:
+    """Accumulation steps with which a step has the samples of the dp that the script names.
+
+    Args:
+        wanted: for the dp of `merak.init`.
+        mesh: of the job, of which a host may be lost.
+
+    Raises:
+        ArgumentsError: the microbatches of a step cannot be shared out equally.
+    """
+    if not mesh.wanted_dp or isinstance(wanted, _Accumulated):
+        return wanted
+    microbatches = wanted * mesh.wanted_dp
+    if microbatches % mesh.dp:
+        raise ArgumentsError(
+            f"gradient_accumulation_steps={wanted} × dp={mesh.wanted_dp} = {microbatches} "
+            f"microbatches a step cannot be shared out over the {mesh.dp} replicas that the ranks "
+            f"are enough for; use a number of accumulation steps that {mesh.dp} divides."
+        )
+    return _Accumulated(microbatches // mesh.dp)
 
 
 def check_arguments(arguments: TrainingFields) -> None:

@@ -94,16 +94,14 @@ class CheckpointWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the boxes of a plan."""
         written: list[WriteResult] = []
+        if self._model_files is not None:  # first: ranks that fail in it do so together
+            assert isinstance(planner, ShardSavePlanner)
+            weights = planner.weights()
+            names = self._model_files.write(weights, self._folder, self._group, wait=self._wait)
+            written += [_file_result(self._folder, name) for name in names]
         for number, items in enumerate(_by_file(plan.items)):
             name = f"rank-{self._rank:05}" + (f"-part-{number}" if number else "")
             written += self._write_file(f"{name}.safetensors", items, planner)
-        if self._model_files is not None:
-            assert isinstance(planner, ShardSavePlanner)
-            weights = planner.weights()
-            for name in self._model_files.write(
-                weights, self._folder, self._group, wait=self._wait
-            ):
-                written.append(_file_result(self._folder, name))
         self.waits = True
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)

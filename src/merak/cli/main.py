@@ -16,7 +16,8 @@ from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
-from merak.launch.errors import RunError
+from merak.core.health.preemption import TERMINATED
+from merak.launch.errors import RunError, TerminatedError
 
 BAD_INPUT = 2
 """The exit code for input that makes no sense."""
@@ -64,13 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, or 2 for bad input, or 1 for a run or check that failed, or 130 for
-        one that was interrupted.
+        one that was interrupted, or 143 for one that SIGTERM has ended.
     """
     try:
         code = app(args=arguments, prog_name="merak", standalone_mode=False)
     except (MerakError, RunError) as error:
         if "RANK" in os.environ:  # a rank of torchrun's: merak.core.health.failure says it, once
             raise
+        if isinstance(error, TerminatedError):
+            return _refuse(str(error), TERMINATED)
         failed = isinstance(error, (RunError, TrainingError))
         return _refuse(str(error), RUN_FAILED if failed else BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from merak.cli.options import argument, backend, device, json_output, takes
+from merak.cli.options import argument, backend, device, json_output, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.recipe.report import TrainReport
 
@@ -15,6 +16,15 @@ class TrainRequest:
     """Request to train as a recipe says."""
 
     recipe: Path = argument(MISSING, "RECIPE.yaml", "What to train, on what.")
+    max_restarts: int = option(
+        0,
+        "--max-restarts",
+        "N",
+        "How often all ranks are started again after a fault; implies --resume.",
+    )
+    resume: bool = option(
+        False, "--resume", "", "Go on from the newest valid checkpoint in output_dir, if any."
+    )
     backend: str | None = backend()
     device: str | None = device()
     as_json: bool = json_output()
@@ -35,18 +45,41 @@ def train(request: TrainRequest) -> None:
     if under_torchrun():
         failure.install()  # of all ranks, the first to fail is the one that reports
     with stdout_to_stderr():
-        job = Job(read_recipe(request.recipe), request.backend, request.device)
+        max_restarts = _max_restarts(request)
+        resumes = request.resume or max_restarts > 0
+        job = Job(read_recipe(request.recipe), request.backend, request.device, resumes)
         if not under_torchrun():
             check_job(job)  # once, and before ranks are started
         num_ranks = job.recipe.parallel.num_ranks
-        if num_ranks == 1 or under_torchrun():
+        if under_torchrun() or (num_ranks == 1 and not max_restarts):
             report = run_job(job)
         else:
             show_announcements()
             announce("starting %d ranks …", num_ranks)
-            report = run_ranks(Work(run_job, (job,)), num_ranks)
+            report = run_ranks(Work(run_job, (job,)), num_ranks, max_restarts)
     if report is not None:
         show(report, _page, request.as_json)
+
+
+def _max_restarts(request: TrainRequest) -> int:
+    """The number of restarts, of this command or of the torchrun that has started this rank.
+
+    Raises:
+        CommandError: it is negative, or given to a rank of torchrun's.
+    """
+    from merak.launch.errors import CommandError
+
+    given = request.max_restarts
+    if given < 0:
+        raise CommandError(f"--max-restarts {given} is no number of restarts; use 0 or more.")
+    if "RANK" not in os.environ:
+        return given
+    if given:
+        raise CommandError(
+            f"torchrun has started this rank, so torchrun restarts it: give --max-restarts {given} "
+            "to torchrun."
+        )
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def _page(report: TrainReport) -> str:

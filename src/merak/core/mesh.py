@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from merak.core.elastic import Degrees, smaller_degrees
 from merak.core.errors import MeshError
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
@@ -43,6 +45,7 @@ class Mesh:
         device_mesh: torch's mesh over the same ranks; None in a single process, and for a mesh
             that a job is only planned for.
         hosts: name of each rank's host; empty where all ranks are on one.
+        wanted_dp: the dp of `init`, where there are too few ranks for it; 0 where there are enough.
     """
 
     dp: int
@@ -52,6 +55,7 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None
     hosts: tuple[str, ...] = ()
+    wanted_dp: int = 0
 
     @property
     def world_size(self) -> int:
@@ -95,6 +99,9 @@ class Mesh:
         return self.device_mesh.get_group(axis)
 
 
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Environment variable with which torchrun makes a store anew for each attempt."""
+
 _LONGEST_S = 10 * 365 * 24 * 3600.0
 """Largest timeout in seconds: torch counts it in milliseconds of limited size."""
 
@@ -109,6 +116,7 @@ def init(
     backend: str | None = None,
     device: str | torch.device | None = None,
     timeout_s: float = 600.0,
+    elastic: bool = False,
 ) -> Mesh:
     """Lay the ranks out as dp × tp × pp and connect them. Call once, before building the trainer.
 
@@ -122,6 +130,9 @@ def init(
         timeout_s: seconds that a rank waits for others until the engine is built, for which
             `hang_limit_s` counts; then every rank prints where it stands, and the job ends. torch's
             own timeouts are raised to come after it.
+        elastic: whether the job may run in smaller degrees where torchrun has started fewer ranks
+            (`--nnodes=MIN:MAX`): dp is lowered first, then pp, then tp. `MerakArguments` then
+            raises `gradient_accumulation_steps`, so that a step has the same samples.
 
     Returns:
         The mesh, which `current_mesh()` also gives.
@@ -134,42 +145,71 @@ def init(
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     preemption.listen()
-    _check_degrees(dp, tp, pp)
+    degrees = _check_degrees(Degrees(dp, tp, pp), elastic)
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
         raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
     chosen = _pick_device(device)
     _check_backend(backend, chosen)
-    mesh = _connect(dp, tp, pp, chosen, backend, timeout_s)
+    mesh = _connect(*degrees, chosen, backend, timeout_s)
+    if degrees != (dp, tp, pp):
+        mesh = replace(mesh, wanted_dp=dp)
+        warn_on_rank0(
+            logger,
+            "%d ranks are there for %s: running as %s.",
+            mesh.world_size,
+            Degrees(dp, tp, pp),
+            degrees,
+        )
     _current.append(mesh)
+    _warn_of_hosts(mesh)
+    return mesh
+
+
+def _warn_of_hosts(mesh: Mesh) -> None:
+    """Warn of a tensor parallelism that hosts slow down, and of hosts that could not come back."""
     if crosses_hosts(mesh, "tp"):
         warn_on_rank0(
             logger,
             "tp=%d spans hosts (%s): every layer all-reduces over tp several times a microbatch, "
             "and between hosts that takes many times as long as inside one; %s.",
-            tp,
+            mesh.tp,
             describe_hosts(mesh.hosts),
-            _how_to_place(mesh.hosts, tp),
+            _how_to_place(mesh.hosts, mesh.tp),
         )
-    return mesh
+    if mesh.hosts and store.is_agents() and failure.restarts_left():
+        warn_on_rank0(
+            logger,
+            "A host that is lost could not come back to this job: torchrun gives its new processes "
+            "no address to meet at; set %s=1 for torchrun on every host.",
+            OWN_STORE,
+        )
 
 
-def _check_degrees(dp: int, tp: int, pp: int) -> None:
-    """Refuse degrees that are none, or whose product is not the number of ranks."""
-    for axis, degree in (("dp", dp), ("tp", tp), ("pp", pp)):
+def _check_degrees(wanted: Degrees, elastic: bool) -> Degrees:
+    """Refuse degrees that are none, or whose product is not the number of ranks.
+
+    Returns:
+        The degrees to run in: smaller ones where fewer ranks are there and `elastic` allows it.
+    """
+    for axis, degree in wanted._asdict().items():
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise MeshError(f"{axis}={degree!r} is not a degree; use a whole number of 1 or more.")
-    num_ranks = dp * tp * pp
+    num_ranks = math.prod(wanted)
     if "RANK" not in os.environ and num_ranks > 1:
         raise MeshError(
-            f"dp={dp} × tp={tp} × pp={pp} needs {num_ranks} ranks, but this is a single process; "
+            f"{wanted} needs {num_ranks} ranks, but this is a single process; "
             f"start it with `torchrun --nproc-per-node {num_ranks} script.py`."
         )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks != world_size:
-        raise MeshError(
-            f"dp={dp} × tp={tp} × pp={pp} = {num_ranks} ranks, but torchrun started {world_size}; "
-            f"make the product of the degrees equal the number of ranks."
-        )
+    if num_ranks == world_size:
+        return wanted
+    smaller = smaller_degrees(wanted, world_size) if world_size < num_ranks else None
+    if elastic and smaller is not None:
+        return smaller
+    fix = "make the product of the degrees equal the number of ranks"
+    if smaller is not None:
+        fix += ", or allow smaller degrees with merak.init(…, elastic=True)"
+    raise MeshError(f"{wanted} = {num_ranks} ranks, but torchrun started {world_size}; {fix}.")
 
 
 def crosses_hosts(mesh: Mesh, axis: str) -> bool:

@@ -9,3 +9,7 @@ class CommandError(MerakError):
 
 class RunError(Exception):
     """Failure of a run that is not bad input; the message says how."""
+
+
+class TerminatedError(RunError):
+    """End of a run by SIGTERM, which has its own exit code."""

@@ -25,15 +25,16 @@ from merak.core.errors import MerakError, TrainingError
 from merak.core.health.failure import is_lost_connection, why_lost
 from merak.core.health.heartbeat import GLOO
 from merak.core.health.interrupt import INTERRUPTED, listen, was_interrupted
+from merak.core.health.preemption import TERMINATED
 from merak.core.health.store import LOOPBACK, loopback_interface
 from merak.launch import rendezvous
-from merak.launch.errors import RunError
+from merak.launch.errors import RunError, TerminatedError
 from merak.launch.forkserver import THREADS, environment, num_threads, quiet_tracker, start_method
 
 Result = TypeVar("Result")
 
-SHUTDOWN_S = 10
-"""Seconds that the other ranks get to end by themselves after one has failed."""
+SHUTDOWN_S = 30
+"""Seconds that ranks get to end by themselves, and to save on SIGTERM; as torchrun has it."""
 
 
 TORCH_SPAWN = "multiprocessing.spawn"
@@ -74,12 +75,13 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ
 
 
-def run_ranks(work: Work[Result], num_ranks: int) -> Result:
+def run_ranks(work: Work[Result], num_ranks: int, max_restarts: int = 0) -> Result:
     """Run a function on new ranks of this machine.
 
     Args:
         work: what every rank does.
         num_ranks: how many.
+        max_restarts: how often all ranks are started again after one has failed.
 
     Returns:
         What rank 0 returned.
@@ -88,20 +90,25 @@ def run_ranks(work: Work[Result], num_ranks: int) -> Result:
         MerakError: a rank found its input bad; the first one's sentence.
         RunError: training could not go on, or a rank failed otherwise: the first one's sentence,
             traceback or signal.
+        TerminatedError: SIGTERM has ended the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, _quiet_launcher():
         os.environ.setdefault(THREADS, num_threads(num_ranks))
         try:
-            results = elastic_launch(_launch_config(num_ranks), _rank)(work, Path(folder))
+            results = elastic_launch(_launch_config(num_ranks, max_restarts), _rank)(
+                work, Path(folder)
+            )
         except ChildFailedError as error:
             raise _first_cause(Path(folder), error) from None
         except SignalException as error:
+            if error.sigval == signal.SIGTERM:
+                raise TerminatedError("SIGTERM has ended the job.") from None
             raise KeyboardInterrupt from error
     result: Result = results[0]
     return result
 
 
-def _launch_config(num_ranks: int) -> LaunchConfig:
+def _launch_config(num_ranks: int, max_restarts: int) -> LaunchConfig:
     rendezvous.register()
     return LaunchConfig(
         min_nodes=1,
@@ -111,7 +118,7 @@ def _launch_config(num_ranks: int) -> LaunchConfig:
         rdzv_backend=rendezvous.BACKEND,
         rdzv_endpoint="",
         local_addr=LOOPBACK,
-        max_restarts=0,
+        max_restarts=max_restarts,
         shutdown_timeout=SHUTDOWN_S,
         start_method=start_method(),
     )
@@ -122,6 +129,7 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was forked from
     listen()
+    _report_restart(folder)
     try:
         return work.function(*work.arguments)
     except MerakError as error:
@@ -129,6 +137,8 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or was_interrupted():
             os._exit(INTERRUPTED)  # the command says so
+        if isinstance(error, SystemExit) and error.code == TERMINATED:
+            os._exit(TERMINATED)  # likewise
         if is_lost_connection(error):
             reported = why_lost(
                 error
@@ -141,18 +151,47 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     os._exit(1)
 
 
+def _report_restart(folder: Path) -> None:
+    """Report why ranks have been started again; what bad input has ended once, it ends for good."""
+    attempt, rank = _attempt(), int(os.environ["RANK"])
+    if not attempt:
+        return
+    before = min(_notes(folder, attempt - 1), key=lambda failure: failure.time_s, default=None)
+    if before is not None and before.is_bad_input:
+        _note(folder, before.sentence, is_bad_input=True)
+        os._exit(1)
+    if rank == 0:
+        why = "a rank has ended" if before is None else before.sentence
+        most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        print(f"\nmerak: {why}\n[merak] restart {attempt} of {most} …", file=sys.stderr, flush=True)
+
+
+def _attempt() -> int:
+    """Number of restarts before this start of the ranks."""
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def _notes(folder: Path, attempt: int) -> list[Failure]:
+    """Notes of the ranks that failed in an attempt."""
+    files = folder.glob(f"failure-{attempt}-*.json")
+    return [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
 def _note(folder: Path, sentence: str, *, is_bad_input: bool) -> None:
     rank = int(os.environ["RANK"])
     failure = Failure(rank, time.time(), sentence, is_bad_input)
     partial = folder / f"partial-{rank}"
     partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    partial.rename(folder / f"failure-{rank}.json")
+    partial.rename(folder / f"failure-{_attempt()}-{rank}.json")
 
 
 def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
-    notes = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("failure-*.json")]
-    failures = {note["rank"]: Failure(**note) for note in notes}
+    attempts = [int(file.name.split("-")[1]) for file in folder.glob("failure-*.json")]
     rank, ended = error.get_first_failure()
+    if ended.exitcode in (TERMINATED, -signal.SIGTERM):
+        return TerminatedError("SIGTERM has ended the job.")
+    last = max(attempts, default=0)
+    failures = {failure.rank: failure for failure in _notes(folder, last)}
     if rank not in failures:
         # A rank that was killed leaves no note; what the others noted follows from it.
         return RunError(f"rank {rank} {how_ended(ended)}; look above for what it last said.")

@@ -48,12 +48,12 @@ class Stepping(Saving):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Start from the state of a checkpoint, if any, and say if nothing is left to train."""
         epochs, batches = super()._init_training_state(*args, **kwargs)
-        self._saved_step = self.state.global_step
+        step, num_steps = self.state.global_step, self.state.max_steps
+        self._saved_step = step
         if self._is_finished():
-            announce(
-                "the run that is resumed has finished its %s steps; no further step is trained",
-                self.state.max_steps,
-            )
+            announce("resumed after step %s of %s: no step is left to train", step, num_steps)
+        elif step:
+            announce("resumed after step %s of %s", step, num_steps)
         return epochs, batches
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -111,6 +111,7 @@ def test_page_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (["trace", "--model", "GPT2Model"], "the model returns no loss"),
         (["trcae"], "No such command 'trcae'"),
         (["train"], "Missing argument"),
+        (["train", "x", "--max-restarts", "-1"], "--max-restarts -1 is no number of restarts"),
         (["train", "nowhere.yaml"], "the recipe nowhere.yaml cannot be read"),
     ],
 )

@@ -93,6 +93,45 @@ def test_tensor_parallelism_across_hosts_is_warned_of(
     assert caplog.text == ""
 
 
+def test_fewer_ranks_are_refused_or_get_smaller_degrees(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mesh, "_connect", lambda *degrees: mesh_of(*degrees[:3]))
+    mesh.reset()
+    with pytest.raises(MeshError) as refused:
+        mesh.init(dp=2, pp=2, device="cpu")
+    assert str(refused.value) == (
+        "dp=2 × tp=1 × pp=2 = 4 ranks, but torchrun started 2; make the product of the degrees "
+        "equal the number of ranks, or allow smaller degrees with merak.init(…, elastic=True)."
+    )
+    for degrees in ({"tp": 3}, {"dp": 1}):  # of which none fit, and too few for the ranks
+        with pytest.raises(MeshError, match=r"equal the number of ranks\.$"):
+            mesh.init(**degrees, device="cpu", elastic=True)
+    found = mesh.init(dp=2, pp=2, device="cpu", elastic=True)
+    assert (found.dp, found.tp, found.pp, found.wanted_dp) == (1, 1, 2, 2)
+    mesh.reset()
+    assert caplog.messages == [
+        "2 ranks are there for dp=2 × tp=1 × pp=2: running as dp=1 × tp=1 × pp=2."
+    ]
+
+
+@pytest.mark.parametrize(("restarts", "warned"), [(3, True), (0, False)])
+def test_a_host_that_could_not_come_back_is_warned_of(
+    restarts: int,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    mesh._warn_of_hosts(dataclasses.replace(mesh_of(2, 1, 1), hosts=on(1, 1)))
+    mesh._warn_of_hosts(mesh_of(2, 1, 1))
+    assert len(caplog.messages) == warned
+    assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in caplog.text) == warned
+
+
 def test_ranks_are_laid_out_with_tp_fastest() -> None:
     places = [(m.pp_rank, m.dp_rank, m.tp_rank) for m in (mesh_of(2, 2, 2, r) for r in range(8))]
     assert places == [(p, d, t) for p in range(2) for d in range(2) for t in range(2)]

@@ -61,7 +61,7 @@ def test_ranks_begin_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> N
             run_ranks(Work(end_by_signal, ()), 2)
     assert start_method() == FROM_NOTHING
     assert found == {
-        "imported": True, "threads": ["MainThread", "merak interrupts"], "interrupt": True,
+        "imported": True, "threads": ["MainThread", "merak signals"], "interrupt": True,
         "variable": True, "sum": 24.0,
     }  # fmt: skip
     assert "Traceback" not in capfd.readouterr().err

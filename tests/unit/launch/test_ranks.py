@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import merak
 from merak.core.errors import MerakError, ShardError, TrainingError
-from merak.launch.errors import RunError
+from merak.launch.errors import RunError, TerminatedError
 from merak.launch.ranks import Work, run_ranks
 
 
@@ -39,6 +39,46 @@ def fail_on_rank_1(how: str) -> None:
     if how == "exit":
         sys.exit(7)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_at_first(how: str, folder: str) -> int:
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    Path(folder, f"{restarts}-{os.environ['RANK']}").touch()
+    merak.init(dp=2, device="cpu")
+    if restarts == 0 and dist.get_rank() == 1:
+        if how == "bad input":
+            raise ShardError("5 heads cannot be split over tp=2.")
+        if how == "failure":
+            raise TrainingError("step 3 has loss nan.")
+        os.kill(os.getpid(), signal.SIGTERM if how == "terminated" else signal.SIGKILL)
+        time.sleep(600)
+    dist.barrier()
+    return restarts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("failure", "step 3 has loss nan."), ("killed", "a rank has ended")],
+)
+def test_ranks_are_started_again(
+    how: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(Work(fail_at_first, (how, str(tmp_path))), 2, max_restarts=2) == 1
+    assert f"merak: {said}\n[merak] restart 1 of 2 …" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_bad_input_ends_restarted_ranks_for_good(tmp_path: Path) -> None:
+    with pytest.raises(MerakError, match=r"^5 heads cannot be split"):
+        run_ranks(Work(fail_at_first, ("bad input", str(tmp_path))), 2, max_restarts=1)
+    assert {path.name[0] for path in tmp_path.iterdir()} == {"0"}
+
+
+@pytest.mark.slow
+def test_sigterm_has_an_error_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(TerminatedError, match=r"^SIGTERM has ended the job\.$"):
+        run_ranks(Work(fail_at_first, ("terminated", str(tmp_path))), 2)
 
 
 def test_result_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:

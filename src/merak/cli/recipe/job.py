@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.models.auto import modeling_auto as auto
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import merak
 from merak.arguments.draft import DraftArguments
@@ -30,7 +32,7 @@ from merak.core.announce import announced, show_announcements
 from merak.core.mesh import Mesh, current_mesh, pretended
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
-from merak.trainer.resuming import checkpoint_to_resume
+from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
 from merak.zoo.model_source import ModelSource, check_inner_fields, resolve_model
 
@@ -49,11 +51,13 @@ class Job:
         recipe: what is trained.
         backend: "gloo" or "nccl"; None for what fits the device.
         device: "cpu" or "cuda"; None for what the machine has.
+        resumes: whether it goes on from the newest checkpoint of the run, if there is one.
     """
 
     recipe: Recipe
     backend: str | None
     device: str | None
+    resumes: bool = False
 
 
 def check_job(job: Job) -> None:
@@ -77,9 +81,8 @@ def check_job(job: Job) -> None:
         trust_remote_code=recipe.model.trust_remote_code,
     )
     check_inner_fields(source.config, recipe.model.config)
-    with pretended(
-        Mesh(**dataclasses.asdict(recipe.parallel), rank=0, device=device, device_mesh=None)
-    ):
+    wanted = recipe.parallel
+    with pretended(Mesh(wanted.dp, wanted.tp, wanted.pp, 0, device, device_mesh=None)):
         args = DraftArguments(**_settings(recipe))
     refuse_no_steps(args)
     checkpoint_to_resume(
@@ -125,8 +128,7 @@ def run_job(job: Job) -> TrainReport | None:
         recipe.model.config,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    degrees = dataclasses.asdict(recipe.parallel)
-    merak.init(**degrees, backend=job.backend, device=job.device)
+    merak.init(**dataclasses.asdict(recipe.parallel), backend=job.backend, device=job.device)
     args = merak.MerakArguments(**_settings(recipe))
     with announced(f"reading {recipe.data.source}"):
         corpus = _corpus(recipe, source, args.seed)
@@ -142,7 +144,7 @@ def run_job(job: Job) -> TrainReport | None:
         data_collator=_collator(source, corpus),
         callbacks=[clock],
     )
-    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trained = trainer.train(resume_from_checkpoint=_to_resume(job, args))
     held_out_loss = None if corpus.held_out is None else trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if current_mesh().rank != 0:
@@ -157,6 +159,16 @@ def run_job(job: Job) -> TrainReport | None:
         eval_loss=held_out_loss,
         seconds=seconds,
     )
+
+
+def _to_resume(job: Job, args: Any) -> Any:
+    """The request to resume: the recipe's own, until a restart or --resume finds a later one."""
+    requested = args.resume_from_checkpoint
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not job.resumes or (requested and not is_restart):
+        return requested
+    has_any = any(Path(str(args.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    return AUTO if has_any else requested
 
 
 class _Clock(TrainerCallback):

@@ -72,11 +72,23 @@ class DataRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Parallel degrees of a recipe."""
+    """Parallel section of a recipe.
+
+    Args:
+        dp: data parallel degree.
+        tp: tensor parallel degree.
+        pp: pipeline parallel degree.
+        elastic: whether torchrun may start fewer ranks, as of `merak.init`.
+    """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    elastic: bool = False
+
+    def axes(self) -> dict[str, int]:
+        """Return the degrees by axis."""
+        return {"dp": self.dp, "tp": self.tp, "pp": self.pp}
 
     @property
     def num_ranks(self) -> int:
@@ -222,7 +234,7 @@ def _mapping(name: str, parsed: object) -> Mapping[str, Any]:
 
 def _check_values(recipe: Recipe) -> None:
     data = recipe.data
-    for axis, degree in dataclasses.asdict(recipe.parallel).items():
+    for axis, degree in recipe.parallel.axes().items():
         if degree < 1:
             raise CommandError(f"parallel.{axis}={degree} is not a degree; use 1 or more.")
     if not 0 <= data.held_out <= 0.5:

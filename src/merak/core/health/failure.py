@@ -41,6 +41,9 @@ KEY = "merak/first failure"
 EARLY_KEY = "merak/first failure before joining"
 _IMPORTED_S = time.time()
 
+THREADS = "merak "
+"""What the names of Merak's own threads begin with."""
+
 LAUNCHER_S = 10.0
 """Seconds that the launcher gets to stop a rank that failed because another one did."""
 
@@ -79,6 +82,7 @@ def install() -> None:
     before = sys.excepthook
     if not (isinstance(before, partial) and before.func is _report):
         sys.excepthook = partial(_report, before)
+        threading.excepthook = partial(_report_in_thread, threading.excepthook)
 
 
 def sentence_of(error: BaseException) -> str:
@@ -119,10 +123,41 @@ def _report(
         error = TrainingError(why_lost(error)).with_traceback(trace)
     if is_first():
         _show(before, error)
+        _tell_of_restart()
         tell_launcher(error)
     else:
         time.sleep(LAUNCHER_S)
     _end_soon()
+
+
+def _report_in_thread(
+    before: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
+) -> None:
+    """Report an exception that ends a thread; without one of Merak's own, the job cannot go on.
+
+    What ends a thread of the script's is reported and ends nothing else, as everywhere in Python.
+    """
+    before(failed)
+    if failed.thread is not None and failed.thread.name.startswith(THREADS):
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def restarts_left() -> int:
+    """Return how many times torchrun will start the ranks of this host again."""
+    made = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return max(0, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - made)
+
+
+def _tell_of_restart() -> None:
+    """Say what a job of several hosts waits for now, since torchrun itself says nothing."""
+    if restarts_left() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        print(
+            "merak: torchrun starts the ranks again. If a host is lost and --nnodes needs it, the "
+            "job waits for another host: run the same command there again.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def why_lost(error: BaseException) -> str:

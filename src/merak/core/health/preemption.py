@@ -137,7 +137,7 @@ def _request() -> None:
     with _stop.changed:
         if _stop.is_requested:
             return
-        if _stop.limit_s is None:
+        if _stop.limit_s is None or not _stop.num_begun:  # nothing is trained yet
             _end()
         _stop.is_requested = True
         next_step, limit_s = _stop.num_begun + 1, _stop.limit_s

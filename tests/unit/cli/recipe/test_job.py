@@ -4,7 +4,8 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import datasets
 import pytest
@@ -13,6 +14,7 @@ import transformers
 import yaml
 
 from merak.cli.main import main
+from merak.cli.recipe.job import Job, _to_resume
 from merak.core import mesh
 
 WORDS = ["one ring to rule them all", "one ring to find them", "in the land of shadows"] * 16
@@ -205,3 +207,31 @@ def test_two_ranks_give_what_one_gives(
         report = json.loads(capfd.readouterr().out)
         losses.append((report["loss"], report["eval_loss"], report["steps"]))
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("resumes", "requested", "restarts", "has_any", "expected"),
+    [
+        (False, None, "0", True, None),
+        (False, "given", "1", True, "given"),
+        (True, None, "0", True, "auto"),
+        (True, None, "0", False, None),
+        (True, "given", "0", True, "given"),
+        (True, "given", "1", True, "auto"),
+        (True, "given", "1", False, "given"),
+    ],
+)
+def test_a_restart_goes_on_from_what_the_run_has_saved(
+    resumes: bool,
+    requested: str | None,
+    restarts: str,
+    has_any: bool,
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    if has_any:
+        (tmp_path / "checkpoint-3").mkdir()
+    args = SimpleNamespace(resume_from_checkpoint=requested, output_dir=str(tmp_path))
+    assert _to_resume(Job(cast(Any, None), None, None, resumes), args) == expected

@@ -33,6 +33,7 @@ def test_reads_a_recipe(tmp_path: Path) -> None:
     assert recipe.data == DataRecipe(sequence=64, held_out=0)
     assert recipe.parallel == Degrees(1, 2, 2)
     assert recipe.parallel.num_ranks == 4
+    assert not recipe.parallel.elastic
     assert recipe.arguments == {"output_dir": "runs/small", "max_steps": 3}
     assert recipe.output_dir == Path("runs/small")
 

@@ -46,7 +46,7 @@ def test_what_an_attempt_left_that_was_cut_off_in_its_agreement(store: Store) ->
     assert store.get(f"{JOINED}/1") == b"0\n1\n"
 
 
-def test_an_answer_of_a_former_rank_0_is_not_taken() -> None:
+def test_an_answer_of_a_former_rank_0_is_not_taken(store: Store) -> None:
     """It is cut off from its agent, and answers a rank of the next attempt too."""
     store.add(NUMBER, 1)
     written = threading.Event()

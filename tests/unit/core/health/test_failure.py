@@ -90,3 +90,16 @@ def test_before_ranks_join_a_failure_of_an_earlier_attempt_does_not_count() -> N
     assert failure._is_first_of_start(store, "1")
     assert failure._is_first_of_start(store, "1")
     assert not failure._is_first_of_start(store, "0")
+
+
+@pytest.mark.parametrize(("name", "code"), [("the script's", 0), ("merak something", 1)])
+def test_a_thread_of_meraks_own_ends_the_process(tmp_path: Path, name: str, code: int) -> None:
+    lines = f"""
+import threading
+thread = threading.Thread(target=lambda: 1 / 0, name={name!r})
+thread.start()
+thread.join()
+"""
+    done = run(tmp_path, lines)
+    assert done.returncode == code
+    assert "ZeroDivisionError" in done.stderr

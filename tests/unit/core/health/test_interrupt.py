@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from merak.core.health import interrupt
+from merak.core.health import interrupt, signals
 
 SOURCE = Path(__file__).parents[4] / "src"
 
@@ -131,10 +131,11 @@ def test_a_second_interrupt_ends_the_process(
     codes: list[int] = []
     times = iter(arrivals_s)
     monkeypatch.setattr(interrupt, "_interrupts", interrupt._Interrupts())
+    monkeypatch.setattr(signals, "_receivers", {signal.SIGINT: interrupt._record})
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(interrupt.os, "_exit", codes.append)
     assert not interrupt.was_interrupted()
-    interrupt._record(read)
+    signals._read(read)
     os.close(read)
     assert interrupt.was_interrupted()
     assert bool(codes) is ends and {*codes} <= {interrupt.INTERRUPTED}

@@ -1,0 +1,42 @@
+"""Degrees for fewer ranks than a job is written for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merak.core.elastic import Degrees, smaller_degrees
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_ranks", "chosen"),
+    [
+        ((2, 1, 2), 2, (1, 1, 2)),
+        ((4, 2, 2), 8, (2, 2, 2)),
+        ((1, 2, 2), 2, (1, 2, 1)),
+        ((2, 2, 2), 2, (1, 2, 1)),
+        ((1, 4, 1), 2, (1, 2, 1)),
+        ((1, 1, 3), 2, (1, 1, 2)),
+        ((2, 2, 4), 12, (2, 2, 3)),
+        ((4, 2, 2), 12, (3, 2, 2)),
+        ((1, 3, 1), 2, None),
+        ((1, 1, 2), 3, None),
+    ],
+)
+def test_dp_is_lowered_before_pp_and_pp_before_tp(
+    wanted: tuple[int, int, int], num_ranks: int, chosen: tuple[int, int, int] | None
+) -> None:
+    assert smaller_degrees(Degrees(*wanted), num_ranks) == chosen
+
+
+_DEGREE = st.integers(1, 8)
+
+
+@given(st.builds(Degrees, _DEGREE, _DEGREE, _DEGREE), st.integers(1, 64))
+def test_smaller_degrees_use_all_ranks_and_grow_nowhere(wanted: Degrees, num_ranks: int) -> None:
+    chosen = smaller_degrees(wanted, num_ranks)
+    if chosen is not None:
+        assert chosen.dp * chosen.tp * chosen.pp == num_ranks
+        assert all(new <= old for new, old in zip(chosen, wanted))
+        assert wanted.tp % chosen.tp == 0
