@@ -106,10 +106,10 @@ ROWS = [
         slow((1, 1, 2), job(schedule=schedule))
         for schedule in (
             "gpipe early_recompute last_no_recompute shifted_critical_path chimera gems "
-            "zero_bubble_h1 interleaved_zero_bubble zero_bubble_v dualpipe_v auto pipedream "
-            "pipedream_2bw"
+            "zero_bubble_h1 interleaved_zero_bubble zero_bubble_v dualpipe_v auto"
         ).split()
     ),
+    *(slow((1, 1, 2), job("llama", schedule=one)) for one in ("pipedream", "pipedream_2bw")),
 ]
 
 
