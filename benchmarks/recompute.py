@@ -26,7 +26,8 @@ from merak.graph.weights.empty_weights import empty_weights
 from merak.plan import EngineOptions, Forecast, StepPlans, preset
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.balance import balance
-from merak.plan.cost.segment_time import SegmentCost, segment_costs
+from merak.plan.cost.measured_times import SegmentTimes
+from merak.plan.cost.segment_time import segment_costs
 from merak.plan.layout import Layout
 from merak.schedule import simulate
 
@@ -52,7 +53,7 @@ class Case:
     """A layout of the model."""
 
     forecast: Forecast
-    times: Sequence[SegmentCost]
+    times: Sequence[SegmentTimes]
 
     def seconds(self, saved: frozenset[int]) -> float:
         """Of the simulated iteration."""

@@ -7,9 +7,11 @@ has traced, the others read, in whichever process they run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,6 +22,8 @@ from merak.plan.cost.device import DeviceProfile
 FOLDER = Path(os.environ["MERAK_CACHE"])
 """The run's own folder; `tests/conftest.py` makes it."""
 
+_AS_IT_IS = GraphSource.__post_init__
+
 
 def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
     """Store in the folder what is traced and measured, unless another one is named.
@@ -27,10 +31,10 @@ def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
     Args:
         replace: sets an attribute: for ever, or as pytest's monkeypatch does.
     """
-    remember, measure = GraphSource.__post_init__, benchmark._measure
+    measure = benchmark._measure
 
     def in_the_folder(source: GraphSource) -> None:
-        remember(source)
+        _AS_IT_IS(source)
         source.cache_dir = source.cache_dir or FOLDER
 
     def once_a_run(device: torch.device) -> DeviceProfile:
@@ -41,3 +45,10 @@ def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
 
     replace(GraphSource, "__post_init__", in_the_folder)
     replace(benchmark, "_measure", once_a_run)
+
+
+@contextmanager
+def not_shared() -> Iterator[None]:
+    """Inside, every process traces by itself, as the user's do where no folder is named."""
+    with mock.patch.object(GraphSource, "__post_init__", _AS_IT_IS):
+        yield

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from merak.core.errors import ArgumentsError, DataError, ScheduleError, TrainingError
+from merak.checkpoint.saved import check_valid
+from merak.checkpoint.saver import Contents, save_state
+from merak.checkpoint.state import load_state
+from merak.core.errors import (
+    ArgumentsError,
+    DataError,
+    ScheduleError,
+    TrainingError,
+    WeightsError,
+)
 from merak.core.mesh import current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import drop_non_tensors, signature, split_non_tensors
 from merak.engine import Engine, build_engine
+from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -24,6 +37,19 @@ from merak.plan.engine_options import EngineOptions
 logger = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """Policy for steps whose loss or gradient is not finite.
+
+    Args:
+        stops: whether one ends the job; else it is left out.
+        locate: whether to find the operator where it appeared.
+    """
+
+    stops: bool
+    locate: bool
 
 
 class ParallelModel:
@@ -36,6 +62,7 @@ class ParallelModel:
         optimizer: makes this rank's optimizer from its parameters; None steps nothing.
         max_grad_norm: clip the global gradient norm to this; None leaves it.
         scaler: the loss scale of fp16; None for other precisions.
+        not_finite: what becomes of steps whose loss or gradient is not finite; None looks at none.
     """
 
     def __init__(
@@ -46,6 +73,7 @@ class ParallelModel:
         optimizer: OptimizerFactory | None,
         max_grad_norm: float | None,
         scaler: LossScale | None = None,
+        not_finite: NotFinite | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
@@ -54,6 +82,7 @@ class ParallelModel:
         self.scaler = scaler
         self.plain: Mapping[str, Any] = {}  # arguments in every batch that are no tensors
         self._finite_check = FiniteCheck(scaler)
+        self._not_finite = not_finite
         own = list(engine.optimizer_params.named.values())
         self.optimizer = optimizer(own) if optimizer is not None and own else None
         engine.connect_optimizer(self.optimizer)
@@ -76,42 +105,119 @@ class ParallelModel:
         Raises:
             DataError: a batch that does not divide into the microbatches, or has other plain
                 arguments than the one that the model was traced with.
-            TrainingError: fp16 overflows again and again, whatever the loss scale.
+            TrainingError: the loss or a gradient is NaN or infinite, as `nan_policy` says, or fp16
+                overflows again and again, whatever the loss scale.
         """
         microbatches = split_batch(drop_non_tensors(batch, self.plain), self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
         self.engine.optimizer_params.clear_gradients()
+        signatures = [signature(b).columns for b in microbatches]
+        loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         losses = self.engine.train_step(
-            self.num_steps,
-            [signature(b).columns for b in microbatches],
-            microbatches,
-            scale,
-            self._update,
-            1.0 if self.scaler is None else self.scaler.get_scale(),
+            self.num_steps, signatures, microbatches, scale, self._update, loss_scale
         )
         loss = losses.sum()
         self.engine.all_reduce(loss, "dp", "losses")
-        if not self._clip_gradients() and not self.engine.updates_inside:
+
+        def locate() -> str:
+            return self.engine.locate_non_finite(
+                self.num_steps, signatures, microbatches, scale, loss_scale
+            )
+
+        if not self._skips(loss, locate) and not self.engine.updates_inside:
             self._step_optimizer()
         self.num_steps += 1
         return loss
 
-    def _clip_gradients(self) -> bool:
-        """Clip the gradients, and check them for overflow; every rank gets the same answer."""
-        engine, check, norm = self.engine, self._finite_check, None
+    def _skips(self, loss: torch.Tensor, locate: Callable[[], str]) -> bool:
+        """Clip the gradients, and tell whether the step is left out; the same on every rank."""
+        engine, check, policy, norm = self.engine, self._finite_check, self._not_finite, None
         if self.max_grad_norm is not None:
             norm = engine.clip_gradients(self.max_grad_norm)
-        if self.scaler is None:
+        if self.scaler is None and policy is None:
             return False
-        overflow = check.fails(engine.gradient_norm() if norm is None else norm)
-        if check.num_failed > MAX_SKIPPED_STEPS:
+        norm = engine.gradient_norm() if norm is None else norm
+        if not check.fails(norm, loss):
+            return False
+        found = f"loss {float(loss)} and gradient norm {float(norm)}"
+        if not check.is_overflow:
+            if policy is not None and policy.locate:
+                found += f" ({locate()})"
+            self._refuse(found)
+        warn_on_rank0(logger, "step %d skipped: %s", self.num_steps, found)
+        engine.optimizer_params.clear_gradients()
+        if not torch.isfinite(loss):
+            engine.undo_buffers()  # which the forward has written such numbers into
+        return True
+
+    def _refuse(self, found: str) -> None:
+        """Refuse to skip a step that is not finite, as far as the policy says so."""
+        num_failed, policy = self._finite_check.num_failed, self._not_finite
+        if policy is not None and policy.stops:
             raise TrainingError(
-                f"step {self.num_steps} and the {MAX_SKIPPED_STEPS} before it have gradients that "
-                f"are not finite, also with a loss scale of {self.scaler.get_scale():g}, so the "
-                "model has diverged; go on from earlier weights with a lower learning rate, or "
-                "look at the data."
+                f"step {self.num_steps} has {found}; lower the learning rate or look at its data, "
+                "or leave such steps out with nan_policy='skip'."
             )
-        return overflow
+        if num_failed > MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"step {self.num_steps} has {found}, and the {MAX_SKIPPED_STEPS} steps before it "
+                "were skipped too, so the model has diverged; go on from earlier weights with a "
+                "lower learning rate, or look at the data."
+            )
+
+    def check_replicas(self) -> None:
+        """Refuse to go on where copies of a parameter differ; all ranks call it together.
+
+        Replicas, tied parameters, and those that tensor parallel ranks do not split are equal bit
+        by bit, unless a device or the memory of a host is faulty.
+
+        Raises:
+            TrainingError: they differ.
+        """
+        self.engine.check_replicas(f"after step {self.num_steps}")
+
+    def save_checkpoint(
+        self, folder: str | os.PathLike[str], values: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save parameters, optimizer, loss scale and step; all ranks call it together.
+
+        Args:
+            folder: of this checkpoint alone, seen by all ranks; it appears, or is replaced, when
+                all of it is on disk.
+            values: further small values of the loop, such as its learning rate schedule's
+                `state_dict()`: numbers, text, and lists and dicts of these. Rank 0's are saved.
+
+        Raises:
+            SavingError: it cannot be written. A checkpoint that was there is as it was.
+        """
+        scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
+        own = {"num_steps": self.num_steps, "of_the_loop": dict(values or {}), **scaler}
+        with self.engine.whole_model():
+            state = rank_state(self.engine, self.model, self.optimizer)
+            save_state(folder, state, Contents(values=own))
+
+    def load_checkpoint(self, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
+        """Load a checkpoint of `save_checkpoint`, in any layout; all ranks call it together.
+
+        Returns:
+            The values that were given to `save_checkpoint`.
+
+        Raises:
+            WeightsError: it is damaged, or of another model.
+        """
+        check_valid(Path(folder))
+        with self.engine.whole_model():
+            found = load_state(folder, rank_state(self.engine, self.model, self.optimizer))
+        if "num_steps" not in found:
+            raise WeightsError(
+                f"{os.fspath(folder)} was not saved by save_checkpoint; resume it with the trainer "
+                "that wrote it, or start anew from its weights (merak export)."
+            )
+        self.num_steps = found["num_steps"]
+        if self.scaler is not None and "loss_scale" in found:
+            self.scaler.load_state_dict(found["loss_scale"])
+        own: Mapping[str, Any] = found["of_the_loop"]
+        return own
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
@@ -152,6 +258,8 @@ def parallelize(
     num_microbatches: int = 1,
     max_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
+    nan_policy: str = "stop",
+    locate_nan: bool = False,
     **options: Any,
 ) -> ParallelModel:
     """Lay a model out over the ranks of `merak.init`, to train it in a loop of one's own.
@@ -168,6 +276,10 @@ def parallelize(
         max_grad_norm: clip the global gradient norm to this.
         autocast: mixed precision: the model runs under torch.autocast with this type, over
             parameters of float32; float16 comes with a loss scale.
+        nan_policy: what becomes of a step whose loss or gradient is NaN or infinite: "stop" raises
+            an error on all ranks, "skip" leaves the parameters as they are, "ignore" steps the
+            optimizer all the same.
+        locate_nan: run such a step once more, and name the source line where it appeared.
         **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
             `schedule`, `recompute` and `memory_budget`; and `seed`.
 
@@ -180,29 +292,72 @@ def parallelize(
     """
     mesh = current_mesh()
     check_autocast(autocast, mesh.device)
+    not_finite = _not_finite(nan_policy, locate_nan)
     columns, plain = split_non_tensors(example_batch)
     sample = signature(split_batch(columns, num_microbatches)[0]).columns
     source = GraphSource(model, loss_fn, fixed=plain, device=mesh.device, autocast=autocast)
     options = _todays_options(options)
     chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)
     engine = build_engine(source, sample, mesh, chosen)
-    if engine.updates_inside and max_grad_norm is not None:
+    scaler = LossScale() if autocast == torch.float16 else None
+    if engine.updates_inside:
+        _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
+    if idle := engine.idle_pipeline("num_microbatches"):
+        warn_on_rank0(logger, "%s", idle)
+    made = ParallelModel(
+        model, engine, num_microbatches, optimizer, max_grad_norm, scaler, not_finite
+    )
+    made.plain = plain
+    return made
+
+
+def _not_finite(nan_policy: str, locate_nan: bool) -> NotFinite | None:
+    """The policy that a user names.
+
+    Raises:
+        ArgumentsError: there is none of that name.
+    """
+    if nan_policy not in ("stop", "skip", "ignore"):
+        raise ArgumentsError(
+            f"nan_policy={nan_policy!r} is not a choice; use 'stop', 'skip' or 'ignore'."
+        )
+    if nan_policy == "ignore":
+        if locate_nan:
+            raise ArgumentsError(
+                "locate_nan=True looks at steps that are not finite, but nan_policy='ignore' looks "
+                "for none; use 'stop' or 'skip'."
+            )
+        return None
+    return NotFinite(nan_policy == "stop", locate_nan)
+
+
+def _refuse_what_needs_all_gradients(
+    schedule: str,
+    max_grad_norm: float | None,
+    scaler: LossScale | None,
+    not_finite: NotFinite | None,
+) -> None:
+    """Refuse what needs all gradients of a step under an asynchronous schedule.
+
+    Raises:
+        ScheduleError: an option that does.
+    """
+    if max_grad_norm is not None:
         raise ScheduleError(
-            f"schedule={chosen.schedule!r} updates stages at different times, so there is no norm "
+            f"schedule={schedule!r} updates stages at different times, so there is no norm "
             f"of all gradients to clip; leave max_grad_norm={max_grad_norm} out."
         )
-    scaler = LossScale() if autocast == torch.float16 else None
-    if engine.updates_inside and scaler is not None:
+    if scaler is not None:
         raise ScheduleError(
-            f"schedule={chosen.schedule!r} updates stages before a step's last gradient is known, "
+            f"schedule={schedule!r} updates stages before a step's last gradient is known, "
             "so no rank can tell whether float16 has overflowed; use autocast=torch.bfloat16."
         )
-    idle = engine.idle_pipeline("num_microbatches")
-    if idle is not None:
-        warn_on_rank0(logger, "%s", idle)
-    parallel = ParallelModel(model, engine, num_microbatches, optimizer, max_grad_norm, scaler)
-    parallel.plain = plain
-    return parallel
+    if not_finite is not None and (not_finite.locate or not not_finite.stops):
+        option = "locate_nan=True" if not_finite.locate else "nan_policy='skip'"
+        raise ScheduleError(
+            f"schedule={schedule!r} updates weights inside a step, which {option} cannot undo; use "
+            "nan_policy='stop' without locate_nan, or a synchronous schedule such as '1f1b'."
+        )
 
 
 _RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {

@@ -146,7 +146,6 @@ def train(
         save_steps=8,
         report_to=[],
         disable_tqdm=True,
-        trace_cache="",
         hang_limit_s=hang_limit_s,
     )
     model = transformers.GPT2LMHeadModel(config)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import shared_cache
 from tests.multirank.network import Network, NotPermittedError
 from tests.multirank.ranks import RankPool
 
@@ -25,3 +26,9 @@ def network() -> Iterator[Network]:
         pytest.skip(f"NOT TESTED with two hosts, since they cannot be made here: {reason}")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def cache() -> str:
+    """The folder of the traces that all jobs of a run share."""
+    return str(shared_cache.FOLDER)

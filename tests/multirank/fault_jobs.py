@@ -154,6 +154,7 @@ def main(folder: Path, num_steps: int) -> None:
     num_ranks = int(os.environ["WORLD_SIZE"])
     degrees = {os.environ.get("FAULT_AXIS", "dp"): num_ranks}
     merak.init(**degrees, device="cpu", timeout_s=60.0)
+    (folder / "port").write_text(os.environ["MASTER_PORT"])
     inject(folder)
     args = merak.MerakArguments(
         output_dir=str(folder / "run"),

@@ -6,6 +6,8 @@ Losses go to FOLDER/losses.jsonl, checkpoints to FOLDER/output.
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -49,6 +51,24 @@ class Slowly(transformers.TrainerCallback):
         time.sleep(self.pause_s)
 
 
+class Unmounting(transformers.TrainerCallback):
+    """Has a host lose the shared folder in the middle of the job.
+
+    Args:
+        host: which one.
+        folder: that it loses.
+        instead: what it has there then.
+    """
+
+    def __init__(self, host: str, folder: Path, instead: Path) -> None:
+        self.host, self.folder, self.instead = host, folder, instead
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if socket.gethostname() == self.host:
+            mount = ["mount", "--bind", str(self.instead), str(self.folder)]
+            subprocess.run(mount, check=True)
+
+
 def main(folder: Path, dp: int, tp: int, pp: int, options: dict[str, Any]) -> None:
     mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu", **options.pop("init", {}))
     setup = Setup("gpt2", dropout=0.1, arguments=options.pop("arguments", {}))
@@ -65,6 +85,8 @@ def main(folder: Path, dp: int, tp: int, pp: int, options: dict[str, Any]) -> No
     trainer.add_callback(Recorder(folder / "losses.jsonl", {"degrees": degrees}))
     if pause_s:
         trainer.add_callback(Slowly(pause_s))
+    if host := options.pop("unmounts", ""):
+        trainer.add_callback(Unmounting(host, folder / "output", folder / "elsewhere"))
     trainer.train()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -64,6 +65,9 @@ def run(folder: Path, num_steps: int, faults: Sequence[Fault], limit_s: float) -
             job.kill()
     text = log.read_text()
     assert processes(folder) == [], text
+    with socket.socket() as listening:  # which fails while another one listens there
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", int((folder / "port").read_text())))
     left = set(os.listdir("/dev/shm")) - shared_before
     assert not [name for name in left if is_ours(name)], left
     partial = [path.name for path in (folder / "run").iterdir() if path.name.startswith(".")]

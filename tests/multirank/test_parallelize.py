@@ -13,6 +13,7 @@ from torch import nn
 from tests.multirank.compare import assert_gradients_close, whole
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Outcome
+from tests.shared_cache import not_shared
 from tests.tiers import slow
 
 NUM_STEPS, BATCH = 4, 8
@@ -69,6 +70,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+@not_shared()
 def run_parallel(layout: Layout, kind: str, max_norm: float | None) -> Outcome:
     import merak
 

@@ -24,11 +24,6 @@ DROPPING = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("traces"))
-
-
-@pytest.fixture(scope="module")
 def one_rank(pool: RankPool, cache: str) -> list[Outcome]:
     (outcomes,) = pool.run(train_merak, 1, (1, 1, 1), DROPPING, cache)
     return list(outcomes)

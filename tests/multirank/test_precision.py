@@ -27,11 +27,6 @@ ROUNDING = 2.0**-8
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("traces"))
-
-
-@pytest.fixture(scope="module")
 def alone(pool: RankPool) -> tuple[list[Outcome], list[Outcome]]:
     """What one process saw in bfloat16 and in float32."""
     single = [replace(setup, arguments=STEPS) for setup in BF16]

@@ -26,12 +26,6 @@ SETUPS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Traces are shared by all jobs of the module."""
-    return str(tmp_path_factory.mktemp("traces"))
-
-
 @pytest.mark.parametrize("layout", [(1, 2, 1), slow((1, 2, 2))])
 def test_ranks_equal_one_process(pool: RankPool, cache: str, layout: tuple[int, int, int]) -> None:
     # Merak on one rank, which draws dropout as every layout does.

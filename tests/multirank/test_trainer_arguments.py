@@ -127,10 +127,10 @@ def _samples(setup: Setup) -> list[dict[str, torch.Tensor]]:
     return [texts[i] for i in range(len(texts))]
 
 
-def _check(pool: RankPool, layout: Layout, cases: dict[str, Setup], kind: str, cache: Path) -> None:
+def _check(pool: RankPool, layout: Layout, cases: dict[str, Setup], kind: str, cache: str) -> None:
     (expected,) = pool.run(run_alone, 1, list(cases.values()), kind)
     dp, tp, pp = layout
-    ranks = pool.run(run_merak, dp * tp * pp, layout, list(cases.values()), kind, str(cache))
+    ranks = pool.run(run_merak, dp * tp * pp, layout, list(cases.values()), kind, cache)
     for number, (case, wanted) in enumerate(zip(cases, expected, strict=True)):
         own = [rank[number] for rank in ranks]
         assert_same_losses_everywhere(own)
@@ -144,43 +144,41 @@ def _check(pool: RankPool, layout: Layout, cases: dict[str, Setup], kind: str, c
 
 
 @pytest.mark.slow
-def test_arguments_through_a_pipeline(pool: RankPool, tmp_path: Path) -> None:
+def test_arguments_through_a_pipeline(pool: RankPool, cache: str) -> None:
     cases = {**CASES, **WHOLE_PARAMETERS, **WORKERS}
-    _check(pool, (1, 1, 2), cases, "plain", tmp_path)
+    _check(pool, (1, 1, 2), cases, "plain", cache)
 
 
 @pytest.mark.slow
-def test_arguments_with_replicas_and_shards(pool: RankPool, tmp_path: Path) -> None:
-    _check(pool, (2, 2, 1), CASES, "plain", tmp_path)
+def test_arguments_with_replicas_and_shards(pool: RankPool, cache: str) -> None:
+    _check(pool, (2, 2, 1), CASES, "plain", cache)
 
 
 @pytest.mark.slow
-def test_whole_parameters_with_replicas(pool: RankPool, tmp_path: Path) -> None:
-    _check(pool, (2, 1, 1), {**WHOLE_PARAMETERS, **WORKERS}, "plain", tmp_path)
+def test_whole_parameters_with_replicas(pool: RankPool, cache: str) -> None:
+    _check(pool, (2, 1, 1), {**WHOLE_PARAMETERS, **WORKERS}, "plain", cache)
 
 
 @pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 1, 2)])
-def test_streams(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+def test_streams(pool: RankPool, cache: str, layout: Layout) -> None:
     # 30 samples: the stream ends in the middle of a step, and begins again.
-    _check(pool, layout, {"stream": _setup(max_steps=5)}, "stream", tmp_path)
+    _check(pool, layout, {"stream": _setup(max_steps=5)}, "stream", cache)
 
 
 @pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 1, 2)])
-def test_grouping_by_length(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
+def test_grouping_by_length(pool: RankPool, cache: str, layout: Layout) -> None:
     # This sampler draws from the global generator: one process's order holds for the first epoch.
     setup = _setup(max_steps=2, train_sampling_strategy="group_by_length")
-    _check(pool, layout, {"lengths": setup}, "lengths", tmp_path)
+    _check(pool, layout, {"lengths": setup}, "lengths", cache)
 
 
 @pytest.mark.slow
-def test_layouts_agree_on_later_epochs_and_on_models_they_make(
-    pool: RankPool, tmp_path: Path
-) -> None:
+def test_layouts_agree_on_later_epochs_and_on_models_they_make(pool: RankPool, cache: str) -> None:
     grouped = _setup(max_steps=5, train_sampling_strategy="group_by_length")
     for kind, setup in (("lengths", grouped), ("model_init", _setup())):
-        ((one,),) = pool.run(run_merak, 1, (1, 1, 1), [setup], kind, str(tmp_path))
+        ((one,),) = pool.run(run_merak, 1, (1, 1, 1), [setup], kind, cache)
         for layout in ((1, 1, 2), (2, 1, 2)):
-            ranks = pool.run(run_merak, layout[0] * layout[2], layout, [setup], kind, str(tmp_path))
+            ranks = pool.run(run_merak, layout[0] * layout[2], layout, [setup], kind, cache)
             assert_close([rank[0] for rank in ranks], one)
 
 

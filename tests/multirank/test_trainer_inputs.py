@@ -89,9 +89,9 @@ def refused(layout: Layout, hooks: list[type], cache: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1))])
-def test_changed_values_are_trained_on(pool: RankPool, tmp_path: Any, layout: Layout) -> None:
+def test_changed_values_are_trained_on(pool: RankPool, cache: str, layout: Layout) -> None:
     hooks = [ChangesInTrainingStep, ChangesInPrepareInputs]
-    for hook, *ranks in zip(hooks, *pool.run(train, 2, layout, hooks, str(tmp_path)), strict=True):
+    for hook, *ranks in zip(hooks, *pool.run(train, 2, layout, hooks, cache), strict=True):
         with alone():
             made = type(hook.__name__, (hook, Trainer), {})
             reference = seen(make_reference(SETUP, trainer_class=made))
@@ -101,9 +101,9 @@ def test_changed_values_are_trained_on(pool: RankPool, tmp_path: Any, layout: La
         assert abs(seen(make_reference(SETUP))[0] - reference[0]) > 1e-3  # the hooks do matter
 
 
-def test_other_columns_and_shapes_are_refused(pool: RankPool, tmp_path: Any) -> None:
+def test_other_columns_and_shapes_are_refused(pool: RankPool, cache: str) -> None:
     hooks = [AddsAColumn, CutsTokens, ChangesInPredictionStep]
-    for said in pool.run(refused, 2, (1, 1, 2), hooks, str(tmp_path)):
+    for said in pool.run(refused, 2, (1, 1, 2), hooks, cache):
         assert said[0].startswith("AddsAColumn changes column 'weights' of a batch from none to ")
         assert said[1].startswith("CutsTokens changes column ")
         assert "change names, shapes and types in the data_collator" in said[1]

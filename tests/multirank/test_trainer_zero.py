@@ -91,8 +91,8 @@ def evaluate(zero: int, cache: str) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
-def test_replicas_that_hold_shares_evaluate_unequal_numbers(pool: RankPool, tmp_path: Path) -> None:
-    whole, shares = (pool.run(evaluate, 4, zero, str(tmp_path)) for zero in (0, 3))
+def test_replicas_that_hold_shares_evaluate_unequal_numbers(pool: RankPool, cache: str) -> None:
+    whole, shares = (pool.run(evaluate, 4, zero, cache) for zero in (0, 3))
     assert shares == pytest.approx(whole, rel=1e-4)  # after a step of Adam
 
 
@@ -140,11 +140,11 @@ def ragged(changes: Mapping[str, Any], degrees: Mapping[str, int], cache: str) -
     ids=["zero", "asynchronous"],
 )
 def test_a_ragged_last_step_is_refused_before_the_first(
-    pool: RankPool, tmp_path: Path, changes: dict[str, Any], degrees: dict[str, int]
+    pool: RankPool, cache: str, changes: dict[str, Any], degrees: dict[str, int]
 ) -> None:
     num_ranks = 2 * degrees.get("pp", 1)
-    for said, steps in pool.run(ragged, num_ranks, changes, degrees, str(tmp_path)):
+    for said, steps in pool.run(ragged, num_ranks, changes, degrees, cache):
         assert "the 3 batches of an epoch are no multiple of dp=2" in said
         assert steps == 0
     dropped = {**changes, "dataloader_drop_last": True}
-    assert pool.run(ragged, num_ranks, dropped, degrees, str(tmp_path)) == [1] * num_ranks
+    assert pool.run(ragged, num_ranks, dropped, degrees, cache) == [1] * num_ranks

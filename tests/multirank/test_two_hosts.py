@@ -98,6 +98,19 @@ def test_hosts_without_a_shared_folder_are_refused_before_anything_is_built(
     assert not [*(tmp_path / "output").iterdir(), *(tmp_path / "elsewhere").iterdir()]
 
 
+def test_a_host_that_loses_the_shared_folder_leaves_no_checkpoint(
+    network: Network, tmp_path: Path
+) -> None:
+    for folder in ("output", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    arguments = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    script = job(tmp_path, 2, 1, 1, arguments=arguments, unmounts="host-b")
+    assert 0 not in ends(start(network, script, tmp_path, (1, 1)), tmp_path)
+    said = told(tmp_path)
+    assert len([line for line in said.splitlines() if "merak: " in line]) == 1, said
+    assert not [*tmp_path.glob("*/checkpoint-*"), *tmp_path.glob("*/.checkpoint-*")]
+
+
 STEPS = 12
 
 

@@ -68,6 +68,11 @@ def _field_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
             "set one of them."
         )
     yield from _memory_problems(arguments, mesh)
+    if arguments.nan_policy == "rollback" and arguments.save_strategy == "no":
+        yield (
+            "nan_policy='rollback' loads the last checkpoint, but save_strategy='no' saves none; "
+            "set save_strategy='steps' and save_steps."
+        )
     if mesh.rank == 0:  # which makes it
         yield from folder_problems(arguments)
     partition = arguments.partition

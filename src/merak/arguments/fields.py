@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS
+from merak.engine.step.replica_check import REPLICA_CHECK_STEPS
 from merak.plan.options import taken
 
 
@@ -51,8 +52,10 @@ class TrainingFields(TrainingArguments):
         default="stop",
         metadata={
             "help": "What becomes of a step whose loss or gradient is NaN or infinite: 'stop' "
-            "ends the job with a sentence, 'skip' leaves the parameters as they are on all ranks.",
-            "choices": ["stop", "skip"],
+            "ends the job with a sentence, 'skip' leaves the parameters as they are on all ranks, "
+            "'rollback' loads the last checkpoint of this run and goes on with the data after the "
+            "step.",
+            "choices": ["stop", "skip", "rollback"],
         },
     )
     max_skipped_steps: int = field(
@@ -61,6 +64,29 @@ class TrainingFields(TrainingArguments):
             "help": "With nan_policy='skip', the number of consecutive steps that may be skipped; "
             "one more ends the job, since the model has diverged. An overflow of fp16 is not "
             "counted while its loss scale is above 1."
+        },
+    )
+    max_rollbacks: int = field(
+        default=3,
+        metadata={
+            "help": "With nan_policy='rollback', the number of rollbacks of a run; the next step "
+            "that is not finite ends the job."
+        },
+    )
+    locate_nan: bool = field(
+        default=False,
+        metadata={
+            "help": "Run a step whose loss or gradient is NaN or infinite once more, and name the "
+            "microbatch, segment, operator and source line where that first appeared. It costs "
+            "nothing in other steps."
+        },
+    )
+    check_replicas_steps: int = field(
+        default=REPLICA_CHECK_STEPS,
+        metadata={
+            "help": "Steps after which all copies of each parameter are compared by a digest: "
+            "those of replicas, of tied parameters, and those that tensor parallel ranks do not "
+            "split. The job ends if they differ. 0 for never."
         },
     )
     sigterm_limit_s: float = field(

@@ -19,6 +19,8 @@ _SEED = Range(0, 2**32 - 1, "use a whole number from 0 to 4294967295")
 RANGES: Mapping[str, Range] = {
     **options.RANGES,
     "max_skipped_steps": Range(0, LARGEST, "use 0 or more", "is no number of steps"),
+    "max_rollbacks": Range(0, LARGEST, "use 0 or more", "is no number of rollbacks"),
+    "check_replicas_steps": Range(0, LARGEST, "use 0 or more", "is no number of steps"),
     "sigterm_limit_s": _AMOUNT,
     "ddp_bucket_cap_mb": options.RANGES["bucket_bytes"],
     "per_device_train_batch_size": _COUNT,

@@ -49,8 +49,8 @@ class MerakArguments(TrainingFields):
     Every field of `transformers.TrainingArguments` keeps its meaning or is refused with a
     sentence; docs/arguments.md says which. Call `merak.init` before building it.
 
-    Merak's own fields are those of `merak.plan.options.ParallelOptions`, and `trace_cache`,
-    `nan_policy`, `max_skipped_steps` and `sigterm_limit_s`.
+    Merak's own fields are those of `merak.plan.options.ParallelOptions`, and those of
+    `merak.arguments.fields.TrainingFields`, such as `trace_cache` and `nan_policy`.
 
     Raises:
         MeshError: `merak.init` has not been called.

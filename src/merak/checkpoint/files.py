@@ -125,7 +125,7 @@ def damage(folder: Path, files: Mapping[str, StoredFile], names: Iterable[str]) 
     for name in names:
         path = folder / name
         try:
-            if path.is_symlink() or not path.is_file():
+            if path.resolve() != folder.resolve() / name or not path.is_file():  # or a link
                 return f"{name} is missing"
             num_bytes = path.stat().st_size
             if num_bytes != files[name].num_bytes:

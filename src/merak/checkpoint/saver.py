@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -251,7 +252,9 @@ class CheckpointSaver:
             contents.committed()
 
 
-def save_state(target: str | Path, state: RankState, contents: Contents | None = None) -> None:
+def save_state(
+    target: str | os.PathLike[str], state: RankState, contents: Contents | None = None
+) -> None:
     """Save one checkpoint, and wait for it; collective. See `CheckpointSaver.save`."""
     saver = CheckpointSaver(state.mesh, in_background=False)
     try:

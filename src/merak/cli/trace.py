@@ -179,7 +179,7 @@ def _part(segment: Segment, found: SegmentReport, shapes: Mapping[str, int]) -> 
         found.whole,
         found.forward,
         found.backward,
-        found.shared,
+        found.sharded,
         found.values,
         list(found.gathered),
     )

@@ -22,8 +22,10 @@ from merak.engine.oom_replan import replan, restore, written_buffers
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.step.evaluation import evaluate
+from merak.engine.step.non_finite import NonFiniteFinder, describe, non_finite_gradients
 from merak.engine.step.optimizer_step import connect_optimizer, gradient_norm
 from merak.engine.step.parameter_writes import apply_parameter_writes
+from merak.engine.step.replica_check import check_replicas
 from merak.engine.step.step_checks import check_counts, check_indices, microbatch_counts
 from merak.engine.step.training_step import TrainingStep, Update
 from merak.engine.tensors_by_name import TensorDict
@@ -47,6 +49,8 @@ class Engine:
         self.mesh = state.mesh
         self.progress = state.progress
         self._state = state
+        self._buffers_before: TensorDict = {}
+        self._update_norm = torch.zeros((), device=state.mesh.device)
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -141,25 +145,83 @@ class Engine:
         while True:
             self._state.optimizer_params.start_step()
             written = written_buffers(self._state, signatures)
+            self._buffers_before = written
             try:
-                with (
-                    self.progress.step(step),
-                    own_random_state(self.mesh.device),
-                    explain_oom(f"step {step} on pp rank {self.mesh.pp_rank}", self._advice()),
-                ):
-                    microbatches = []
-                    for number, (signature, batch) in enumerate(zip(signatures, batches)):
-                        program = self._state.program_for(signature, True)
-                        made = self._state.microbatches.make(program, batch, step, number)
-                        made.scale, made.loss_scale = scale, loss_scale
-                        microbatches.append(made)
-                    losses = self._run(microbatches, update, loss_scale)
-                    self._state.replica_buffers.synchronize(tuple(signatures))
-                    return losses
+                return self._attempt(step, signatures, batches, scale, update, loss_scale)
             except StepAborted as aborted:
                 reasons = aborted.reasons
             restore(self._state, written)
             self._state = replan(self._state, step, reasons)
+
+    def _attempt(  # as of `train_step`
+        self,
+        step: int,
+        signatures: Sequence[Signature],
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        scale: float,
+        update: Update | None,
+        loss_scale: float,
+    ) -> torch.Tensor:
+        """Run a training step, which may be aborted."""
+        with (
+            self.progress.step(step),
+            own_random_state(self.mesh.device),
+            explain_oom(f"step {step} on pp rank {self.mesh.pp_rank}", self._advice()),
+        ):
+            microbatches = []
+            for number, (signature, batch) in enumerate(zip(signatures, batches)):
+                program = self._state.program_for(signature, True)
+                made = self._state.microbatches.make(program, batch, step, number)
+                made.scale, made.loss_scale = scale, loss_scale
+                microbatches.append(made)
+            losses = self._run(microbatches, update, loss_scale)
+            self._state.replica_buffers.synchronize(tuple(signatures))
+            return losses
+
+    def undo_buffers(self) -> None:
+        """Undo the writes of the last training step into buffers, such as running means."""
+        restore(self._state, self._buffers_before)
+
+    def locate_non_finite(
+        self,
+        step: int,
+        signatures: Sequence[Signature],
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        scale: float = 1.0,
+        loss_scale: float = 1.0,
+    ) -> str:
+        """Run the last training step once more, and find where it was first not finite.
+
+        All ranks call it together, before the optimizer has been stepped. Afterwards there are no
+        gradients, and buffers are as they were before the step.
+
+        Args:
+            step: as of `train_step`.
+            signatures: as of `train_step`.
+            batches: as of `train_step`.
+            scale: as of `train_step`.
+            loss_scale: as of `train_step`.
+
+        Returns:
+            The end of a sentence, the same on every rank.
+        """
+        state = self._state
+        finder = NonFiniteFinder(state.base.loss)
+        self.undo_buffers()
+        state.optimizer_params.start_step()
+        try:
+            with finder.watching(state):
+                losses = self._attempt(step, signatures, batches, scale, None, loss_scale)
+        except StepAborted:
+            return "and memory ran out when the step ran once more to find the operator"
+        found = finder.first(finite_loss=True), finder.first(finite_loss=False)
+        gradients = non_finite_gradients(state.optimizer_params)
+        has_finite_loss = bool(torch.isfinite(losses).all())
+        self.undo_buffers()
+        ranks = state.gather((found, gradients, has_finite_loss), "what was not finite first on")
+        finite = all(rank[2] for rank in ranks)
+        origins = [rank[0][0 if finite else 1] for rank in ranks]
+        return describe(origins, {name for rank in ranks for name in rank[1]}, self.mesh.dp)
 
     def _programs(self, signatures: Sequence[Signature], training: bool) -> list[Program]:
         """The programs of some microbatches; without any, the program of an ordinary one."""
@@ -180,6 +242,8 @@ class Engine:
             else:
                 run.run_empty()
             self.all_reduce(run.losses, "pp", "losses")
+            if self.updates_inside:
+                self._update_norm = run.update_norm
             if not self.updates_inside:
                 oom_guard.allocate(partial(state.optimizer_params.take_gradients, loss_scale))
             if oom_guard.is_armed:
@@ -281,6 +345,10 @@ class Engine:
             raise
         return outputs
 
+    def check_replicas(self, when: str) -> None:
+        """Refuse to go on where copies of a parameter differ; all ranks call it together."""
+        check_replicas(self._state, when)
+
     def recorded_steps(self) -> tuple[StepRecord, ...]:
         """The measured actions of the last training steps; a pipeline's ranks call it together.
 
@@ -309,8 +377,16 @@ class Engine:
         return self._state.optimizer_params
 
     def gradient_norm(self) -> torch.Tensor:
-        """The global 2-norm of the gradients, a scalar, the same on every rank."""
-        return gradient_norm(self._state)
+        """The global 2-norm of the gradients, a scalar, the same on every rank.
+
+        Of a step under an asynchronous schedule, which leaves no gradients, it is 0; or NaN if a
+        gradient of one of its updates was not finite.
+        """
+        if not self.updates_inside:
+            return gradient_norm(self._state)
+        for axis in ("tp", "pp", "dp"):
+            self.all_reduce(self._update_norm, axis, "norms of updates")
+        return self._update_norm
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients to a global norm of at most `max_norm`.

@@ -8,6 +8,7 @@ import torch
 
 from merak.core.mesh import Mesh
 from merak.core.random import own_random_state, set_random_state
+from merak.engine.segments.context import OperatorObserver
 from merak.engine.stage import Microbatch
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program, SegmentProgram
@@ -26,6 +27,7 @@ class MicrobatchFactory:
         self._mesh = mesh
         self._buffers = buffers
         self._seed = seed
+        self.observer: OperatorObserver | None = None  # of the step that runs
 
     def make(
         self, program: Program, batch: Mapping[str, torch.Tensor], step: int, number: int
@@ -52,20 +54,25 @@ class MicrobatchFactory:
             for name in program.fixed.segment.buffers
             if name not in program.constants
         ]
-        fixed = program.fixed_values.at(versions, lambda: self._run(program.fixed, program, {}))
+        fixed = program.fixed_values.at(versions, lambda: self._run(program.fixed, microbatch, {}))
         cpu = torch.device("cpu")  # whose generator names the microbatch to its draws
         with own_random_state(cpu):
             set_random_state(cpu, *microbatch.random_key, "choices")
-            varying = self._run(program.batch_only, program, microbatch.columns)
+            varying = self._run(program.batch_only, microbatch, microbatch.columns)
         microbatch.batch_only = fixed | varying
 
     def _run(
-        self, prologue: SegmentProgram, program: Program, columns: Mapping[str, torch.Tensor]
+        self,
+        prologue: SegmentProgram,
+        microbatch: Microbatch,
+        columns: Mapping[str, torch.Tensor],
     ) -> TensorDict:
         if not prologue.segment.outputs:
             return {}
         function: Callable[..., tuple[torch.Tensor, ...]] = prologue.function
-        buffers = {**self._buffers, **program.constants}
+        if self.observer is not None:
+            function = self.observer.function(prologue.segment, microbatch.random_key)
+        buffers = {**self._buffers, **microbatch.program.constants}
         with torch.no_grad():
             values = function(
                 *(buffers[name] for name in prologue.segment.buffers),

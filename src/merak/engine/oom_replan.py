@@ -160,14 +160,12 @@ def _beginning(reason: str) -> str:
 
 
 def written_buffers(state: EngineState, signatures: Sequence[Signature]) -> TensorDict:
-    """Copies of the buffers that a step writes; none where a step cannot be aborted.
+    """Copies of the buffers that a step writes, for one that is aborted or not finite.
 
     Args:
         state: of this rank's engine.
         signatures: of the step's microbatches.
     """
-    if not state.oom_guard.is_armed:
-        return {}
     names = {
         name
         for signature in set(signatures)
@@ -180,7 +178,7 @@ def written_buffers(state: EngineState, signatures: Sequence[Signature]) -> Tens
 
 @torch.no_grad()
 def restore(state: EngineState, written: TensorDict) -> None:
-    """Undo a step that was aborted: its writes into buffers, and its gradients."""
+    """Undo a step that was aborted or not finite: its writes into buffers, and its gradients."""
     for name, before in written.items():
         state.buffers[name].copy_(before)
     state.optimizer_params.clear_gradients()

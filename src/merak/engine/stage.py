@@ -15,7 +15,7 @@ import torch
 from merak.engine.segments import run as run_whole
 from merak.engine.segments import run_sub_pipelined
 from merak.engine.segments.activation_offload import ActivationOffload
-from merak.engine.segments.context import SegmentContext, ShardedParameters
+from merak.engine.segments.context import OperatorObserver, SegmentContext, ShardedParameters
 from merak.engine.tensors_by_name import (
     GiveLeafGradients,
     ParamLeaves,
@@ -105,6 +105,7 @@ class Stage:
         self.weight_gradients = weight_gradients
         self.buffers = buffers
         self.device = device
+        self.observer: OperatorObserver | None = None  # of the step that runs
         # Per microbatch in flight, what the backward of each run needs.
         self._saved: dict[int, list[Any]] = {}
 
@@ -215,6 +216,7 @@ class Stage:
             device=self.device,
             fsdp=self.fsdp,
             offload=self.offload,
+            observer=self.observer,
         )
 
 

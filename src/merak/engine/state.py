@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
@@ -86,3 +88,19 @@ class EngineState:
     progress: Progress
     oom_guard: OomGuard
     save_fewer: SaveFewer | None
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Gather a value of every rank of the job; all ranks call it together.
+
+        Args:
+            value: this rank's, which must pickle.
+            what: the value as a noun, which the watchdog names while ranks wait for it.
+        """
+        size = self.mesh.world_size
+        if size == 1:
+            return [value]
+        everyone: list[Any] = [None] * size
+        others = tuple(rank for rank in range(size) if rank != self.mesh.rank)
+        with self.progress.waiting(what, others):
+            dist.all_gather_object(everyone, value)
+        return everyone

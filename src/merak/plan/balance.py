@@ -73,7 +73,6 @@ def balance(
     num_microbatches: int,
     *,
     transfer_s: float = 0.0,
-    recompute: bool = False,
 ) -> Partition:
     """Partition segments into stages so that an iteration of 1F1B takes the least time.
 
@@ -85,7 +84,6 @@ def balance(
         num_stages: stages of the pipeline; each gets at least one segment.
         num_microbatches: microbatches per iteration.
         transfer_s: seconds an activation or gradient travels between neighbouring stages.
-        recompute: whether every backward first runs the forward again.
 
     Returns:
         The partition.
@@ -96,7 +94,7 @@ def balance(
 
     Source: AutoPipe (CLUSTER 2022), as Merak (arXiv:2206.04959) uses it in section 4.2.
     """
-    problem = _problem(costs, num_stages, num_microbatches, transfer_s, recompute)
+    problem = _problem(costs, num_stages, num_microbatches, transfer_s)
     paths: list[CriticalPath] = []
     found = [_descend(problem, start, paths) for start in _starts(problem)]
     return Partition(len(costs), min(found).cuts)
@@ -107,7 +105,6 @@ def _problem(
     num_stages: int,
     num_microbatches: int,
     transfer_s: float,
-    recompute: bool,
 ) -> _Problem:
     for name, count in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if count < 1:
@@ -128,7 +125,7 @@ def _problem(
     backward = np.array([cost.backward_s for cost in costs], dtype=np.float64)
     return _Problem(
         _sums(forward),
-        _sums(backward + forward if recompute else backward),
+        _sums(backward),
         num_stages,
         num_microbatches,
         transfer_s,

@@ -122,6 +122,8 @@ def load(path: Path) -> Schedule:
         raise ScheduleError(
             f"The schedule file {path} cannot be read: {error.strerror}."
         ) from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"The schedule file {path} holds no text: {error.reason}.") from error
     return from_json(text, str(path)) if path.suffix == ".json" else from_text(text, str(path))
 
 

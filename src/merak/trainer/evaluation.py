@@ -20,6 +20,7 @@ from merak.data.fetch import is_iterable
 from merak.engine import Engine
 from merak.graph.trace.outputs import LOSS, nested
 from merak.trainer.batch_exchange import Batch, BatchExchange, ExchangedBatches
+from merak.trainer.health.evaluated import FiniteLosses
 from merak.trainer.tokens import TOKENS, TokenCounter
 
 
@@ -151,8 +152,10 @@ class Evaluation:
         Meanwhile accelerate sees the loader of a single process, at the end of which it cuts what
         it gathers to the samples that are left, and a metric of batches is settled.
         """
+        finite = FiniteLosses()
         for computed, is_last in self._computed():
             self._current = computed
+            finite.add(computed["outputs"].get(LOSS), is_last)
             with self._seen_by_accelerate(is_last):
                 self._inputs = self._given_back(computed)
                 yield self._inputs

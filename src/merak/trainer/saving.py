@@ -32,12 +32,13 @@ from merak.checkpoint.model_files import ModelFiles, plan_model_files
 from merak.checkpoint.save_pretrained import save_pretrained
 from merak.checkpoint.saved import open_checkpoint
 from merak.checkpoint.saver import CheckpointSaver, Contents
-from merak.checkpoint.state import RankState, check_model, load_state
+from merak.checkpoint.state import check_model, load_state
 from merak.checkpoint.writing import writing_into
 from merak.core.announce import announce
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.engine import Engine
+from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.trainer.before import check_output
@@ -158,7 +159,7 @@ class Saving(Trainer):
         self._saver.wait()
         with self.engine.whole_model():
             optimizer = None if self.args.save_only_model else self._inner_optimizer()
-            self._saver.save(folder, self._rank_state(optimizer), contents)
+            self._saver.save(folder, rank_state(self.engine, self.model, optimizer), contents)
         if self.args.push_to_hub:
             self._saver.wait()
             self._push_from_checkpoint(str(folder))
@@ -236,14 +237,8 @@ class Saving(Trainer):
         """Load parameters, and the optimizer if one is given; returns the small values."""
         assert self.engine is not None
         with self.engine.whole_model():
-            state = self._rank_state(optimizer)
+            state = rank_state(self.engine, self.model, optimizer)
             return load_state(Path(checkpoint), state, self.args.allow_pickled_checkpoint)
-
-    def _rank_state(self, optimizer: torch.optim.Optimizer | None) -> RankState:
-        assert self.engine is not None
-        engine = self.engine
-        masters = engine.optimizer_params.optimizer_tensors()
-        return RankState(self.model, optimizer, engine.held(), engine.shards, self.mesh, masters)
 
     def _inner_optimizer(self) -> Any:
         """The optimizer itself, inside accelerate's wrapper."""

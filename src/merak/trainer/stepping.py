@@ -8,7 +8,8 @@ their values; the last one starts the pipeline, which runs all of them. `_clip_g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,18 +19,34 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from merak.core.announce import announce
 from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves_on_sigterm
+from merak.core.health.status import phase
+from merak.core.tensor_meta import Signature
 from merak.trainer.batch_exchange import BatchExchange
+from merak.trainer.health.not_finite import SkippedSteps
+from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
 from merak.trainer.logs import Throughput
-from merak.trainer.not_finite import SkippedSteps
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
 from merak.trainer.tokens import TOKENS, TokenCounter
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What the last training step of the engine ran with; see `Engine.train_step`."""
+
+    step: int
+    signatures: Sequence[Signature]
+    batches: Sequence[Mapping[str, torch.Tensor]]
+    scale: float
+    loss_scale: float
 
 
 class Stepping(Saving):
     """The part of `MerakTrainer` that runs training steps."""
 
     throughput: Throughput
+    _rollbacks: Rollbacks
+    _ran: _Ran | None
     _batch_exchange: BatchExchange | None
     _counter: TokenCounter | None
     _skipped: SkippedSteps
@@ -69,6 +86,8 @@ class Stepping(Saving):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
+        folder = str(self._get_output_dir(trial=trial))
+        self._rollbacks.add(checkpoint_folder(folder, self.state.global_step))
 
     def _stop_on_sigterm(self) -> None:
         """Save a checkpoint of the last step where all ranks stop now, and end the process."""
@@ -152,14 +171,22 @@ class Stepping(Saving):
         own = step.exchanged.own(self.mesh)
         engine.optimizer_params.clear_gradients()
         extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
-        losses = engine.train_step(
+        ran = _Ran(
             self.state.global_step,
             [counter.with_tokens(found).columns for _, found in own],
             [{**step.microbatches[number], **extra} for number, _ in own],
             self._loss_scale(step.exchanged.num_microbatches, num_items_in_batch is not None),
-            self._inner_optimizer().step if engine.updates_inside else None,
             1.0 if self.scaler is None else self.scaler.get_scale(),
         )
+        losses = engine.train_step(
+            ran.step,
+            ran.signatures,
+            ran.batches,
+            ran.scale,
+            self._inner_optimizer().step if engine.updates_inside else None,
+            ran.loss_scale,
+        )
+        self._ran = ran
         every = [replica for row in step.exchanged.metadata for replica in row]
         self.throughput.add(sum(metadata.get("inputs", 0) for metadata in every))
         numbers = [number for number, _ in own]
@@ -187,14 +214,45 @@ class Stepping(Saving):
     ) -> torch.Tensor | None:
         assert self.engine is not None
         norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
-        step = self.state.global_step + 1
-        skips = self._skipped.skips(self.args, step, self._losses, norm)
+        step, skipped = self.state.global_step + 1, self._skipped
+        skips = skipped.skips(self.args, step, self._losses, norm, self._locate_non_finite)
         self.optimizer._is_overflow = skips  # the learning rate then does not move either
         if self.args.logging_nan_inf_filter:
             self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
         if skips:
             self.engine.optimizer_params.clear_gradients()  # without a gradient nothing is stepped
+            if not torch.isfinite(self._losses).all():
+                self.engine.undo_buffers()  # which the forward has written such numbers into
+            if self.args.nan_policy == "rollback" and not skipped.check.is_overflow:
+                self._saver.wait()
+                self._rollbacks.roll_back(
+                    self.args, step, skipped.found, super()._load_optimizer_and_scheduler
+                )
         return None if self.engine.updates_inside else norm
+
+    def _locate_non_finite(self) -> str:
+        """Where the step was first not finite, by running it once more; nothing if not wanted."""
+        if not self.args.locate_nan:
+            return ""
+        assert self.engine is not None and self._ran is not None
+        ran = self._ran
+        with phase(f"running step {ran.step + 1} again to find where it is not finite"):
+            found = self.engine.locate_non_finite(
+                ran.step, ran.signatures, ran.batches, ran.scale, ran.loss_scale
+            )
+        return f" ({found})"
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._rollbacks.add(checkpoint)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers does it, after a look at the replicas."""
+        every = self.args.check_replicas_steps
+        if every and self.state.global_step % every == 0 and self.engine is not None:
+            self.engine.check_replicas(f"after step {self.state.global_step}")
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """transformers' own log, with NaN for the loss of steps of which none was finite."""

@@ -39,9 +39,10 @@ from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
+from merak.trainer.health.not_finite import SkippedSteps
+from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.logs import Logging, Throughput, announced_level
-from merak.trainer.not_finite import SkippedSteps
 from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
 from merak.trainer.stepping import Stepping
@@ -85,7 +86,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._flops_per_token = 0.0
         self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
         self._step = None
+        self._ran = None
         self._losses = torch.zeros(0)
+        self._rollbacks = Rollbacks()
         arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
         self.scaler = LossScale() if arguments.fp16 else None
         self._skipped = SkippedSteps(FiniteCheck(self.scaler))
@@ -201,6 +204,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             raise DataError("there is nothing to train on; pass train_dataset=… to MerakTrainer.")
         check_not_empty(self.train_dataset)
         self._skipped.start()
+        self._rollbacks.start()
         loader = super().get_train_dataloader()
         if self.engine is None:
             check_what_follows(self)

@@ -64,7 +64,12 @@ def refuse_what_needs_all_gradients(args: MerakArguments) -> None:
     if args.nan_policy == "skip":
         raise ArgumentsError(
             f"schedule={args.schedule!r} updates stages before a step's last loss is known, so "
-            "nan_policy='skip' cannot leave the step out; use nan_policy='stop'."
+            "nan_policy='skip' cannot leave the step out; use nan_policy='stop' or 'rollback'."
+        )
+    if args.locate_nan:
+        raise ArgumentsError(
+            f"schedule={args.schedule!r} updates weights inside a step, so locate_nan=True cannot "
+            "run it once more on the same weights; use a synchronous schedule such as '1f1b'."
         )
 
 

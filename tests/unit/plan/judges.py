@@ -17,18 +17,16 @@ def iteration_time(
     partition: Partition,
     num_microbatches: int,
     transfer_s: float = 0.0,
-    recompute: bool = False,
 ) -> float:
     """Seconds of one iteration of 1F1B under a partition."""
     forward_s = np.array([sum(costs[i].forward_s for i in own) for own in partition.stages])
     backward_s = np.array([sum(costs[i].backward_s for i in own) for own in partition.stages])
-    backward_s += forward_s if recompute else 0.0
     return critical_path(forward_s, backward_s, num_microbatches, transfer_s).iteration_s
 
 
-def min_max(costs: Sequence[Timed], num_stages: int, recompute: bool = False) -> Partition:
+def min_max(costs: Sequence[Timed], num_stages: int) -> Partition:
     """The partition whose largest stage is smallest, by the starting point of the planner."""
-    seconds = [c.backward_s + (1 + recompute) * c.forward_s for c in costs]
+    seconds = [c.forward_s + c.backward_s for c in costs]
     cuts = min_max_cuts(np.cumsum([0.0, *seconds]), num_stages)
     return Partition(len(costs), tuple(cuts.tolist()))
 

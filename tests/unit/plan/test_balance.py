@@ -104,17 +104,14 @@ def test_it_finds_the_best_of_all_partitions():
     assert num_min_max_best < 70
 
 
-def test_recomputation_adds_a_forward_to_every_backward():
+def test_recomputation_is_a_longer_backward():
     rng = random.Random(3)
     for _ in range(20):
         costs, num_stages, num_microbatches, _ = random_case(rng)
         recomputing = [Times(cost.forward_s, cost.backward_s + cost.forward_s) for cost in costs]
-        found = balance(costs, num_stages, num_microbatches, recompute=True)
-        assert found == balance(recomputing, num_stages, num_microbatches)
-        time_s = iteration_time(costs, found, num_microbatches, recompute=True)
+        found = balance(recomputing, num_stages, num_microbatches)
+        time_s = iteration_time(recomputing, found, num_microbatches)
         assert time_s == pytest.approx(judge(costs, found, num_microbatches, recompute=True))
-        other = min_max(costs, num_stages, recompute=True)
-        assert other == min_max(recomputing, num_stages)
 
 
 def largest(costs, partition):

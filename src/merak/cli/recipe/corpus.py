@@ -79,7 +79,7 @@ def pack_corpus(texts: Texts, held_out: Texts | None, recipe: DataRecipe, folder
     return Corpus(
         train=parts["train"],
         held_out=parts.get("held_out"),
-        tokenizer=AutoTokenizer.from_pretrained(ready / "tokenizer"),
+        tokenizer=AutoTokenizer.from_pretrained(ready / "tokenizer", trust_remote_code=False),
     )
 
 
@@ -155,7 +155,9 @@ def _tokenizer(texts: Sequence[str], recipe: DataRecipe) -> PreTrainedTokenizerB
     check_tokenizer(recipe)
     folder = Path(recipe.tokenizer).expanduser()
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False
+        )
     except Exception as cause:  # whatever a folder's files may lead to
         raise CommandError(
             f"data.tokenizer={recipe.tokenizer!r} holds no tokenizer that transformers can load; "

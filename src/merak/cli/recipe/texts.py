@@ -87,6 +87,11 @@ def find_source(recipe: DataRecipe) -> Texts | datasets.DatasetDict:
         )
     if any((path / name).exists() for name in DATASET_FILES):
         return _dataset(path)
+    if ".." in Path(recipe.files).parts:
+        raise CommandError(
+            f"data.files={recipe.files!r} leads out of data.source={recipe.source!r}; name the "
+            "folder that holds all files as data.source."
+        )
     try:
         files = tuple(sorted(file for file in path.glob(recipe.files) if file.is_file()))
     except (ValueError, NotImplementedError, IndexError) as cause:  # of an empty one, of "/…"

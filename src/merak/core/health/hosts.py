@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from merak.core.health.heartbeat import GLOO, machine, own_address
+from merak.core.health.store import loopback_interface
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +87,22 @@ def host_names(hosts: Sequence[RankHost]) -> tuple[str, ...]:
 
 
 def choose_interface(hosts: Sequence[RankHost], rank: int) -> None:
-    """Let gloo listen where the other hosts reach this rank, unless the user has chosen.
+    """Let gloo listen where the other ranks reach this one, unless the user has chosen.
+
+    Ranks of one host meet on its loopback interface, which no other machine can reach.
 
     Args:
         hosts: of all ranks.
         rank: this rank.
     """
     own = hosts[rank]
-    if os.environ.get(GLOO) or len({host.node for host in hosts}) == 1:
+    if os.environ.get(GLOO):
+        return
+    if len({host.node for host in hosts}) == 1:
+        interface = loopback_interface()
+        if interface is not None:
+            os.environ[GLOO] = interface
+            own_address.cache_clear()
         return
     # On the store's own host the way to the store does not leave the host: ask the others.
     seen = [own.address, *(host.store for host in hosts if host.node != own.node)]

@@ -171,8 +171,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the loopback interface, as libraries take it; None if unknown."""
-    with suppress(OSError):
+    """Return the name of the loopback interface; None if it is unknown, or down."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((LOOPBACK, 9))  # which sends nothing, and fails without a route
         names = {name for _, name in socket.if_nameindex()}
         return next((name for name in ("lo", "lo0") if name in names), None)
     return None

@@ -15,6 +15,9 @@ from merak.engine.tensors_by_name import (
     TensorDict,
     no_leaf_gradients,
 )
+from merak.graph.ir.ir import Segment
+from merak.graph.program.codegen import Function
+from merak.graph.program.program import PieceProgram, SegmentProgram
 
 
 class ShardedParameters(Protocol):
@@ -35,6 +38,13 @@ class ShardedParameters(Protocol):
         """Free the parameters of a segment that has ended."""
 
 
+class OperatorObserver(Protocol):
+    """Looks at every operator of a step, as `NonFiniteFinder` does."""
+
+    def function(self, segment: Segment, random_key: Sequence[int | str]) -> Function:
+        """Function of a segment that looks at its operators."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentContext:
     """The context of one microbatch on one stage.
@@ -49,6 +59,7 @@ class SegmentContext:
         fsdp: parameters that are gathered segment by segment; None for none.
         offload: offloads activations to host memory; None for none.
         leaf_gradients: gives what enters the backward of a segment besides its outputs' gradients.
+        observer: looks at every operator; None for nobody.
     """
 
     weights: ParamLeaves
@@ -60,6 +71,13 @@ class SegmentContext:
     fsdp: ShardedParameters | None = None
     offload: ActivationOffload | None = None
     leaf_gradients: GiveLeafGradients = no_leaf_gradients
+    observer: OperatorObserver | None = None
+
+    def function(self, program: SegmentProgram | PieceProgram) -> Function:
+        """The function of a segment or a piece of one, which may be looked at."""
+        if self.observer is None:
+            return program.function
+        return self.observer.function(program.segment, self.random_key)
 
 
 def add_to(gradients: TensorDict, name: str, gradient: torch.Tensor) -> None:

@@ -230,7 +230,7 @@ def call(
         )
         last = tuple(ctx.batch_only[name] for name in segment.batch_only)
         with nullcontext() if saving is None else saving((*first, *last)):
-            return program.function(*first, *inputs, *last)
+            return ctx.function(program)(*first, *inputs, *last)
 
     with torch.set_grad_enabled(save):
         if ctx.fsdp is None:

@@ -247,7 +247,7 @@ class _SubMicrobatchRun:
         columns = (self._own(ctx.columns[n], n) for n in segment.columns)
         batch_only = (self._own(ctx.batch_only[n], n) for n in segment.batch_only)
         with torch.set_grad_enabled(self._keep):
-            return piece.function(
+            return ctx.function(piece)(
                 *(ctx.weights[name] for name in segment.parameters),
                 *(ctx.buffers[name] for name in segment.buffers),
                 *columns,

@@ -13,6 +13,7 @@ from merak.engine.step.drain import DrainStep, num_tp_collectives
 from merak.engine.step.schedule_run import ScheduleRun
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
+from merak.engine.zero.optimizer_params import norm_of_gradients
 from merak.graph.program.program import SegmentProgram
 from merak.plan.step_plans import StepPlan
 from merak.schedule.ir import GRADIENT_KINDS, Action, Kind
@@ -36,6 +37,8 @@ class TrainingStep(ScheduleRun):
     ) -> None:
         super().__init__(state, plan, [microbatch.program for microbatch in microbatches])
         self.losses = torch.zeros(len(microbatches), device=state.mesh.device)
+        # Of the updates inside an asynchronous step: 0, or NaN once a gradient is not finite.
+        self.update_norm = torch.zeros((), device=state.mesh.device)
         self._microbatches = microbatches
         self._update: Update | None = None
         self._drain_step: DrainStep | None = None
@@ -104,6 +107,7 @@ class TrainingStep(ScheduleRun):
         for parameter in others:
             parameter.grad = None
         self._state.optimizer_params.take_gradients()
+        self.update_norm += 0.0 * norm_of_gradients(self._state.optimizer_params)
         self._update()
         self._state.optimizer_params.clear_gradients()
         for parameter, gradient in zip(others, hidden, strict=True):

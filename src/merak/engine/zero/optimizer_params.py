@@ -198,3 +198,14 @@ class OptimizerParams:
         """Wait until the parameters are up to date with the other replicas' steps."""
         if self._param_all_gather is not None:
             self._param_all_gather.wait()
+
+
+def norm_of_gradients(params: OptimizerParams) -> torch.Tensor:
+    """The 2-norm of this rank's gradients, a scalar; not finite if one of them is not."""
+    gradients = [item.tensor.grad for item in params.items.values()]
+    own = [gradient.float() for gradient in gradients if gradient is not None]
+    if not own:
+        return torch.zeros(())
+    norms = torch.stack(torch._foreach_norm(own))
+    norm: torch.Tensor = torch.linalg.vector_norm(norms)
+    return norm

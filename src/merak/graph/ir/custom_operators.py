@@ -45,13 +45,11 @@ class CustomOperator:
 
     Args:
         role: what it stands for.
-        overload: the operator itself.
         is_deterministic: whether it draws no random numbers but those of its tag.
         callee: position of the argument that names a function, "module:name"; None if none does.
     """
 
     role: Role
-    overload: torch._ops.OpOverload
     is_deterministic: bool
     callee: int | None
 
@@ -89,7 +87,7 @@ def register(
     if fake is not None:
         torch.library.register_fake(f"merak::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.merak, name).default
-    _REGISTRY[overload] = CustomOperator(role, overload, is_deterministic, callee)
+    _REGISTRY[overload] = CustomOperator(role, is_deterministic, callee)
     return overload
 
 

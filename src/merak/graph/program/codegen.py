@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,12 +25,30 @@ BranchValues = tuple[bool, ...]
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
+Observe = Callable[[fx.Node, Any], None]
+"""Looks at a node and its result."""
 
-def runnable(graph: fx.Graph) -> Function:
+
+class _Observed(fx.Interpreter):
+    """Interpreter of a graph that lets somebody look at every node's result."""
+
+    def __init__(self, graph: fx.Graph, observe: Observe) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)
+        self._observe = observe
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        result = super().run_node(n)
+        self._observe(n, result)
+        return result
+
+
+def runnable(graph: fx.Graph, observe: Observe | None = None) -> Function:
     """Function that runs a graph's operators one after another.
 
     Args:
         graph: as traced, or rewritten for a rank's shard of it.
+        observe: looks at every result, which takes time; None for nobody.
 
     Returns:
         A function of the graph's placeholders, in order; what it gathers from shards of the
@@ -37,13 +56,13 @@ def runnable(graph: fx.Graph) -> Function:
         of the layer runs.
     """
     places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_condition(n)]
-    whole = _function(graph)
+    whole = _function(graph, observe)
     if not places:
         return whole
 
     @cache
     def chosen(answers: BranchValues) -> Function:
-        return _function(specialize_branches(graph, answers))
+        return _function(specialize_branches(graph, answers), observe)
 
     def run(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         answers = branch_values([args[i] for i in places])
@@ -81,7 +100,7 @@ def specialize_branches(graph: fx.Graph, answers: BranchValues) -> fx.Graph:
     return made
 
 
-def _function(graph: fx.Graph) -> Function:
+def _function(graph: fx.Graph, observe: Observe | None) -> Function:
     if any(is_opaque(node) or is_dynamic_region(node) for node in graph.nodes):
         graph, _ = copy_graph(graph)
         for node in graph.nodes:
@@ -89,7 +108,11 @@ def _function(graph: fx.Graph) -> Function:
                 node.target = opaque_function(node.meta["opaque"])
             elif is_dynamic_region(node):
                 node.target = dynamic_region_function(node.meta["region"])
-    forward = fx.GraphModule(torch.nn.Module(), graph).forward
+    forward: Function = (
+        fx.GraphModule(torch.nn.Module(), graph).forward
+        if observe is None
+        else _Observed(graph, observe).run
+    )
     if any(node.target is gather_with_partial_grad for node in graph.nodes):
         return saving_shards(forward)
     return forward

@@ -34,7 +34,7 @@ class SegmentReport:
         whole: why each other parameter is whole, by name.
         forward: collectives of activations in its forward.
         backward: those in its backward.
-        shared: values of activations, of those outside split work, that are sharded over the
+        sharded: values of activations, of those outside split work, that are sharded over the
             sequence.
         values: how many there are outside split work.
         gathered: operators outside split work that take whole what is sharded.
@@ -44,7 +44,7 @@ class SegmentReport:
     whole: dict[str, str] = field(default_factory=dict)
     forward: int = 0
     backward: int = 0
-    shared: int = 0
+    sharded: int = 0
     values: int = 0
     gathered: tuple[str, ...] = ()
 

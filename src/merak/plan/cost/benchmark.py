@@ -48,7 +48,7 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
         return _measure(device)
     path = cache_dir / f"profile-{_machine_key(device)}.json"
     try:
-        cached = path.read_text()
+        cached = path.read_text(encoding="utf-8", errors="replace")  # which JSON then refuses
     except OSError:
         cached = None
     if cached is not None:

@@ -36,11 +36,10 @@ def straight(
     actions: Iterable[Sequence[Action]],
     num_microbatches: int,
     recompute: Sequence[bool],
-    notes: Sequence[str] = (),
 ) -> Schedule:
     """A synchronous schedule of one pipe whose rank i holds stage i."""
     lists = tuple(tuple(rank_actions) for rank_actions in actions)
-    return single_pipe(name, range(len(lists)), lists, num_microbatches, recompute, notes)
+    return single_pipe(name, range(len(lists)), lists, num_microbatches, recompute)
 
 
 def single_pipe(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from merak.schedule.builders.common import check_counts, recompute_early, straight
-from merak.schedule.builders.one_f_one_b import one_f_one_b_actions
+from merak.schedule.builders.one_f_one_b import one_f_one_b_lists
 from merak.schedule.ir import Schedule
 
 
@@ -23,8 +23,5 @@ def early_recompute(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     check_counts("early_recompute", num_ranks, num_microbatches)
     every = range(num_microbatches)
-    lists = [
-        recompute_early(one_f_one_b_actions(stage, num_ranks - stage, num_microbatches), every)
-        for stage in range(num_ranks)
-    ]
+    lists = [recompute_early(own, every) for own in one_f_one_b_lists(num_ranks, num_microbatches)]
     return straight("early_recompute", lists, num_microbatches, [True] * num_ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from merak.core.errors import ScheduleError
 from merak.schedule.builders.common import check_counts, single_pipe
+from merak.schedule.builders.one_f_one_b import alternate
 from merak.schedule.ir import Action, Kind, Schedule
 
 
@@ -26,17 +27,10 @@ def interleaved_1f1b(
     Source: arXiv 2104.04473 (Megatron-LM), section 2.2.2.
     """
     check_interleaved("interleaved_1f1b", num_ranks, num_microbatches, chunks)
-    lists = []
-    for rank in range(num_ranks):
-        forward, backward = interleaved_orders(rank, num_ranks, num_microbatches, chunks)
-        num_warmup = interleaved_warmup(rank, num_ranks, num_microbatches, chunks)
-        warmup, rest = forward[:num_warmup], forward[num_warmup:]
-        steady = [action for pair in zip(rest, backward) for action in pair]
-        cooldown = backward[len(rest) :]
-        lists.append((*warmup, *steady, *cooldown))
-    num_stages = num_ranks * chunks
-    ranks = [stage % num_ranks for stage in range(num_stages)]
-    flags = [recompute] * num_stages
+    lists = [
+        interleaved_actions(rank, num_ranks, num_microbatches, chunks) for rank in range(num_ranks)
+    ]
+    ranks, flags = [*range(num_ranks)] * chunks, [recompute] * (num_ranks * chunks)
     return single_pipe("interleaved_1f1b", ranks, lists, num_microbatches, flags)
 
 
@@ -58,20 +52,18 @@ def check_interleaved(name: str, num_ranks: int, num_microbatches: int, chunks: 
         )
 
 
-def interleaved_orders(
+def interleaved_actions(
     rank: int, num_ranks: int, num_microbatches: int, chunks: int
-) -> tuple[list[Action], list[Action]]:
-    """A rank's forwards and its backwards: P microbatches through every chunk, then the next P."""
+) -> tuple[Action, ...]:
+    """A rank's list: P microbatches through every chunk, then the next P.
+
+    The warmup has the forwards of the first P microbatches but those of the last chunk.
+    """
     groups = [range(first, first + num_ranks) for first in range(0, num_microbatches, num_ranks)]
     stages = range(rank, num_ranks * chunks, num_ranks)
     forward = [Action(Kind.FORWARD, s, m) for group in groups for s in stages for m in group]
     backward = [
         Action(Kind.BACKWARD, s, m) for group in groups for s in reversed(stages) for m in group
     ]
-    return forward, backward
-
-
-def interleaved_warmup(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> int:
-    """Forwards before the first pair: all of the first P microbatches but the last chunk's."""
     num_warmup = 2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks
-    return min(num_warmup, num_microbatches * chunks)
+    return alternate(forward, backward, num_warmup)

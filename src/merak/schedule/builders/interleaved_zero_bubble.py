@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from merak.schedule.builders.common import single_pipe, split_backwards
-from merak.schedule.builders.interleaved_1f1b import (
-    check_interleaved,
-    interleaved_orders,
-    interleaved_warmup,
-)
+from merak.schedule.builders.interleaved_1f1b import check_interleaved, interleaved_actions
 from merak.schedule.ir import Schedule
 
 
@@ -27,15 +23,9 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, *, chunks: in
     Source: arXiv 2401.10241, section 2; arXiv 2104.04473, section 2.2.2.
     """
     check_interleaved("interleaved_zero_bubble", num_ranks, num_microbatches, chunks)
-    lists = []
-    for rank in range(num_ranks):
-        forward, backward = interleaved_orders(rank, num_ranks, num_microbatches, chunks)
-        num_warmup = interleaved_warmup(rank, num_ranks, num_microbatches, chunks)
-        warmup, rest = forward[:num_warmup], forward[num_warmup:]
-        steady = [action for pair in zip(rest, backward) for action in pair]
-        cooldown = backward[len(rest) :]
-        lists.append(split_backwards((*warmup, *steady, *cooldown), rank))
-    num_stages = num_ranks * chunks
-    ranks = [stage % num_ranks for stage in range(num_stages)]
-    flags = [False] * num_stages
+    lists = [
+        split_backwards(interleaved_actions(rank, num_ranks, num_microbatches, chunks), rank)
+        for rank in range(num_ranks)
+    ]
+    ranks, flags = [*range(num_ranks)] * chunks, [False] * (num_ranks * chunks)
     return single_pipe("interleaved_zero_bubble", ranks, lists, num_microbatches, flags)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from merak.schedule.builders.common import check_counts, recompute_early, straight
-from merak.schedule.builders.one_f_one_b import one_f_one_b_actions
+from merak.schedule.builders.one_f_one_b import one_f_one_b_lists
 from merak.schedule.ir import Schedule
 
 
@@ -23,11 +23,7 @@ def last_no_recompute(num_ranks: int, num_microbatches: int) -> Schedule:
     Source: arXiv 2206.04959 (Merak), section 5.1.
     """
     check_counts("last_no_recompute", num_ranks, num_microbatches)
-    every, last = range(num_microbatches), num_ranks - 1
-    lists = [
-        recompute_early(one_f_one_b_actions(stage, num_ranks - stage, num_microbatches), every)
-        for stage in range(last)
-    ]
-    lists.append(list(one_f_one_b_actions(last, 1, num_microbatches)))
-    recompute = [True] * last + [False]
+    *others, last = one_f_one_b_lists(num_ranks, num_microbatches)
+    lists = [*(recompute_early(own, range(num_microbatches)) for own in others), last]
+    recompute = [True] * len(others) + [False]
     return straight("last_no_recompute", lists, num_microbatches, recompute)

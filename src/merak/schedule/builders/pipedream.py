@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from merak.schedule.builders.common import check_counts
-from merak.schedule.builders.one_f_one_b import one_f_one_b_actions
+from merak.schedule.builders.one_f_one_b import one_f_one_b_lists
 from merak.schedule.ir import Schedule
 
 
@@ -30,10 +30,7 @@ def pipedream(num_ranks: int, num_microbatches: int, *, recompute: bool = False)
         name="pipedream",
         pipes=(tuple(range(num_ranks)),),
         microbatch_pipes=(0,) * num_microbatches,
-        actions=tuple(
-            one_f_one_b_actions(stage, num_ranks - stage, num_microbatches)
-            for stage in range(num_ranks)
-        ),
+        actions=tuple(one_f_one_b_lists(num_ranks, num_microbatches)),
         recompute=(recompute,) * num_ranks,
         eager_reduction=(True,) * num_ranks,
         microbatches_per_update=1,

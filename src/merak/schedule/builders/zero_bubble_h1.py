@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from merak.schedule.builders.common import check_counts, split_backwards, straight
-from merak.schedule.builders.one_f_one_b import one_f_one_b_actions
+from merak.schedule.builders.one_f_one_b import one_f_one_b_lists
 from merak.schedule.ir import Schedule
 
 
@@ -23,8 +23,6 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     Source: arXiv 2401.10241, section 2.1 and figure 2.
     """
     check_counts("zero_bubble_h1", num_ranks, num_microbatches)
-    lists = [
-        split_backwards(one_f_one_b_actions(stage, num_ranks - stage, num_microbatches), stage)
-        for stage in range(num_ranks)
-    ]
+    plain = one_f_one_b_lists(num_ranks, num_microbatches)
+    lists = [split_backwards(own, stage) for stage, own in enumerate(plain)]
     return straight("zero_bubble_h1", lists, num_microbatches, [False] * num_ranks)

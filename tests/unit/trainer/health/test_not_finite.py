@@ -10,7 +10,8 @@ import torch
 from merak.core.errors import TrainingError
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
-from merak.trainer.not_finite import SkippedSteps
+from merak.trainer.health.evaluated import FiniteLosses
+from merak.trainer.health.not_finite import PERSISTENT_OVERFLOWS, SkippedSteps
 
 NAN, INF = math.nan, math.inf
 
@@ -82,3 +83,39 @@ def test_a_finite_loss_whose_gradient_overflows_is_logged_as_it_is() -> None:
     skipped, args = SkippedSteps(FiniteCheck(LossScale())), arguments()
     skips(skipped, args, 1.0, INF)
     assert logged(skipped, 2.0) == 2.0
+
+
+def test_where_it_began_is_said_of_failures_and_of_persistent_overflows() -> None:
+    args, located = arguments("skip", 9), []
+
+    def locate() -> str:
+        located.append(1)
+        return " (NaN first appeared here)"
+
+    losses, nan, inf = torch.tensor([1.0]), torch.tensor(NAN), torch.tensor(INF)
+    skipped = SkippedSteps(FiniteCheck(None))
+    assert skipped.skips(args, 7, losses, nan, locate)
+    assert skipped.found == "loss 1.0 and gradient norm nan (NaN first appeared here)"
+    assert not skipped.skips(args, 8, losses, losses[0], locate)
+    assert len(located) == 1
+    overflowing = SkippedSteps(FiniteCheck(LossScale()))
+    for _ in range(PERSISTENT_OVERFLOWS - 1):
+        overflowing.skips(args, 7, losses, inf, locate)
+    assert len(located) == 1
+    overflowing.skips(args, 7, losses, inf, locate)
+    assert len(located) == 2
+    overflowing.skips(args, 7, losses, inf, locate)
+    assert len(located) == 2
+
+
+def test_an_evaluation_names_its_batches_that_are_not_finite(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    finite = FiniteLosses()
+    for number, loss in enumerate((1.0, NAN, 2.0, INF)):
+        finite.add(torch.tensor(loss), number == 3)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the loss of 2 of 4 batches of an evaluation is not finite, so its mean")
+    assert "the first is batch 1 (from 0), with nan" in said
+    FiniteLosses().add(None, True)
+    assert len(caplog.records) == 1

@@ -1,4 +1,4 @@
-"""Training steps whose loss or gradient is not finite: skipped, counted, logged, or refused.
+"""Training steps whose loss or gradient is not finite: located, skipped, logged, or refused.
 
 Every rank knows the same losses and the same gradient norm, so all of them decide the same.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,16 @@ from merak.engine.step.optimizer_step import FiniteCheck
 
 logger = logging.getLogger(__name__)
 
+PERSISTENT_OVERFLOWS = 8
+"""So many contiguous overflows of fp16's loss scale are located, though a lower scale may do."""
+
+Locate = Callable[[], str]
+"""Finds where a step was first not finite: the end of a sentence, or nothing."""
+
+
+def _nowhere() -> str:
+    return ""
+
 
 @dataclass(slots=True)
 class SkippedSteps:
@@ -28,6 +39,10 @@ class SkippedSteps:
     """
 
     check: FiniteCheck
+    num_overflows: int = field(default=0, init=False)
+    """Contiguous overflows of the loss scale."""
+    found: str = field(default="", init=False)
+    """The last step that was not finite, in words."""
     # Whether a step was skipped, or had a finite loss, since the last log; and since the start.
     _window_has_skip: bool = field(default=False, init=False)
     _window_is_finite: bool = field(default=False, init=False)
@@ -36,36 +51,48 @@ class SkippedSteps:
 
     def start(self) -> None:
         """Begin a run of training."""
-        self.check.num_failed = 0
+        self.check.num_failed = self.num_overflows = 0
         self._window_has_skip = self._window_is_finite = self._any_is_finite = False
 
     def skips(
-        self, args: MerakArguments, step: int, losses: torch.Tensor, norm: torch.Tensor
+        self,
+        args: MerakArguments,
+        step: int,
+        losses: torch.Tensor,
+        norm: torch.Tensor,
+        locate: Locate = _nowhere,
     ) -> bool:
         """Whether a training step must be skipped.
 
         Args:
-            args: what the job asks for: `nan_policy` and `max_skipped_steps`.
+            args: what the job asks for: `nan_policy`, `max_skipped_steps` and `max_rollbacks`.
             step: its number, from 1.
             losses: of its microbatches.
             norm: of its gradients.
+            locate: finds where the step was first not finite; all ranks call it together.
 
         Raises:
             TrainingError: training cannot go on.
         """
         if not self.check.fails(norm, losses):
             self._window_is_finite = self._any_is_finite = True
+            self.num_overflows = 0
             return False
         self._window_has_skip = True
         self._last = float(losses.sum())
         found = f"loss {self._last} and gradient norm {float(norm)}"
+        self.num_overflows += self.check.is_overflow
+        if not self.check.is_overflow or self.num_overflows == PERSISTENT_OVERFLOWS:
+            found += locate()
         if not self.check.is_overflow:
             self._refuse(args, step, found)
         # A loss scale that was too high says nothing of the loss, which may be finite.
         finite_loss = bool(torch.isfinite(losses).all())
         self._window_is_finite |= finite_loss
         self._any_is_finite |= finite_loss
-        warn_on_rank0(logger, "step %d skipped: %s", step, found)
+        self.found = found
+        if args.nan_policy != "rollback" or self.check.is_overflow:
+            warn_on_rank0(logger, "step %d skipped: %s", step, found)
         return True
 
     def _refuse(self, args: MerakArguments, step: int, found: str) -> None:
@@ -75,7 +102,7 @@ class SkippedSteps:
                 "such steps out with nan_policy='skip'."
             )
         num_failed = self.check.num_failed
-        if num_failed > args.max_skipped_steps:
+        if args.nan_policy == "skip" and num_failed > args.max_skipped_steps:
             raise TrainingError(
                 f"step {step} has {found}, and the {num_failed - 1} steps before it were "
                 "skipped too, so the model has diverged; go on from an earlier checkpoint with a "

@@ -1,0 +1,23 @@
+"""State of a rank for checkpoints: what its engine and its optimizer hold of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from merak.checkpoint.state import RankState
+from merak.engine.engine import Engine
+
+
+def rank_state(
+    engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> RankState:
+    """Return the state of this rank; inside of `engine.whole_model()`.
+
+    Args:
+        engine: of this rank.
+        model: the user's model, holding this rank's parameters.
+        optimizer: of this rank's parameters; None to save or load the model alone.
+    """
+    masters = engine.optimizer_params.optimizer_tensors()
+    return RankState(model, optimizer, engine.held(), engine.shards, engine.mesh, masters)

@@ -1,0 +1,96 @@
+"""Rollbacks to the last checkpoint of the run, after a step whose loss or gradient is not finite.
+
+Weights, optimizer, learning rate schedule and loss scale are those of the checkpoint again; the
+step's number and the data go on. So the batches that led to it are not met again, the number of a
+step says which data it has had, and a job that is resumed later continues that data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from merak.arguments import MerakArguments
+from merak.core.errors import TrainingError, WeightsError
+from merak.core.rank0 import warn_on_rank0
+from merak.trainer.resuming import checkpoint_to_resume
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Rollbacks:
+    """The rollbacks of a run, and the checkpoints that it may roll back to."""
+
+    num: int = field(default=0, init=False)
+    """Rollbacks so far."""
+    # Checkpoints of this run, oldest first, as it has written or read them.
+    _checkpoints: list[str] = field(default_factory=list, init=False)
+
+    def start(self) -> None:
+        """Begin a run of training."""
+        self.num = 0
+        self._checkpoints.clear()
+
+    def add(self, checkpoint: str) -> None:
+        """Add a checkpoint of this run, newer than the others."""
+        self._checkpoints.append(checkpoint)
+
+    def roll_back(
+        self, args: MerakArguments, step: int, found: str, load: Callable[[str], None]
+    ) -> None:
+        """Load the last checkpoint of the run; all ranks call it together.
+
+        Args:
+            args: what the job asks for: `max_rollbacks`.
+            step: number of the step that is not finite, from 1.
+            found: what it has, in words.
+            load: loads a checkpoint's state.
+
+        Raises:
+            TrainingError: there is no such checkpoint, or there were too many rollbacks.
+        """
+        self.num += 1
+        if self.num > args.max_rollbacks:
+            raise TrainingError(
+                f"step {step} has {found}, after {args.max_rollbacks} rollbacks; lower the "
+                f"learning rate, look at the data, or raise max_rollbacks={args.max_rollbacks}."
+            )
+        checkpoint = self._newest_valid(args.allow_pickled_checkpoint)
+        if checkpoint is None:
+            raise TrainingError(
+                f"step {step} has {found}, and this run has no checkpoint yet to roll back to; "
+                f"save earlier (save_steps={args.save_steps}), lower the learning rate, or look at "
+                "the data."
+            )
+        load(checkpoint)
+        warn_on_rank0(
+            logger,
+            "step %d has %s; rolled back to %s (%d of at most %d times), and going on with the "
+            "data after the step.",
+            step,
+            found,
+            checkpoint,
+            self.num,
+            args.max_rollbacks,
+        )
+
+    def _newest_valid(self, allow_pickled: bool) -> str | None:
+        """The newest checkpoint of the run that is still there and valid; collective."""
+        for checkpoint in reversed(self._checkpoints):
+            if not Path(checkpoint).is_dir():
+                continue  # save_total_limit
+            try:
+                return checkpoint_to_resume(checkpoint, "", allow_pickled=allow_pickled)
+            except WeightsError as problem:
+                warn_on_rank0(logger, "%s", problem)
+        return None
+
+
+def checkpoint_folder(output_dir: str, step: int) -> str:
+    """The folder of a step's checkpoint, as transformers names it."""
+    return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
