@@ -1,6 +1,6 @@
 """A Hugging Face folder from four ranks: shared files against all of them through rank 0, in turn.
 
-A Llama of 203 million float32 parameters (814 MB) lies on 4 ranks: tp 2 × pp 2, dp 2 × tp 2, or
+A Llama of 203 million float32 parameters (813 MB) lies on 4 ranks: tp 2 × pp 2, dp 2 × tp 2, or
 dp 4. Through rank 0, it receives every shard, one after the other, and writes file by file, as
 Merak did before; it is measured with and without syncing each file to disk, which it did not do.
 Shared, every file is written by one rank that holds most of it, synced, and compared with its plan.
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29573)
     options = parser.parse_args()
     rows = [run_layout(name, options) for name in options.layouts]
-    report.show({"A Hugging Face folder of 814 MB from 4 ranks": rows}, options.json)
+    report.show({"A Hugging Face folder of 813 MB from 4 ranks": rows}, options.json)
 
 
 if __name__ == "__main__":
