@@ -72,7 +72,8 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, inner in value.items():
         is_rate = OF_THE_TRAINING in name and isinstance(inner, int | float)
-        if name.startswith("_") or name in NOT_OF_THE_MODEL or is_rate:
+        is_token = name.endswith("token_id")  # which trainers align with the tokenizer's
+        if name.startswith("_") or name in NOT_OF_THE_MODEL or is_rate or is_token:
             continue
         # "config.n_head" is n_head to everyone; the name of a module says where it is.
         above = "" if place in ("config", "modules") else place

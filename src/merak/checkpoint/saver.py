@@ -34,7 +34,8 @@ from merak.checkpoint.state import (
 from merak.checkpoint.storage import BOXES, WEIGHTS, CheckpointWriter, ShardSavePlanner
 from merak.checkpoint.values import dtype_name, pack_value
 from merak.checkpoint.writing import failure_of, together
-from merak.core.errors import WeightsError
+from merak.core.errors import SavingError, WeightsError
+from merak.core.health.failure import is_lost_connection
 from merak.core.health.status import phase, waiting_for_all
 from merak.core.health.timeouts import until
 from merak.core.mesh import Mesh
@@ -121,7 +122,7 @@ class CheckpointSaver:
             )
             self._pending = self._begin(self._writer, kinds)
             if self._in_background:
-                self._pending.add_done_callback(partial(_tell_failure, target, self._mesh.rank))
+                self._pending.add_done_callback(self._tell_failure)
         if not self._in_background:
             self.wait()
 
@@ -142,9 +143,11 @@ class CheckpointSaver:
             with waiting_for_all(f"{name} to be written by"):
                 until(lambda: pending.done() or not writer.waits)
         problem = pending.exception()
-        if problem is not None:
-            self._remove_partial()
-            raise failure_of(problem, self._target)
+        if problem is None:
+            return
+        self._remove_partial()
+        # A rank that has died is told of where lost connections are.
+        raise problem if is_lost_connection(problem) else failure_of(problem, self._target)
 
     def is_saving(self, target: Path) -> bool:
         """Tell whether a checkpoint is being written to a folder."""
@@ -167,6 +170,17 @@ class CheckpointSaver:
         """Free the copies and the thread, after the last save."""
         self._stager.close()
         self._executor.shutdown()
+
+    def _tell_failure(self, pending: Future[Any]) -> None:
+        """Say at once, in the thread that saves, what is raised when the job waits for the save."""
+        problem = pending.exception()
+        if problem is None or pending is not self._pending or self._mesh.rank != 0:
+            return
+        assert self._target is not None
+        failure = failure_of(problem, self._target)
+        if isinstance(failure, SavingError):
+            told = "%s The job goes on until the next save; the checkpoint before is as it was."
+            logger.error(told, failure)
 
     def _remove_partial(self) -> None:
         if self._mesh.rank == 0 and self._target is not None:
@@ -266,16 +280,6 @@ def save_state(
         saver.save(Path(target), state, contents)
     finally:
         saver.close()
-
-
-def _tell_failure(target: Path, rank: int, pending: Future[Any]) -> None:
-    """Say at once, in the thread that saves, what is raised when somebody waits for the save."""
-    problem = pending.exception()
-    if problem is not None and rank == 0:
-        logger.error(
-            "%s The job goes on until the next save; the checkpoint before is as it was.",
-            failure_of(problem, target),
-        )
 
 
 def _whole_tensors(files: ModelFiles) -> dict[str, StoredTensor]:

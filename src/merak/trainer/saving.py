@@ -66,6 +66,7 @@ class Saving(Trainer):
     optimizer: Any
     lr_scheduler: Any
     compute_loss_func: Any
+    _planned_files: ModelFiles | None = None
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any
@@ -145,14 +146,12 @@ class Saving(Trainer):
         run_dir = Path(self._get_output_dir(trial=trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._note_best(run_dir, folder)
-        with self.engine.whole_model():
-            files = self._model_files
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         contents = Contents(
             values={"scheduler": self.lr_scheduler.state_dict(), **scaler},
             layout={axis: getattr(self.mesh, axis) for axis in ("dp", "tp", "pp")}
             | {"schedule": self.args.schedule, "zero": self.args.zero},
-            model_files=files,
+            model_files=self._plan_files(),
             write_files=self._write_files,
             committed=partial(self._remove_old, run_dir, self.state.best_model_checkpoint),
         )
@@ -166,12 +165,16 @@ class Saving(Trainer):
         elif self._needs_it_on_save:
             self._saver.wait()
 
-    @cached_property
-    def _model_files(self) -> ModelFiles:
+    def _plan_files(self) -> ModelFiles:
         """Files of the model in every checkpoint, and the ranks that write them; collective."""
-        assert self.engine is not None
-        held = find_holders(self.model, self.engine.held(), self.engine.shards, self.mesh)
-        return plan_model_files(self.model, held, self.mesh)
+        engine, planned = self.engine, self._planned_files
+        assert engine is not None
+        if planned is None or planned.model is not self.model:  # `model_init` makes new ones
+            with engine.whole_model():
+                held = find_holders(self.model, engine.held(), engine.shards, self.mesh)
+                planned = plan_model_files(self.model, held, self.mesh)
+            self._planned_files = planned
+        return planned
 
     @cached_property
     def _needs_it_on_save(self) -> bool:
