@@ -23,7 +23,8 @@ from merak.core.health import preemption
 @pytest.fixture(autouse=True)
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(preemption, "_stop", preemption._Stop())
-    before = signal.getsignal(signal.SIGTERM)
+    # torch's launcher leaves a handler in a process that has started ranks.
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     merak.init(device="cpu")
     yield
     mesh.reset()
