@@ -109,6 +109,7 @@ ROWS = [
             "zero_bubble_h1 interleaved_zero_bubble zero_bubble_v dualpipe_v auto"
         ).split()
     ),
+    *(slow((1, 1, 2), job("llama", schedule=one)) for one in ("pipedream", "pipedream_2bw")),
 ]
 
 

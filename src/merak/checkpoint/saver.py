@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ from merak.core.health.status import phase, waiting_for_all
 from merak.core.health.timeouts import until
 from merak.core.mesh import Mesh
 from merak.graph.weights.rank_agreement import gather_objects, is_distributed
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = {"merak": "merak-train", "torch": "torch", "transformers": "transformers"}
 """Packages whose versions a manifest has, and their names as distributions."""
@@ -117,6 +120,8 @@ class CheckpointSaver:
                 self._group,
             )
             self._pending = self._begin(self._writer, kinds)
+            if self._in_background:
+                self._pending.add_done_callback(partial(_tell_failure, target, self._mesh.rank))
         if not self._in_background:
             self.wait()
 
@@ -261,6 +266,16 @@ def save_state(
         saver.save(Path(target), state, contents)
     finally:
         saver.close()
+
+
+def _tell_failure(target: Path, rank: int, pending: Future[Any]) -> None:
+    """Say at once, in the thread that saves, what is raised when somebody waits for the save."""
+    problem = pending.exception()
+    if problem is not None and rank == 0:
+        logger.error(
+            "%s The job goes on until the next save; the checkpoint before is as it was.",
+            failure_of(problem, target),
+        )
 
 
 def _whole_tensors(files: ModelFiles) -> dict[str, StoredTensor]:

@@ -12,7 +12,7 @@ from merak.engine.engine import Engine
 def rank_state(
     engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> RankState:
-    """Return the state of this rank; inside of `engine.whole_model()`.
+    """Return the state of this rank; inside of `Engine.whole_model`.
 
     Args:
         engine: of this rank.
