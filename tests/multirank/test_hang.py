@@ -220,7 +220,7 @@ def test_a_rank_that_stalls_outside_the_engine_is_named(
     "case,doing",
     [
         ("stuck_tracing", "is tracing the model for"),
-        ("stuck_saving", "is writing parameters and optimizer for"),
+        ("stuck_saving", "is writing parameters and optimizer of saved for"),
     ],
 )
 def test_patience_with_a_rank_whose_heart_beats_ends(

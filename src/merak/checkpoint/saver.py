@@ -138,9 +138,9 @@ class CheckpointSaver:
         assert self._target is not None and self._writer is not None
         name, writer = self._target.name, self._writer
         while not pending.done():
-            with phase(f"writing {name}"):
+            with phase(f"writing parameters and optimizer of {name}"):
                 until(lambda: pending.done() or writer.waits)
-            with waiting_for_all(f"{name} to be written by"):
+            with waiting_for_all(f"parameters and optimizer of {name} to be written by"):
                 until(lambda: pending.done() or not writer.waits)
         problem = pending.exception()
         if problem is None:
