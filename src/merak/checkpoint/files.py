@@ -33,13 +33,20 @@ def start_partial(target: Path) -> Path:
     return folder
 
 
-def record_file(path: Path) -> StoredFile:
-    """Sync a file to disk, and read back its size and checksum."""
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def record_file(path: Path) -> StoredFile:
+    """Sync a file to disk, and read back its size and checksum."""
+    sync(path)
     return StoredFile(path.stat().st_size, _checksum(path))
 
 
@@ -76,13 +83,13 @@ def commit(target: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     for place in {folder, *((folder / name).parent for name in manifest.files)}:
-        _sync_folder(place)
+        sync(place)
     replaced = _replaced_folder(target)
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         target.rename(replaced)
     folder.rename(target)
-    _sync_folder(target.parent)
+    sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -143,11 +150,3 @@ def _checksum(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+from merak.checkpoint.files import sync
 from merak.checkpoint.pretrained.splitting import INDEX, is_weights
 from merak.core.private_files import give_usual_modes
 
@@ -54,13 +55,13 @@ def place_folder(unfinished: Path, target: Path) -> None:
     sync_folder(unfinished)
     if not target.exists():
         unfinished.rename(target)
-        _sync(target.resolve().parent)
+        sync(target.resolve().parent)
         return
     new = {path.relative_to(unfinished) for path in unfinished.rglob("*") if not path.is_dir()}
     for name in sorted(new, key=_index_last):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(unfinished / name, target / name)
-    _sync(target)
+    sync(target)
     if any(is_weights(str(name)) for name in new):
         there = {Path(path.name) for path in target.iterdir()}
         stale = [name for name in there - new if is_weights(str(name)) or str(name) == INDEX]
@@ -80,14 +81,4 @@ def sync_folder(folder: Path) -> None:
         folder: of any depth.
     """
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
