@@ -20,6 +20,9 @@ NOT_OF_THE_MODEL = frozenset(
 )
 """Fields of a config, and attributes of modules, that leave what is computed as it is."""
 
+FILLED_IN = frozenset({"problem_type", "num_buckets"})
+"""Fields of a config that transformers' forward sets where they are None."""
+
 OF_THE_TRAINING = "drop"
 """Part of the names of rates (dropout, layerdrop) that may change when a training goes on."""
 
@@ -57,6 +60,9 @@ def first_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
     """
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     for place in [*after, *(place for place in before if place not in after)]:
+        is_set = before.get(place) is not None and after.get(place) is not None
+        if place in FILLED_IN and not is_set:
+            continue
         if before.get(place) != after.get(place):
             return (
                 f"{place} is {_shown(before, place)} in the checkpoint and "

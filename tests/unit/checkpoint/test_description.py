@@ -49,6 +49,16 @@ def test_configs(fields: dict[str, Any], expected: str | None) -> None:
     assert found is None if expected is None else expected in str(found)
 
 
+def test_a_field_that_the_forward_fills_in() -> None:
+    def of(kind: str | None) -> nn.Module:
+        return gpt2(problem_type=kind)
+
+    trained = of("single_label_classification")
+    assert difference(trained, of(None)) is None
+    assert difference(of(None), trained) is None
+    assert "problem_type is 'single_label" in str(difference(trained, of("regression")))
+
+
 def test_plain_modules() -> None:
     inner = nn.Sequential(Heads(2, 0.1))
     assert difference(inner, nn.Sequential(Heads(2, 0.5))) is None
