@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def stopped_and_resumed(
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
     job = replace(setup, arguments=saving(folder, **setup.arguments))
     whole = make_merak(job, dp, cache)
-    with writing_late(whole):
+    with writing_late(whole) if whole.args.async_save else nullcontext():
         whole.train()
     resumed = make_merak(job, dp, cache)
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-{MIDDLE}")
@@ -98,7 +98,7 @@ ROWS = [
     slow((1, 1, 1), job("bert")),
     slow((2, 1, 1), job(zero=2)),
     slow((2, 1, 1), job(zero=3)),
-    slow((2, 2, 1), job("bert", zero=1, optim="adafactor")),
+    slow((2, 1, 1), job("bert", optim="adafactor")),
     slow((1, 2, 1), job("plain", lr_scheduler_type="cosine", warmup_steps=2)),
     slow((2, 1, 2), job(fp16=True)),
     slow((1, 1, 2), job(async_save=False)),
@@ -150,7 +150,7 @@ OTHERS = [
     slow((1, 2, 2), {"schedule": "zero_bubble_h1"}),
     slow((1, 1, 4), {"schedule": "shifted_critical_path"}),
     slow((4, 1, 1), {"zero": 3}),
-    slow((2, 1, 2), {"schedule": "chimera", "zero": 1}),
+    slow((2, 1, 2), {"schedule": "chimera"}),
 ]
 
 

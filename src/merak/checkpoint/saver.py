@@ -179,8 +179,8 @@ class CheckpointSaver:
         assert self._target is not None
         failure = failure_of(problem, self._target)
         if isinstance(failure, SavingError):
-            told = "%s The job goes on until the next save; the checkpoint before is as it was."
-            logger.error(told, failure)
+            message = "%s The job goes on until the next save; the checkpoint before is as it was."
+            logger.error(message, failure)
 
     def _remove_partial(self) -> None:
         if self._mesh.rank == 0 and self._target is not None:
@@ -228,7 +228,7 @@ class CheckpointSaver:
         manifest = Manifest(
             tensors={},
             values=merged_values([of_rank for _, of_rank in found]) | others,
-            model=describe_model(state.model),
+            model=state.description or describe_model(state.model),
             layout=contents.layout,
             versions={name: version(package) for name, package in PACKAGES.items()},
         )

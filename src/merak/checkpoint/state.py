@@ -52,6 +52,8 @@ class RankState:
         mesh: the grid of ranks.
         optimizer_tensors: what the optimizer steps of this rank's parameters, where not those
             themselves.
+        description: of the model, from before its forward ran, which may write into its config;
+            None for what it is now.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class RankState:
     shards: Mapping[str, ParameterShard]
     mesh: Mesh
     optimizer_tensors: Mapping[str, OptimizerTensor] = field(default_factory=dict)
+    description: Mapping[str, Any] | None = None
 
     def view(self) -> RankView:
         """Return the tensors of this rank by name."""
@@ -151,7 +154,7 @@ def load_state(
         saved = open_checkpoint(target, allow_pickled)
         found.append(saved)
         view = state.view()
-        check_model(saved, state.model, view)
+        check_model(saved, state.description or describe_model(state.model), view)
         wanted.update(_model_shards(view, view.buffers))
         _check_shapes(wanted, saved)
         if state.optimizer is None:
@@ -172,12 +175,14 @@ def load_state(
     return saved.values
 
 
-def check_model(saved: SavedCheckpoint, model: nn.Module, view: RankView | None = None) -> None:
+def check_model(
+    saved: SavedCheckpoint, description: Mapping[str, Any], view: RankView | None = None
+) -> None:
     """Check that a checkpoint is one of this model.
 
     Args:
         saved: the checkpoint.
-        model: the user's model, on which ranks may hold anything of it.
+        description: of the user's model.
         view: of a rank, with the names of all tensors of the model; None to compare descriptions.
 
     Raises:
@@ -185,7 +190,7 @@ def check_model(saved: SavedCheckpoint, model: nn.Module, view: RankView | None 
     """
     difference = None
     if saved.model is not None:
-        difference = first_difference(saved.model, json.loads(json.dumps(describe_model(model))))
+        difference = first_difference(saved.model, json.loads(json.dumps(description)))
     if difference is None and view is not None:
         stored = {k.removeprefix(MODEL) for k in saved.metadata.state_dict_metadata
                   if k.startswith(MODEL)}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from merak.checkpoint.description import describe_model
 from merak.core.announce import announce, announced, is_announcing
 from merak.core.errors import ScheduleError
 from merak.core.health.status import phase
@@ -68,11 +69,14 @@ def build_engine(
     check_max_shapes(options.max_shapes)
     set_limit(options.hang_limit_s)
     with phase("building the engine"):
+        description = describe_model(source.model)  # before its forward runs
         forecast = forecast_of(source, sample, mesh, options)
         if is_announcing():
             announce("%s", summary(forecast, sample))
         with announced("building the stages"):
-            return _build(source, forecast, mesh, options)
+            engine = _build(source, forecast, mesh, options)
+    engine.description = description
+    return engine
 
 
 def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineOptions) -> Engine:

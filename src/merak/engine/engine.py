@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,8 @@ class Engine:
     def __init__(self, state: EngineState) -> None:
         self.mesh = state.mesh
         self.progress = state.progress
+        # Of the model, before its forward was traced; for checkpoints.
+        self.description: Mapping[str, Any] = {}
         self._state = state
         self._buffers_before: TensorDict = {}
         self._update_norm = torch.zeros((), device=state.mesh.device)

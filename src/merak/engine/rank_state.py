@@ -20,4 +20,5 @@ def rank_state(
         optimizer: of this rank's parameters; None to save or load the model alone.
     """
     masters = engine.optimizer_params.optimizer_tensors()
-    return RankState(model, optimizer, engine.held(), engine.shards, engine.mesh, masters)
+    held, described = engine.held(), engine.description or None
+    return RankState(model, optimizer, held, engine.shards, engine.mesh, masters, described)

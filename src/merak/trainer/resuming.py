@@ -49,11 +49,31 @@ def checkpoint_to_resume(
     return os.fspath(request)
 
 
+def outdated(newest: Path, best: str | None, limit: int | None) -> list[Path]:
+    """Checkpoints that a run may remove after a save; those of later steps are not its own.
+
+    Args:
+        newest: the checkpoint that was just saved, which stays.
+        best: the one of the best model, which stays.
+        limit: how many may stay; None, or none above 0, for all.
+    """
+    if limit is None or limit <= 0:
+        return []
+    found = [one for one in _checkpoints(newest.parent) if _number(one) <= _number(newest)]
+    kept = {newest, newest if best is None else Path(best)} & set(found)
+    excess = len(found) - max(limit, len(kept))
+    return [one for one in reversed(found) if one not in kept][: max(excess, 0)]
+
+
 def _checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints of a run, the newest first."""
-    steps = {folder: _step(folder) for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    found = [folder for folder, step in steps.items() if step is not None and folder.is_dir()]
-    return sorted(found, key=lambda folder: steps[folder] or 0, reverse=True)
+    named = output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    found = [folder for folder in named if _step(folder) is not None and folder.is_dir()]
+    return sorted(found, key=_number, reverse=True)
+
+
+def _number(checkpoint: Path) -> int:
+    return _step(checkpoint) or 0
 
 
 def _step(checkpoint: Path) -> int | None:

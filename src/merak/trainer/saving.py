@@ -24,9 +24,9 @@ from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     SaveStrategy,
     TrainOutput,
-    sort_checkpoints,
 )
 
+from merak.checkpoint.description import describe_model
 from merak.checkpoint.files import remove_checkpoint, remove_partial
 from merak.checkpoint.model_files import ModelFiles, plan_model_files
 from merak.checkpoint.save_pretrained import save_pretrained
@@ -42,7 +42,7 @@ from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.trainer.before import check_output
-from merak.trainer.resuming import AUTO, checkpoint_to_resume
+from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
 from merak.trainer.unsupported import refuse_no_steps
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Saving(Trainer):
             | {"schedule": self.args.schedule, "zero": self.args.zero},
             model_files=self._plan_files(),
             write_files=self._write_files,
-            committed=partial(self._remove_old, run_dir, self.state.best_model_checkpoint),
+            committed=partial(self._remove_old, folder, self.state.best_model_checkpoint),
         )
         self._saver.wait()
         with self.engine.whole_model():
@@ -164,6 +164,11 @@ class Saving(Trainer):
             self._push_from_checkpoint(str(folder))
         elif self._needs_it_on_save:
             self._saver.wait()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """End the training as transformers does, which looks at the checkpoints in the folder."""
+        self._saver.wait()
+        return cast("TrainOutput", super()._finalize_training(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _plan_files(self) -> ModelFiles:
         """Files of the model in every checkpoint, and the ranks that write them; collective."""
@@ -178,11 +183,15 @@ class Saving(Trainer):
 
     @cached_property
     def _needs_it_on_save(self) -> bool:
-        """Whether a callback may look for the checkpoint in the folder as soon as it is saved."""
-        own = [type(callback).__name__ for callback in self.callback_handler.callbacks
+        """Whether code of the user may look for the checkpoint in the folder once it is saved."""
+        cls = type(self)
+        own = [cls.__name__] if not cls._save_checkpoint.__module__.startswith("merak.") else []
+        own += [type(callback).__name__ for callback in self.callback_handler.callbacks
                if type(callback).on_save is not TrainerCallback.on_save]  # fmt: skip
         if own and self.args.async_save:
-            announce("checkpoints are written before training goes on, for on_save of %s", own[0])
+            announce(
+                "checkpoints are written before training goes on, for what %s does then", own[0]
+            )
         return bool(own)
 
     def _note_best(self, run_dir: Path, folder: Path) -> None:
@@ -207,19 +216,17 @@ class Saving(Trainer):
                 known[name] = one.state()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-    def _remove_old(self, run_dir: Path, best: str | None) -> None:
+    def _remove_old(self, newest: Path, best: str | None) -> None:
         """Keep as many checkpoints as asked for, the newest and the best among them."""
-        limit = self.args.save_total_limit
-        found = sort_checkpoints(str(run_dir))
-        kept = {found[-1], best}
-        excess = len(found) - max(limit or len(found), len(kept & set(found)))
-        for folder in [folder for folder in found if folder not in kept][: max(excess, 0)]:
-            remove_checkpoint(Path(folder))
+        for folder in outdated(newest, best, self.args.save_total_limit):
+            remove_checkpoint(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights are loaded once the ranks have their segments, with the optimizer's state."""
         allowed = self.args.allow_pickled_checkpoint
-        check_model(open_checkpoint(Path(resume_from_checkpoint), allowed), self.model)
+        saved = open_checkpoint(Path(resume_from_checkpoint), allowed)
+        known = None if self.engine is None else self.engine.description
+        check_model(saved, known or describe_model(self.model))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -12,7 +12,7 @@ from merak.checkpoint.saver import save_state
 from merak.checkpoint.state import RankState
 from merak.core.errors import ArgumentsError, WeightsError
 from merak.core.mesh import Mesh
-from merak.trainer.resuming import checkpoint_to_resume
+from merak.trainer.resuming import checkpoint_to_resume, outdated
 from merak.trainer.unsupported import in_one_sentence, refuse_no_steps
 
 ALONE = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
@@ -110,3 +110,20 @@ def test_only_what_transformers_refuses_is_put_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="of the user's own") as caught, in_one_sentence("it is"):
         raise ValueError("of the user's own")
     assert not isinstance(caught.value, ArgumentsError)
+
+
+def test_what_a_run_removes(tmp_path: Path) -> None:
+    names = ["checkpoint-2-mine", *(f"checkpoint-{step}" for step in (1, 2, 3, 4, 100))]
+    for name in names:
+        (tmp_path / name).mkdir()
+
+    def removed(best: str | None, limit: int | None) -> list[str]:
+        found = None if best is None else str(tmp_path / best)
+        return [one.name for one in outdated(tmp_path / "checkpoint-4", found, limit)]
+
+    assert removed(None, 1) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert removed("checkpoint-2", 1) == ["checkpoint-1", "checkpoint-3"]
+    assert removed("checkpoint-4", 2) == ["checkpoint-1", "checkpoint-2"]
+    assert removed("checkpoint-100", 3) == ["checkpoint-1"]
+    for unlimited in (None, 0, -1, 9):
+        assert not removed(None, unlimited)
