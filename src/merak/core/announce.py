@@ -11,10 +11,26 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from merak.core.rank0 import is_rank0
 
 logger = logging.getLogger(__name__)
+
+
+def write_line(line: str, stream: TextIO | None = None) -> None:
+    """Write a line to standard error in one piece.
+
+    `print` writes the end of a line apart where output is unbuffered, so that another rank's line
+    may come between.
+
+    Args:
+        line: without its end.
+        stream: where to, instead of `sys.stderr`.
+    """
+    stream = stream or sys.stderr
+    stream.write(f"{line}\n")
+    stream.flush()
 
 
 class _Shown(logging.Handler):
@@ -26,7 +42,7 @@ class _Shown(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         if not logging.root.handlers:
-            print(f"[merak] {self.format(record)}", file=sys.stderr, flush=True)
+            write_line(f"[merak] {self.format(record)}")
 
 
 _shown = _Shown()

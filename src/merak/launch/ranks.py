@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from merak.core.announce import write_line
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health.failure import is_lost_connection, why_lost
 from merak.core.health.heartbeat import GLOO
@@ -163,7 +164,7 @@ def _report_restart(folder: Path) -> None:
     if rank == 0:
         why = "a rank has ended" if before is None else before.sentence
         most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
-        print(f"\nmerak: {why}\n[merak] restart {attempt} of {most} …", file=sys.stderr, flush=True)
+        write_line(f"\nmerak: {why}\n[merak] restart {attempt} of {most} …")
 
 
 def _attempt() -> int:

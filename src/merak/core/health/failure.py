@@ -28,6 +28,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from merak.core.announce import write_line
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health import interrupt
 from merak.core.health import store as job_store
@@ -152,11 +153,9 @@ def restarts_left() -> int:
 def _tell_of_restart() -> None:
     """Say what a job of several hosts waits for now, since torchrun itself says nothing."""
     if restarts_left() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        print(
+        write_line(
             "merak: torchrun starts the ranks again. If a host is lost and --nnodes needs it, the "
-            "job waits for another host: run the same command there again.",
-            file=sys.stderr,
-            flush=True,
+            "job waits for another host: run the same command there again."
         )
 
 
@@ -176,7 +175,7 @@ def why_lost(error: BaseException) -> str:
 
 def _show(before: Hook, error: BaseException) -> None:
     if isinstance(error, MerakError) and not os.environ.get(TRACEBACK_VARIABLE):
-        print(sentence_of(error), file=sys.stderr, flush=True)
+        write_line(sentence_of(error))
     else:
         before(type(error), error, error.__traceback__)
 
@@ -185,7 +184,7 @@ def _show_interrupt(before: Hook, error: BaseException) -> None:
     if os.environ.get(TRACEBACK_VARIABLE):
         before(type(error), error, error.__traceback__)
     else:
-        print(f"\n{interrupt.SENTENCE}", file=sys.stderr, flush=True)
+        write_line(f"\n{interrupt.SENTENCE}")
 
 
 def is_first(store: Store | None = None) -> bool:

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 
 from torch.distributed.distributed_c10d import Store
 
+from merak.core.announce import write_line
 from merak.core.health import failure
 from merak.core.health import store as job_store
 from merak.core.health.heartbeat import Peers
@@ -197,13 +198,11 @@ def _end_at(limit_s: float) -> None:
     """End the process at the limit."""
     time.sleep(limit_s)
     if not _stop.is_saved and int(os.environ.get("RANK", "0")) == 0:
-        stream = sys.__stderr__ or sys.stderr
         with suppress(Exception):
-            print(
+            write_line(
                 f"merak: SIGTERM came, and its step and checkpoint took longer than "
                 f"sigterm_limit_s={limit_s:g}; the job ends without that checkpoint.",
-                file=stream,
-                flush=True,
+                sys.__stderr__,
             )
     _end()
 

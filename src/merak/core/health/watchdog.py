@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from merak.core.announce import write_line
 from merak.core.errors import TrainingError
 from merak.core.health import failure, preemption, store
 from merak.core.health.heartbeat import (
@@ -420,5 +421,5 @@ def _listed(descriptions: list[str]) -> str:
 def _print(line: str) -> None:
     with suppress(Exception):  # a closed stream must not keep the process from ending
         # The main thread may have put something else in the place of sys.stderr, as tracing does.
-        print(line, file=sys.__stderr__ or sys.stderr, flush=True)
+        write_line(line, sys.__stderr__)
         sys.stdout.flush()
