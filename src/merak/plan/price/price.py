@@ -1,0 +1,55 @@
+"""What a candidate costs: seconds of a step by cause, and peak bytes of every pp rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from merak.plan.price.candidate import Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Price of a candidate.
+
+    Args:
+        candidate: what was priced, with its partition and everything that "auto" has chosen.
+        step_s: seconds of one step.
+        uncertainty: of `step_s`, as a fraction: the true time is likely within ± this.
+        compute_s: of `step_s`, computation on the busiest pp rank, exposed collectives left out.
+        bubble_s: of `step_s`, waiting of that rank for other pp ranks.
+        exposed_communication_s: of `step_s`, collectives and transfers that nothing hides.
+        optimizer_s: of `step_s`, the optimizer's step.
+        bubble_fraction: idle time of all pp ranks ÷ (pp · time of the pipeline).
+        model_flops: of one step of the whole job, without recomputation, forward and backward.
+        tokens: of one step of the whole job; samples where a sample has no tokens.
+        peak_memory_bytes: of each pp rank.
+        memory_uncertainty: of the peaks, as a fraction.
+        device_bytes: memory of each pp rank's device that a job may use.
+    """
+
+    candidate: Candidate
+    step_s: float
+    uncertainty: float
+    compute_s: float
+    bubble_s: float
+    exposed_communication_s: float
+    optimizer_s: float
+    bubble_fraction: float
+    model_flops: float
+    tokens: int
+    peak_memory_bytes: tuple[int, ...]
+    memory_uncertainty: float
+    device_bytes: tuple[float, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every pp rank holds its peak."""
+        return all(
+            peak <= most
+            for peak, most in zip(self.peak_memory_bytes, self.device_bytes, strict=True)
+        )
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Throughput of one device."""
+        return self.tokens / self.step_s / self.candidate.world_size
