@@ -21,6 +21,7 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.operators import (
     ACTIVATIONS,
+    CONVERSIONS,
     CROSS_ENTROPIES,
     DROPOUTS,
     GEMM_OPERANDS,
@@ -84,6 +85,17 @@ _EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
 _GRADIENT_PASSES_ON = frozenset(("add", "sub", "clone", "contiguous"))
 """Operators whose backward hands the gradient on, unless an operand was broadcast."""
 
+_SCALED = frozenset(("mul", "div"))
+"""Operators whose backward reads no input where the other operand is a number."""
+
+_LINEAR = _GRADIENT_PASSES_ON | DROPOUTS | CONVERSIONS | {"neg", "sum", "mean", "masked_fill"}
+
+_SPECIAL = frozenset(
+    "einsum bilinear opaque_call embedding scaled_dot_product_attention "
+    "vocab_parallel_embedding vocab_parallel_cross_entropy".split()
+)
+"""Operators with work of their own kind."""
+
 _CUTTING_VIEWS = NARROWS | {"select", "diagonal"}
 
 _VARIANTS = ("native_", "unsafe_", "_unsafe_")
@@ -108,6 +120,43 @@ def node_work(node: fx.Node, device_type: str) -> NodeWork:
         return NodeWork()
     work = _work(node, _name(node), device_type)
     return work if any(meta.requires_grad for meta in outputs(node)) else NodeWork(work.forward)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operator computes nothing: its output is its input's storage, or a tuple's item.
+
+    Args:
+        node: an operator, with shapes in its meta.
+    """
+    return node.target is operator.getitem or _does_nothing(node, _name(node))
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a compiler fuses an operator with its neighbours: pointwise ones and reductions.
+
+    Args:
+        node: an operator of torch, with shapes in its meta.
+    """
+    name = _name(node)
+    is_torch = isinstance(node.target, torch._ops.OpOverload)
+    whole = name in GEMM_OPERANDS or name in _SPECIAL or name in RNNS
+    return is_torch and not whole and not is_view(node)
+
+
+def is_linear(node: fx.Node) -> bool:
+    """Whether the backward of a fusible operator reads no input of its forward but a mask."""
+    others = [source for source in node.all_input_nodes if outputs(source)]
+    return _name(node) in _LINEAR or (_name(node) in _SCALED and len(others) == 1)
+
+
+def hands_gradient_on(node: fx.Node) -> bool:
+    """Whether an input's gradient is the output's, the same tensor."""
+    return is_view(node) or _name(node) in _GRADIENT_PASSES_ON
+
+
+def draws_mask(node: fx.Node) -> bool:
+    """Whether an operator draws a random mask, a byte an element, which its backward reads."""
+    return _name(node) in DROPOUTS and not is_view(node)
 
 
 def tensors(value: Any) -> tuple[TensorMeta, ...]:
