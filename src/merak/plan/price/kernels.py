@@ -23,8 +23,9 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.operators import GEMM_OPERANDS, SPLIT_GEMMS, family
+from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, SPLIT_GEMMS, family
 from merak.ops import collectives
+from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.operators import (
     Work,
     draws_mask,
@@ -137,9 +138,9 @@ def _kernels(
     """What one operator runs by itself, forward and backward."""
     if node.target in _COLLECTIVES:
         return _collective(node, choice)
-    work = node_work(node, device_type)
-    if family(node.target) == "scaled_dot_product_attention" and not choice.flash_attention:
+    if family(node.target) in ATTENTIONS and not choice.flash_attention:
         return _unfused_attention(node, choice)
+    work = node_work(node, device_type)
     nodes = frozenset((node.name,))
     forward = [Kernel(kernel, nodes=nodes) for kernel in work.forward]
     if family(node.target) == "vocab_parallel_cross_entropy":
@@ -207,9 +208,12 @@ def _unfused_attention(
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     mask = scores if dropout else 0
 
+    batch = rows // query.shape[-2]
+    shape = ProductShape(query.shape[-2], key.shape[-2], query.shape[-1], batch)
+
     def product(operand: TensorMeta, other: TensorMeta) -> Work:
         num_bytes = operand.num_bytes + other.num_bytes + size
-        return Work(num_bytes, 2.0 * scores * operand.shape[-1], query.dtype)
+        return Work(num_bytes, 2.0 * scores * operand.shape[-1], query.dtype, shape=shape)
 
     def passes(count: int) -> list[Work]:
         """Scaling and masking, softmax, dropout: so many reads and writes of the scores."""

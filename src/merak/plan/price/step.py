@@ -133,6 +133,8 @@ def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Lai
     budget = min(map(_memory_of, devices))
     fills = None if math.isinf(budget) else int(_FILLED * budget)
     forecast = workload.forecast(candidate, partition, fills)
+    options = replace(forecast.options, device_profile=devices[0])
+    forecast = replace(forecast, options=options)
     if plans.takes_costs:
         plans = plans_from_costs(forecast, lambda: segments[0])
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
