@@ -17,7 +17,6 @@ from merak.plan.options import RANGES, range_problem
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from merak.core.mesh import Mesh
     from merak.plan.cost.device import DeviceProfile
@@ -75,25 +74,23 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
     from merak.arguments import default_trace_cache
     from merak.engine import forecast_of
     from merak.graph.segment.build import GraphSource
-    from merak.zoo.batches.batch import example_arguments, example_columns
+    from merak.zoo.batches.batch import example_arguments
+    from merak.zoo.workload import empty_model, example_signature
 
     device, sheet = planned_device(request.device)
     mesh = _mesh(request, device)
     dtype, autocast = _types(request)
     engine_options = _engine_options(request, sheet)
     source = _model_source(request)
-    columns = example_columns(
-        source.model_class, source.config, batch=request.batch, sequence=request.sequence
-    )
+    signature = example_signature(source, request.sequence, request.batch)
     folder = Path(default_trace_cache()) if default_trace_cache() else None
     graph_source = GraphSource(
-        _meta_model(source, dtype),
+        empty_model(source, dtype),
         fixed=example_arguments(source.model_class),
         device=mesh.device,
         cache_dir=folder,
         autocast=autocast,
     )
-    signature = tuple((name, column.meta) for name, column in columns.items())
     forecast = forecast_of(graph_source, signature, mesh, engine_options)
     return report_on(source.name, forecast, folder)
 
@@ -129,15 +126,6 @@ def _model_source(request: MemoryRequest) -> ModelSource:
     source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
     check_inner_fields(source.config, changes)
     return source
-
-
-def _meta_model(source: ModelSource, dtype: torch.dtype) -> nn.Module:
-    """The model without weights, in the type of its parameters."""
-    from merak.graph.weights.empty_weights import empty_weights
-
-    with empty_weights():
-        built: nn.Module = source.build()
-    return built.to(dtype)
 
 
 def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:

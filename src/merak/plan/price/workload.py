@@ -1,0 +1,194 @@
+"""A workload: the model of a job at any microbatch, and its segments on a tensor parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from merak.core.mesh import Mesh
+from merak.core.tensor_meta import Signature
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
+from merak.graph.tensor_parallel.features import Features
+from merak.graph.tensor_parallel.hf_tp_plan import given_plan
+from merak.plan.activations.forecast import Forecast
+from merak.plan.cost.optimizer_memory import OptimizerFactory
+from merak.plan.cost.segment_memory import structural_key
+from merak.plan.engine_options import EngineOptions
+from merak.plan.layout import Layout
+from merak.plan.partition import Partition
+from merak.plan.price.candidate import Candidate
+from merak.plan.step_plans import StepPlans
+
+
+@dataclass(slots=True, eq=False)
+class Workload:
+    """The model of a job, its batch and its optimizer: all of a job but its layout.
+
+    Graphs and what follows from them are made when they are first asked for, and remembered.
+
+    Args:
+        source: the model, on meta in the type of its parameters, and how it is called.
+        columns: the columns of a microbatch of so many samples.
+        global_batch: samples of one step of the whole job.
+        tokens_per_sample: tokens of a sample; 1 where samples have none.
+        sequence: tokens of a sequence; None where there are none.
+        optimizer: makes the optimizer; None forecasts no state.
+        master_weights: whether parameters of a lower precision have float32 masters.
+        features: tensor parallel attributes that override those derived from the model.
+    """
+
+    source: GraphSource
+    columns: Callable[[int], Signature]
+    global_batch: int
+    tokens_per_sample: int = 1
+    sequence: int | None = None
+    optimizer: OptimizerFactory | None = None
+    master_weights: bool = False
+    features: Features | None = None
+    _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
+    _parallel: dict[Any, TensorParallel] = field(init=False, default_factory=dict)
+    _local: dict[Any, ModelGraph] = field(init=False, default_factory=dict)
+    _unique: dict[Any, tuple[int, ...]] = field(init=False, default_factory=dict)
+    _plans: dict[Any, StepPlans] = field(init=False, default_factory=dict)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, on meta."""
+        return self.source.model
+
+    @property
+    def device(self) -> torch.device:
+        """Type of the devices, on which the choice of kernels depends."""
+        return torch.device(self.source.device.type)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of most parameters."""
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in self.model.parameters():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Type of mixed precision."""
+        return self.source.autocast
+
+    def graph(self, microbatch: int) -> ModelGraph:
+        """Graph of the whole model in training.
+
+        Args:
+            microbatch: samples of one microbatch.
+
+        Raises:
+            TraceError: the model cannot be traced.
+        """
+        if microbatch not in self._graphs:
+            columns = dict(self.columns(microbatch))
+            self._graphs[microbatch] = build_graph(self.source, columns, training=True)
+        return self._graphs[microbatch]
+
+    def local_graph(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> ModelGraph:
+        """Graph of the whole model as a tensor parallel rank runs it.
+
+        Its `parameters` are the whole ones; those of the segments' placeholders are the rank's.
+
+        Args:
+            microbatch: samples of one microbatch.
+            tp: tensor parallel degree.
+            sequence_parallel: whether activations between blocks are sharded over tp.
+
+        Raises:
+            ShardError: the degree does not fit the model.
+        """
+        key = (microbatch, tp, sequence_parallel and tp > 1)
+        if key not in self._local:
+            graph, rewrite = self.rewrite(*key).fit(self.graph(microbatch))
+            segments = tuple(rewrite(segment)[0] for segment in graph.segments)
+            self._local[key] = replace(graph, segments=segments)
+        return self._local[key]
+
+    def unique(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> tuple[int, ...]:
+        """For each segment of `local_graph`, the number of the first segment with an equal graph.
+
+        Args:
+            microbatch: samples of one microbatch.
+            tp: tensor parallel degree.
+            sequence_parallel: as of `local_graph`.
+        """
+        key = (microbatch, tp, sequence_parallel and tp > 1)
+        if key not in self._unique:
+            first: dict[Any, int] = {}
+            self._unique[key] = tuple(
+                first.setdefault(structural_key(segment.graph), segment.index)
+                for segment in self.local_graph(*key).segments
+            )
+        return self._unique[key]
+
+    def rewrite(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> TensorParallel:
+        """Sharding of the model's weights over tensor parallel ranks.
+
+        Raises:
+            ShardError: the degree does not fit the model.
+        """
+        key = (microbatch, tp, sequence_parallel and tp > 1)
+        if key not in self._parallel:
+            features = given_plan(self.model) if self.features is None else self.features
+            graph = self.graph(microbatch)
+            self._parallel[key] = tensor_parallel(graph, features, tp, sequence=key[-1])
+        return self._parallel[key]
+
+    def plans(self, candidate: Candidate) -> StepPlans:
+        """Schedule of a candidate, and every rank's steps.
+
+        Raises:
+            ScheduleError: the schedule is not defined for these counts.
+        """
+        options: Mapping[str, Any] = candidate.schedule_options
+        counts = (candidate.pp, candidate.num_microbatches)
+        key = (candidate.schedule, *counts, tuple(sorted(options.items())))
+        if key not in self._plans:
+            self._plans[key] = StepPlans(candidate.schedule, *counts, chosen=options)
+        return self._plans[key]
+
+    def options(self, candidate: Candidate, memory_budget: int | None = None) -> EngineOptions:
+        """The engine's options of a candidate."""
+        return EngineOptions(
+            schedule=candidate.schedule,
+            num_microbatches=candidate.num_microbatches,
+            partition=candidate.partition,
+            recompute=candidate.recompute,
+            offload_activations=candidate.offload,
+            zero=candidate.zero,
+            sequence_parallel=candidate.sequence_parallel,
+            sub_pipelining=candidate.sub_pipelining,
+            master_weights=self.master_weights,
+            optimizer=self.optimizer,
+            memory_budget=memory_budget,
+        )
+
+    def forecast(
+        self, candidate: Candidate, partition: Partition, memory_budget: int | None = None
+    ) -> Forecast:
+        """Forecast of a candidate's memory.
+
+        Its activation policy is what the schedule saves; `resolve_activations` makes it that of
+        the candidate.
+
+        Args:
+            candidate: how the job is laid out.
+            partition: segments of every stage of its schedule.
+            memory_budget: bytes that a rank may hold, for policies that fill the memory.
+        """
+        key = (candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+        mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, 0, self.device, None)
+        layout = Layout(self.graph(candidate.microbatch), partition, self.plans(candidate))
+        rewrite = self.rewrite(*key) if candidate.tp > 1 else None
+        options = self.options(candidate, memory_budget)
+        return Forecast(self.model, layout, mesh, rewrite, options)

@@ -1,0 +1,92 @@
+"""Workloads of transformers' architectures: a model by name, with its example batches."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from merak.core.tensor_meta import Signature
+from merak.graph.segment.build import GraphSource
+from merak.graph.weights.empty_weights import empty_weights
+from merak.plan.cost.optimizer_memory import OptimizerFactory
+from merak.plan.price.workload import Workload
+from merak.zoo.batches.batch import example_arguments, example_columns
+from merak.zoo.model_source import ModelSource
+
+TEXTS = ("input_ids", "decoder_input_ids")
+"""Columns whose elements are the tokens of a sample."""
+
+
+def example_workload(
+    source: ModelSource,
+    *,
+    global_batch: int,
+    sequence: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    device: torch.device | None = None,
+    cache_dir: Path | None = None,
+    optimizer: OptimizerFactory | None = None,
+    master_weights: bool = False,
+) -> Workload:
+    """Make the workload of an architecture, which trains on example batches.
+
+    Args:
+        source: the architecture.
+        global_batch: samples of one step of the whole job.
+        sequence: tokens of a sequence; the model's longest, up to 512, where it is None.
+        dtype: type of the parameters.
+        autocast: type of mixed precision; None without.
+        device: type of the devices it is planned for; the CPU where it is None.
+        cache_dir: where traces are stored; None for no cache.
+        optimizer: makes the optimizer; None forecasts no state.
+        master_weights: whether parameters of a lower precision have float32 masters.
+
+    Raises:
+        CommandError: sizes that do not fit the model, or a model of another kind of input.
+    """
+    columns = partial(example_signature, source, sequence)
+    sample = dict(columns(1))
+    ids = next((sample[name] for name in TEXTS if name in sample), None)
+    text = None if ids is None else ids.shape[1:]
+    graph_source = GraphSource(
+        empty_model(source, dtype),
+        fixed=example_arguments(source.model_class),
+        device=torch.device("cpu") if device is None else device,
+        cache_dir=cache_dir,
+        autocast=autocast,
+    )
+    return Workload(
+        graph_source,
+        columns,
+        global_batch,
+        tokens_per_sample=1 if text is None else math.prod(text),
+        sequence=text[-1] if text else None,
+        optimizer=optimizer,
+        master_weights=master_weights,
+    )
+
+
+def example_signature(source: ModelSource, sequence: int | None, microbatch: int) -> Signature:
+    """Return the columns of an architecture's example batch.
+
+    Args:
+        source: the architecture.
+        sequence: tokens of a sequence; None as of `example_columns`.
+        microbatch: samples.
+    """
+    columns = example_columns(
+        source.model_class, source.config, batch=microbatch, sequence=sequence
+    )
+    return tuple((name, column.meta) for name, column in columns.items())
+
+
+def empty_model(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    """Build a model without weights, in a type for its parameters."""
+    with empty_weights():
+        built: nn.Module = source.build()
+    return built.to(dtype)
