@@ -144,7 +144,9 @@ def _kernels(
     nodes = frozenset((node.name,))
     forward = [Kernel(kernel, nodes=nodes) for kernel in work.forward]
     if family(node.target) == "vocab_parallel_cross_entropy":
-        positions = sum(meta.num_bytes for meta in outputs(node.args[1])) // 2  # type: ignore[arg-type]
+        target = node.args[1]
+        assert isinstance(target, fx.Node)
+        positions = _size(target) * 4
         forward += [Kernel(collective=("all_reduce", size)) for size in (positions, 2 * positions)]
     backward = [Kernel(kernel) for kernel in work.backward]
     index = _weight_gradient(node)
@@ -197,9 +199,7 @@ def _gradient_bytes(meta: TensorMeta, choice: KernelChoice) -> int:
     return meta.num_bytes * (2 if low else 1)
 
 
-def _unfused_attention(
-    node: fx.Node, choice: KernelChoice
-) -> tuple[list[Kernel], list[Kernel]]:
+def _unfused_attention(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list[Kernel]]:
     """Attention that writes its scores to memory, and computes them again for the backward."""
     query, key, value = (outputs(node.args[index])[0] for index in range(3))  # type: ignore[arg-type]
     rows = query.num_bytes // query.dtype.itemsize // query.shape[-1]
@@ -408,5 +408,3 @@ def _same_size(node: fx.Node, other: fx.Node) -> bool:
     return Counter(m.num_bytes for m in outputs(node)) == Counter(
         m.num_bytes for m in outputs(other)
     )
-
-

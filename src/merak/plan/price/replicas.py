@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
@@ -129,7 +130,11 @@ def exposed_gather_s(stages: Sequence[Stage], exchanges: Sequence[StageExchange]
 
 
 def tied_seconds(
-    layout: Layout, stages: Sequence[Stage], cluster: Cluster, candidate: Candidate, zero: ZeroSharding
+    layout: Layout,
+    stages: Sequence[Stage],
+    cluster: Cluster,
+    candidate: Candidate,
+    zero: ZeroSharding,
 ) -> float:
     """Seconds of the reductions of tied parameters that nothing hides.
 
@@ -150,7 +155,7 @@ def tied_seconds(
         num_bytes = sum(zero.gradient_bytes({name: meta}).values())
         hops = [
             _send_s(cluster, one.rank * size, other.rank * size, num_bytes)
-            for one, other in zip(holders, holders[1:])
+            for one, other in pairwise(holders)
         ]
         late = max(0.0, max(hops) - period_s) * candidate.num_microbatches
         total += 2 * sum(hops) + late

@@ -122,9 +122,7 @@ def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Lai
     """Balance the stages, and choose the schedule and the activation policy, as the engine does."""
     devices = tuple(_slowest_device(cluster, candidate, rank) for rank in range(candidate.pp))
     group = group_of(cluster, candidate.tp, 1)
-    priced = {
-        id(device): price_segments(workload, candidate, device, group) for device in devices
-    }
+    priced = {id(device): price_segments(workload, candidate, device, group) for device in devices}
     segments = tuple(priced[id(device)] for device in devices)
     plans = workload.plans(candidate)
     num_stages = plans.base.schedule.num_stages
@@ -142,9 +140,7 @@ def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Lai
     forecast = _with_policy(forecast, segments[0], devices[0], fills)
     layout = forecast.layout
     ranks = layout.stage_rank
-    graph = workload.local_graph(
-        candidate.microbatch, candidate.tp, candidate.sequence_parallel
-    )
+    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
     stages = price_stages(
         graph,
         [segments[rank] for rank in ranks],
@@ -188,16 +184,12 @@ def _step(
 ) -> tuple[Shares, float]:
     """The seconds of a step by cause, and the bubble fraction."""
     schedule, stages, forecast = laid.schedule, laid.stages, laid.forecast
-    zero = zero_sharding(
-        candidate, workload.master_weights, forecast.options.float32_gradients
-    )
+    zero = zero_sharding(candidate, workload.master_weights, forecast.options.float32_gradients)
     exchanges = [
         stage_exchange(stage, number, cluster, candidate, schedule, zero)
         for number, stage in enumerate(stages)
     ]
-    graph = workload.local_graph(
-        candidate.microbatch, candidate.tp, candidate.sequence_parallel
-    )
+    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
     links = stage_links(cluster, candidate, schedule)
     sizes = boundary_bytes(graph, forecast.layout.partition)
     reduction_s = [exchange.reduction_s for exchange in exchanges]
@@ -207,7 +199,10 @@ def _step(
         for stage, exchange, wait_s in zip(stages, exchanges, offload_s, strict=True)
     ]
     simulation = simulate(schedule, costs_of(whole, links, sizes, reduction_s))
-    busy = _busy(simulation, durations(schedule, simulation.table, costs_of(whole, links, sizes, reduction_s)))
+    busy = _busy(
+        simulation,
+        durations(schedule, simulation.table, costs_of(whole, links, sizes, reduction_s)),
+    )
     alone = costs_of([stage.compute for stage in stages], links, sizes, reduction_s)
     compute = _busy(simulation, durations(schedule, simulation.table, alone))
     rank = int(np.argmax(busy))
@@ -242,11 +237,13 @@ def _busy(simulation: Simulation, seconds: np.ndarray) -> np.ndarray:
     )
 
 
-def _launch_seconds(
-    laid: _Laid, schedule: Schedule, rank: int, candidate: Candidate
-) -> float:
+def _launch_seconds(laid: _Laid, schedule: Schedule, rank: int, candidate: Candidate) -> float:
     """Seconds of a step in which a pp rank's device waits for kernels to start."""
-    own = [i for stage in schedule.stages_of(rank) for i in laid.forecast.layout.partition.stages[stage]]
+    own = [
+        i
+        for stage in schedule.stages_of(rank)
+        for i in laid.forecast.layout.partition.stages[stage]
+    ]
     return candidate.num_microbatches * sum(laid.segments[rank][i].launch_s for i in own)
 
 

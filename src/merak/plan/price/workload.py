@@ -54,7 +54,7 @@ class Workload:
     optimizer: OptimizerFactory | None = None
     master_weights: bool = False
     features: Features | None = None
-    kernels: KernelChoice = KernelChoice()
+    kernels: KernelChoice = field(default_factory=KernelChoice)
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
     _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
     _parallel: dict[Any, TensorParallel] = field(init=False, default_factory=dict)
