@@ -76,7 +76,7 @@ class _Problem:
 
     @property
     def num_segments(self) -> int:
-        return self.forward_sums.shape[1] - 1
+        return int(self.forward_sums.shape[1]) - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -148,13 +148,13 @@ def balance_uneven(
         PlanError: more stages than segments, stages with times of different segments, a wrong
             number of links or cuts, or times and sizes that are not finite numbers of 0 or more.
     """
-    num_segments = {len(own) for own in costs}
-    if len(num_segments) > 1:
+    lengths = {len(own) for own in costs}
+    if len(lengths) > 1:
         raise PlanError(
-            f"The stages have times of {sorted(num_segments)} segments; give every stage's device "
+            f"The stages have times of {sorted(lengths)} segments; give every stage's device "
             "times of all segments."
         )
-    num_stages, num_segments = len(costs), max(num_segments, default=0)
+    num_stages, num_segments = len(costs), max(lengths, default=0)
     _check_counts(num_segments, num_stages, num_microbatches)
     for name, given, wanted in (
         ("links", links, num_stages - 1),
