@@ -1,6 +1,6 @@
 """How sure a price is: what the parts of a step are known to, from the residuals of published runs.
 
-`benchmarks/published_runs.py` prices runs whose times are published. The errors there, by what most
+A benchmark prices runs whose times are published. The errors there, by what most
 of a run's step goes into, are the fractions below.
 """
 
