@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,60 @@ def optimizer_memory(
             _UNKNOWN_COPIES,
         )
         return OptimizerMemory(tuple(_UNKNOWN_COPIES * meta.num_bytes for meta in parameters), 0)
+
+
+class OptimizerMemories:
+    """Measures the memory of one kind of optimizer; for equal parameters only once.
+
+    Args:
+        factory: makes the optimizer; None where there is none.
+        device: where the parameters are.
+    """
+
+    def __init__(self, factory: OptimizerFactory | None, device: torch.device) -> None:
+        self.factory = factory
+        self.device = device
+        self._known: dict[tuple[TensorMeta, ...], OptimizerMemory] = {}
+        self._single: dict[frozenset[TensorMeta], _Single | None] = {}
+
+    def __call__(self, parameters: Sequence[TensorMeta]) -> OptimizerMemory:
+        """Memory of the optimizer for some parameters, that are trained."""
+        if self.factory is None or not parameters:
+            return optimizer_memory(None, parameters, self.device)
+        kinds, every = frozenset(parameters), tuple(parameters)
+        if kinds not in self._single:
+            self._single[kinds] = self._measure_single(tuple(dict.fromkeys(parameters)))
+        single = self._single[kinds]
+        if single is not None:
+            states = tuple(single.state_bytes[meta] for meta in parameters)
+            return OptimizerMemory(states, single.taken_bytes)
+        if every not in self._known:
+            self._known[every] = optimizer_memory(self.factory, parameters, self.device)
+        return self._known[every]
+
+    def _measure_single(self, kinds: tuple[TensorMeta, ...]) -> _Single | None:
+        """Memory of an optimizer that steps its parameters one after another; None for others.
+
+        For it, further equal parameters add their states, and take no more at a time.
+        """
+        assert self.factory is not None
+        try:
+            once = measure_step(self.factory, kinds, self.device)
+            twice = measure_step(self.factory, (*kinds, *kinds), self.device)
+        except Exception:  # the whole list's own measurement warns of it
+            return None
+        same = twice.state_bytes == once.state_bytes * 2
+        if not same or twice.taken_bytes != once.taken_bytes:
+            return None
+        return _Single(dict(zip(kinds, once.state_bytes, strict=True)), once.taken_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """Memory of an optimizer that steps its parameters one after another."""
+
+    state_bytes: Mapping[TensorMeta, int]
+    taken_bytes: int
 
 
 def measure_step(

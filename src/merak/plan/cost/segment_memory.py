@@ -84,7 +84,7 @@ class SegmentMemories:
     """
 
     def __init__(self, device: torch.device, float32_gradients: bool = True) -> None:
-        self._device = device
+        self.device = device
         self._float32_gradients = float32_gradients
         self._known: dict[Any, tuple[SegmentMemory, Segment]] = {}
 
@@ -103,7 +103,7 @@ class SegmentMemories:
         return replace(found, outputs=outputs, offload_values=offloadable)
 
     def _measure(self, segment: Segment) -> SegmentMemory:
-        run = FakeRun(segment, self._device)
+        run = FakeRun(segment, self.device)
         if self._float32_gradients:
             sum_in_float32(run.parameters)
         return _measure(run)
