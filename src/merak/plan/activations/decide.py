@@ -103,6 +103,8 @@ def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
     """Bytes that this rank may hold: the user's limit, or its GPU's memory; None on the CPU."""
     if options.memory_budget is not None:
         return options.memory_budget
+    if options.device_profile is not None and options.device_profile.memory_bytes is not None:
+        return options.device_profile.memory_bytes
     if mesh.device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(mesh.device).total_memory)

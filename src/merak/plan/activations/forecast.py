@@ -214,8 +214,9 @@ class Forecast:
         return found
 
     def _job(self) -> Job:
-        layout, mesh = self.layout, self.mesh
+        layout, mesh, profile = self.layout, self.mesh, self.options.device_profile
         graph, partition = layout.graph, layout.partition
+        kernels = None if profile is None else profile.device_type
         owners = stages_of_parameters(graph, partition)
         bounds = stage_bounds(graph, owners, partition)
         local = self._local_model()
@@ -237,7 +238,8 @@ class Forecast:
                 float32_gradients=self.options.float32_gradients,
                 parameters=self.options.zero == 3 and mesh.dp > 1,
             ),
-            measured=local.measured(self.options.float32_gradients),
+            kernels=kernels,
+            measured=local.measured(self.options.float32_gradients, kernels),
         )
 
     def _local_model(self) -> LocalModel:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,7 @@ from merak.graph.ir.operators import (
     family,
 )
 from merak.graph.trace.opaque.operator import cost_of
+from merak.plan.cost.efficiency import AttentionShape, ProductShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Work:
         functions: elements on which a function such as exp is evaluated.
         randoms: elements for which a random bit is drawn.
         kernels: number of kernels that do it together.
+        shape: of the matrix product or the fused attention, where it is one.
     """
 
     num_bytes: float
@@ -51,6 +53,7 @@ class Work:
     functions: float = 0.0
     randoms: float = 0.0
     kernels: int = 1
+    shape: ProductShape | AttentionShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +222,26 @@ def _product(node: fx.Node, name: str) -> NodeWork:
         transposed = "transpose" in name or (name == "convolution" and node.args[6])
         positions = _size(first if transposed else out)
         flops = 2.0 * positions * _size(second) / second.shape[0]
-    product = Work(_num_bytes(first, second, out), flops, second.dtype)
-    backward = [product] * len(_gradients((first, second)))
+    shape = _product_shape(second, out, flops)
+    product = Work(_num_bytes(first, second, out), flops, second.dtype, shape=shape)
+    of_first = ProductShape(shape.m, shape.k, shape.n, shape.batch)
+    of_second = ProductShape(shape.n, shape.k, shape.m, shape.batch)
+    backward = [
+        replace(product, shape=own)
+        for operand, own in ((first, of_first), (second, of_second))
+        if operand.requires_grad
+    ]
     backward += [Work(_num_bytes(out, added)) for added in _gradients((bias,))]
     return NodeWork((product,), tuple(backward))
+
+
+def _product_shape(second: TensorMeta, out: TensorMeta, flops: float) -> ProductShape:
+    """Shape of a product: one of matrices where the second operand is one, else a batch of them."""
+    is_batch = len(second.shape) > 2 and len(out.shape) > 2
+    batch = math.prod(out.shape[:-2]) if is_batch else 1
+    n = max(out.shape[-1], 1)
+    m = max(_size(out) // (batch * n), 1) if batch else 1
+    return ProductShape(m, n, max(round(flops / 2 / max(batch * m * n, 1)), 1), max(batch, 1))
 
 
 def _einsum(node: fx.Node) -> NodeWork:
@@ -274,9 +293,17 @@ def _attention(node: fx.Node, device_type: str) -> NodeWork:
     num_bytes = _num_bytes(query, key, value, mask, *outputs(node))
     if fused:
         flops = 2.0 * scores * fraction
-        forward = Work(num_bytes, flops * (sizes + values), query.dtype, scores * fraction)
-        backward_flops = flops * (3 * sizes + 2 * values)
-        return NodeWork((forward,), (Work(2 * num_bytes, backward_flops, query.dtype),))
+        shape = AttentionShape(sizes, key.shape[-2], _size(query) // sizes, fraction < 1, False)
+        forward = Work(
+            num_bytes, flops * (sizes + values), query.dtype, scores * fraction, shape=shape
+        )
+        backward = Work(
+            2 * num_bytes,
+            flops * (3 * sizes + 2 * values),
+            query.dtype,
+            shape=replace(shape, is_backward=True),
+        )
+        return NodeWork((forward,), (backward,))
     traffic = 3.0 * scores * query.dtype.itemsize
     passes = (Work(traffic), Work(traffic, functions=scores), Work(traffic, randoms=scores))
     products = [Work(num_bytes / 2, 2.0 * scores * size, query.dtype) for size in (sizes, values)]

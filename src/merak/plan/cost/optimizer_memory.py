@@ -37,7 +37,10 @@ class OptimizerMemory:
 
 
 def optimizer_memory(
-    factory: OptimizerFactory | None, parameters: Sequence[TensorMeta], device: torch.device
+    factory: OptimizerFactory | None,
+    parameters: Sequence[TensorMeta],
+    device: torch.device,
+    kernels: str | None = None,
 ) -> OptimizerMemory:
     """Memory of an optimizer for some parameters.
 
@@ -45,11 +48,12 @@ def optimizer_memory(
         factory: makes the optimizer; None where there is none.
         parameters: those that are trained.
         device: where they are.
+        kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
     """
     if factory is None or not parameters:
         return OptimizerMemory((0,) * len(parameters), 0)
     try:
-        return measure_step(factory, parameters, device)
+        return measure_step(factory, parameters, device, kernels)
     except Exception as error:
         # A user's own optimizer may read values, which fake tensors do not have.
         log = logger.warning if is_rank0() else logger.debug
@@ -64,7 +68,7 @@ def optimizer_memory(
 
 
 class OptimizerMemories:
-    """Measures the memory of one kind of optimizer; for equal parameters only once.
+    """Measures the memory of one optimizer's class; for equal kinds of parameters only once.
 
     Args:
         factory: makes the optimizer; None where there is none.
@@ -74,51 +78,72 @@ class OptimizerMemories:
     def __init__(self, factory: OptimizerFactory | None, device: torch.device) -> None:
         self.factory = factory
         self.device = device
-        self._known: dict[tuple[TensorMeta, ...], OptimizerMemory] = {}
-        self._single: dict[frozenset[TensorMeta], _Single | None] = {}
+        self._lists: dict[tuple[str | None, tuple[TensorMeta, ...]], OptimizerMemory] = {}
+        self._kinds: dict[tuple[str | None, frozenset[TensorMeta]], _Kinds | None] = {}
 
-    def __call__(self, parameters: Sequence[TensorMeta]) -> OptimizerMemory:
-        """Memory of the optimizer for some parameters, that are trained."""
+    def __call__(
+        self, parameters: Sequence[TensorMeta], kernels: str | None = None
+    ) -> OptimizerMemory:
+        """Memory of the optimizer for some parameters; arguments as of `optimizer_memory`."""
         if self.factory is None or not parameters:
             return optimizer_memory(None, parameters, self.device)
-        kinds, every = frozenset(parameters), tuple(parameters)
-        if kinds not in self._single:
-            self._single[kinds] = self._measure_single(tuple(dict.fromkeys(parameters)))
-        single = self._single[kinds]
-        if single is not None:
-            states = tuple(single.state_bytes[meta] for meta in parameters)
-            return OptimizerMemory(states, single.taken_bytes)
-        if every not in self._known:
-            self._known[every] = optimizer_memory(self.factory, parameters, self.device)
-        return self._known[every]
+        key = (kernels, frozenset(parameters))
+        if key not in self._kinds:
+            self._kinds[key] = self._measure_kinds(tuple(dict.fromkeys(parameters)), kernels)
+        kinds = self._kinds[key]
+        if kinds is not None:
+            return kinds.of(parameters)
+        every = (kernels, tuple(parameters))
+        if every not in self._lists:
+            self._lists[every] = optimizer_memory(self.factory, parameters, self.device, kernels)
+        return self._lists[every]
 
-    def _measure_single(self, kinds: tuple[TensorMeta, ...]) -> _Single | None:
-        """Memory of an optimizer that steps its parameters one after another; None for others.
-
-        For it, further equal parameters add their states, and take no more at a time.
-        """
-        assert self.factory is not None
+    def _measure_kinds(self, metas: tuple[TensorMeta, ...], kernels: str | None) -> _Kinds | None:
+        """Memory by kind of parameter; None for an optimizer that is neither sort of `_Kinds`."""
+        factory, device = self.factory, self.device
+        assert factory is not None
         try:
-            once = measure_step(self.factory, kinds, self.device)
-            twice = measure_step(self.factory, (*kinds, *kinds), self.device)
-        except Exception:  # the whole list's own measurement warns of it
+            once = measure_step(factory, metas, device, kernels)
+            twice = measure_step(factory, (*metas, *metas), device, kernels)
+            if twice.state_bytes != once.state_bytes * 2:
+                return None
+            states = dict(zip(metas, once.state_bytes, strict=True))
+            if twice.taken_bytes == once.taken_bytes:
+                return _Kinds(states, once.taken_bytes, None)
+            own = {m: measure_step(factory, (m,), device, kernels).taken_bytes for m in metas}
+        except Exception:  # the measurement of the whole list warns of it
             return None
-        same = twice.state_bytes == once.state_bytes * 2
-        if not same or twice.taken_bytes != once.taken_bytes:
+        if not twice.taken_bytes == 2 * once.taken_bytes == 2 * sum(own.values()):
             return None
-        return _Single(dict(zip(kinds, once.state_bytes, strict=True)), once.taken_bytes)
+        return _Kinds(states, 0, own)
 
 
 @dataclass(frozen=True, slots=True)
-class _Single:
-    """Memory of an optimizer that steps its parameters one after another."""
+class _Kinds:
+    """Memory of an optimizer that steps parameters one after another, or all at the same time.
+
+    Args:
+        state_bytes: by kind of parameter.
+        taken_bytes: of the step, where equal parameters take no more than one of them.
+        added_bytes: of the step, by kind, where every parameter adds its own; else None.
+    """
 
     state_bytes: Mapping[TensorMeta, int]
     taken_bytes: int
+    added_bytes: Mapping[TensorMeta, int] | None
+
+    def of(self, parameters: Sequence[TensorMeta]) -> OptimizerMemory:
+        """Memory for parameters of all these kinds."""
+        added = self.added_bytes
+        taken = self.taken_bytes if added is None else sum(added[meta] for meta in parameters)
+        return OptimizerMemory(tuple(self.state_bytes[meta] for meta in parameters), taken)
 
 
 def measure_step(
-    factory: OptimizerFactory, metas: Sequence[TensorMeta], device: torch.device
+    factory: OptimizerFactory,
+    metas: Sequence[TensorMeta],
+    device: torch.device,
+    kernels: str | None = None,
 ) -> OptimizerMemory:
     """Memory of an optimizer's step on fake parameters; raises what the optimizer does.
 
@@ -126,6 +151,7 @@ def measure_step(
         factory: makes the optimizer.
         metas: the parameters.
         device: where they are.
+        kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
@@ -137,12 +163,21 @@ def measure_step(
     known = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     # Outside of the mode: counts of steps are then real tensors, whose values optimizers read.
     optimizer = factory(parameters)
+    if (kernels, device.type) == ("cuda", "cpu"):
+        _step_as_on_gpu(optimizer)
     optimizer.step()
     state = [_state_bytes(optimizer, parameter) for parameter in parameters]
     held = [t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, torch.Tensor)]
     with Storages([*known, *held]) as storages:
         optimizer.step()
     return OptimizerMemory(tuple(state), storages.peak_bytes)
+
+
+def _step_as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer step all parameters at once, as torch's do on a GPU by default."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:

@@ -53,7 +53,7 @@ class LocalModel:
         self._compiler = _CompilerOnce(self.graph)
         self.device = device
         self.optimizers = optimizers
-        self._measured: dict[bool, Measured] = {}
+        self._measured: dict[tuple[bool, str | None], Measured] = {}
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -71,16 +71,18 @@ class LocalModel:
         rewrites = {stage: self._rewrites for stage in stages}
         return compile_program(self.graph, bounds, rewrites, compiler=self._compiler)
 
-    def measured(self, float32_gradients: bool) -> Measured:
+    def measured(self, float32_gradients: bool, kernels: str | None = None) -> Measured:
         """Memory of the segments and the optimizer.
 
         Args:
             float32_gradients: whether gradients of low precision are accumulated in float32.
+            kernels: type of the device whose kernels run; None for `device`'s.
         """
-        if float32_gradients not in self._measured:
-            segments = SegmentMemories(self.device, float32_gradients)
-            self._measured[float32_gradients] = Measured(segments, self.optimizers)
-        return self._measured[float32_gradients]
+        key = (float32_gradients, kernels)
+        if key not in self._measured:
+            segments = SegmentMemories(self.device, float32_gradients, kernels)
+            self._measured[key] = Measured(segments, self.optimizers)
+        return self._measured[key]
 
 
 class _CompilerOnce(Compiler):

@@ -88,6 +88,7 @@ class Job:
         bucket_bytes: size of the buckets in which gradients are reduced over replicas.
         zero: what replicas shard of parameters, gradients and optimizer state.
         measured: memory of its segments and optimizer, where other layouts of the model share it.
+        kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
     """
 
     programs: tuple[Program, ...]
@@ -99,6 +100,7 @@ class Job:
     bucket_bytes: int = 25 * 2**20
     zero: ZeroSharding = field(default_factory=ZeroSharding)
     measured: Measured | None = None
+    kernels: str | None = None
 
 
 class MemoryModel:
@@ -112,7 +114,7 @@ class MemoryModel:
         self.job = job
         self._device = device = fake_device(job.mesh.device)
         measured = job.measured or Measured(
-            SegmentMemories(device, job.zero.float32_gradients),
+            SegmentMemories(device, job.zero.float32_gradients, job.kernels),
             OptimizerMemories(job.optimizer, device),
         )
         with pretended(replace(job.mesh, rank=0, device_mesh=None)):
@@ -267,7 +269,7 @@ def _optimizer(
     metas = _trained(parameters_of(program))
     stepped = job.zero.optimizer_tensors(metas)
     some = {name: meta for name, meta in stepped.items() if meta.num_bytes}
-    found: OptimizerMemory = measure(list(some.values()))
+    found: OptimizerMemory = measure(list(some.values()), job.kernels)
     state = dict(zip(some, found.state_bytes, strict=True))
     masters = {name: job.zero.master_bytes(metas[name], stepped[name]) for name in metas}
     return {name: state.get(name, 0) + masters[name] for name in metas}, found.taken_bytes

@@ -17,6 +17,7 @@ from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activations.forecast import Forecast
+from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories
 from merak.plan.cost.segment_memory import structural_key
 from merak.plan.engine_options import EngineOptions
@@ -178,7 +179,12 @@ class Workload:
             self._plans[key] = StepPlans(candidate.schedule, *counts, chosen=options)
         return self._plans[key]
 
-    def options(self, candidate: Candidate, memory_budget: int | None = None) -> EngineOptions:
+    def options(
+        self,
+        candidate: Candidate,
+        memory_budget: int | None = None,
+        device_profile: DeviceProfile | None = None,
+    ) -> EngineOptions:
         """The engine's options of a candidate."""
         return EngineOptions(
             schedule=candidate.schedule,
@@ -192,10 +198,15 @@ class Workload:
             master_weights=self.master_weights,
             optimizer=self.optimizer,
             memory_budget=memory_budget,
+            device_profile=device_profile,
         )
 
     def forecast(
-        self, candidate: Candidate, partition: Partition, memory_budget: int | None = None
+        self,
+        candidate: Candidate,
+        partition: Partition,
+        memory_budget: int | None = None,
+        device_profile: DeviceProfile | None = None,
     ) -> Forecast:
         """Forecast of a candidate's memory.
 
@@ -206,10 +217,11 @@ class Workload:
             candidate: how the job is laid out.
             partition: segments of every stage of its schedule.
             memory_budget: bytes that a rank may hold, for policies that fill the memory.
+            device_profile: of the device, whose kernels' memory is counted; None for `device`'s.
         """
         key = (candidate.microbatch, candidate.tp, candidate.sequence_parallel)
         mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, 0, self.device, None)
         layout = Layout(self.graph(candidate.microbatch), partition, self.plans(candidate))
         local = self.local_model(*key)
-        options = self.options(candidate, memory_budget)
+        options = self.options(candidate, memory_budget, device_profile)
         return Forecast(self.model, layout, mesh, local.rewrite, options, local)
