@@ -91,7 +91,7 @@ class SegmentMemories:
         float32_gradients: bool = True,
         kernels: str | None = None,
     ) -> None:
-        self._device = device
+        self.device = device
         self._kernels = kernels
         self._float32_gradients = float32_gradients
         self._known: dict[Any, tuple[SegmentMemory, Segment]] = {}
@@ -111,7 +111,7 @@ class SegmentMemories:
         return replace(found, outputs=outputs, offload_values=offloadable)
 
     def _measure(self, segment: Segment) -> SegmentMemory:
-        run = FakeRun(segment, self._device, self._kernels)
+        run = FakeRun(segment, self.device, self._kernels)
         if self._float32_gradients:
             sum_in_float32(run.parameters)
         return _measure(run)
