@@ -319,9 +319,8 @@ class _FusedGroup:
         functions = randoms = 0.0
         for node in self.nodes:
             work = node_work(node, "cuda")
-            for kernel in work.forward if forward else work.backward:
-                functions += kernel.functions
-                randoms += kernel.randoms
+            functions += sum(k.functions for k in (work.forward if forward else work.backward))
+            randoms += _size(node) if forward and draws_mask(node) else 0
         return Work(num_bytes, functions=functions, randoms=randoms)
 
     def _is_read_again(self, node: fx.Node) -> bool:

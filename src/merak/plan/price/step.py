@@ -207,7 +207,8 @@ def _step(
     compute = _busy(simulation, durations(schedule, simulation.table, alone))
     rank = int(np.argmax(busy))
     ends_s = float(simulation.end.max(initial=0.0))
-    late_s = tied_seconds(forecast.layout, stages, cluster, candidate, zero)
+    exact = forecast.options.exact_tied_gradients
+    late_s = tied_seconds(forecast.layout, stages, cluster, candidate, zero, exact)
     late_s += exposed_gather_s(stages, exchanges)
     optimizer_s = max(
         update_seconds(
