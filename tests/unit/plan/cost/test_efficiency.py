@@ -74,7 +74,7 @@ def test_products_lose_by_partial_tiles_and_rounds_and_little_depth():
     assert fraction(65, 20_000, 4096) < 0.6 * full  # half of each tile
     assert fraction(128 * 108, 1024, 128) == pytest.approx(0.5)
     # One row of tiles is cut along its depth, so a deep product fills the device all the same.
-    assert fraction(128, 128, 100_000) > 0.9
+    assert fraction(128, 128, 100_000) > 0.85
 
 
 def test_attention_loses_by_short_rows_and_few_of_them():
