@@ -182,7 +182,7 @@ _MAMF = "products: the highest of many shapes, Machine Learning Engineering (S. 
 _DEPTH = "depth: NVIDIA A100, cuBLAS by size (figure 6 of Machine Learning Engineering's source)"
 _USUAL = "the rest: estimates, until a profile of the device replaces them"
 _AMPERE = Efficiency(
-    product=0.87, product_depth=128, tile=128,
+    product=0.78, product_depth=128, tile=128,
     attention_forward=0.73, attention_backward=0.63, attention_small_head=0.86,
     attention_length=150, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=6e-6,
     source=f"attention: FlashAttention-2, arXiv 2307.08691, section 4.1; {_MAMF}; {_DEPTH}; "

@@ -104,7 +104,7 @@ def price_segments(
         segments = workload.local_graph(*form).segments
         first = workload.unique(*form)
         known = {
-            index: _price(segments[index].graph, workload.kernels, device, group)
+            index: price_graph(segments[index].graph, workload.kernels, device, group)
             for index in set(first)
         }
         workload.memo[key] = (tuple(known[index] for index in first), device)
@@ -129,9 +129,17 @@ def _flops(graph: fx.Graph) -> float:
     return sum(kernel.flops for work in works for kernel in (*work.forward, *work.backward))
 
 
-def _price(
+def price_graph(
     graph: fx.Graph, choice: KernelChoice, device: DeviceProfile, group: Group
 ) -> SegmentPrice:
+    """Price one graph on a device.
+
+    Args:
+        graph: of a segment, rewritten for tp where there is tp.
+        choice: which kernels there are.
+        device: what computes.
+        group: the tensor parallel ranks.
+    """
     kernels = segment_kernels(graph, choice, device.device_type)
 
     def seconds(kernel: Kernel) -> Step:

@@ -94,5 +94,5 @@ def test_a_slower_link_makes_no_step_shorter(llama: Workload, candidate: Candida
 
 
 def test_too_few_devices_are_refused(llama: Workload) -> None:
-    with pytest.raises(PlanError, match="takes 16 devices, but the cluster has 8"):
+    with pytest.raises(PlanError, match="are 16 ranks, but the cluster has 8 devices"):
         price(llama, cluster(), Candidate(dp=16))
