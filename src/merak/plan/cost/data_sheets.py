@@ -7,9 +7,11 @@ allocate from: makers' gigabytes are 2^30 bytes on some devices and 10^9 on othe
 keep 1 to 2 % of them, or 8 % for error correction. The figures are those of torch's own messages
 ("GPU 0 has a total capacity of …"), as public reports of each device quote them.
 
-Figures were compared with makers' pages, or with tables that cite them: "Machine Learning
-Engineering" (S. Bekman, https://github.com/stas00/ml-engineering, compute/accelerator and network).
-A source that ends in "not compared" is from memory of the named document.
+Figures were compared with tables that cite the makers' pages: "Machine Learning Engineering"
+(S. Bekman, https://github.com/stas00/ml-engineering, compute/accelerator and network), and for
+V100, T4, A10, RTX 3090 and 4090 and B200 with lists of GPUs (https://sysrqmts.com,
+https://hmc-tech.com, https://waredb.com). A source that ends in "not compared" is from memory of
+the named document.
 """
 
 from __future__ import annotations
@@ -244,7 +246,7 @@ _GH200 = replace(
 )  # fmt: skip
 _V100 = DataSheet(
     _rates(15.7, 125, bf16=False), 15.77, 900, 80, "nvlink2", "pcie3", "infiniband-edr", 2, "older",
-    f"NVIDIA V100 data sheet, {_SITE}/v100/ (SXM2); not compared",
+    f"NVIDIA V100 data sheet, {_SITE}/v100/ (SXM2)",
 )  # fmt: skip
 
 SHEETS: Mapping[str, DataSheet] = MappingProxyType(
@@ -252,7 +254,7 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
         "a10": DataSheet(
             _rates(31.2, 125, tf32=62.5), 22.0, 600, 72, "pcie4", "pcie4", "ethernet-25", 8,
             "ampere",
-            f"NVIDIA A10 data sheet, {_SITE}/products/a10-gpu/; not compared",
+            f"NVIDIA A10 data sheet, {_SITE}/products/a10-gpu/",
         ),
         "a100-40gb": replace(_A100, memory_gibibytes=39.4, memory_gigabytes_per_s=1555),
         "a100-40gb-pcie": replace(
@@ -267,10 +269,13 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
             _rates(75, 2250, tf32=1125, fp8=4500), 178.35, 8000, 148, "nvlink5", "pcie5",
             "infiniband-ndr", 1, "blackwell",
             "NVIDIA DGX B200 data sheet, an eighth: 1,440 GB and 64 TB/s. NVIDIA's HGX page says "
-            "62 TB/s; float32: 600 TFLOP/s of 8 (others print 80 each); not compared",
+            "62 TB/s; float32: 600 TFLOP/s of 8 (others print 80 each)",
         ),
         "gh200-96gb": _GH200,
-        "gh200-144gb": replace(_GH200, memory_gibibytes=139.8, memory_gigabytes_per_s=4900),
+        "gh200-144gb": replace(
+            _GH200, memory_gibibytes=139.8, memory_gigabytes_per_s=4900,
+            source=f"{_GH200.source}; memory not compared",
+        ),
         "h100-pcie": DataSheet(
             _rates(51, 756, tf32=378, fp8=1513), 79.1, 2000, 114, "pcie5", "pcie5",
             "infiniband-ndr",
@@ -297,17 +302,17 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
         ),
         "rtx-3090": DataSheet(
             _rates(35.6, 71, tf32=35.6), 23.69, 936, 82, "pcie4-host", "pcie4", "infiniband-edr", 8,
-            "ampere", "NVIDIA Ampere GA102 whitepaper v2.1, appendix A; not compared",
+            "ampere", "NVIDIA Ampere GA102 whitepaper v2.1, appendix A",
         ),
         "rtx-4090": DataSheet(
             _rates(82.6, 165.2, tf32=82.6, fp8=330.3), 23.64, 1008, 128, "pcie4-host", "pcie4",
             "infiniband-edr", 8, "ada",
-            "NVIDIA Ada GPU architecture whitepaper v2.1, appendix A; not compared",
+            "NVIDIA Ada GPU architecture whitepaper v2.1, appendix A",
         ),
         "t4": DataSheet(
             _rates(8.1, 65, bf16=False), 14.56, 320, 40, "pcie3", "pcie3", "ethernet-25", 8,
             "older",
-            f"NVIDIA T4 data sheet, {_SITE}/tesla-t4/; not compared",
+            f"NVIDIA T4 data sheet, {_SITE}/tesla-t4/",
         ),
         "v100": _V100,
         "v100-32gb": replace(_V100, memory_gibibytes=31.73),
