@@ -185,16 +185,18 @@ _DEPTH = "depth: NVIDIA A100, cuBLAS by size (figure 6 of Machine Learning Engin
 _USUAL = "the rest: estimates, until a profile of the device replaces them"
 _AMPERE = Efficiency(
     product=0.87, product_depth=128, tile=128,
-    attention_forward=0.73, attention_backward=0.63, attention_small_head=0.86,
-    attention_length=150, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=6e-6,
+    attention_forward=0.73, attention_backward=0.63,
+    attention_small_head=0.86, attention_small_head_backward=0.88,
+    attention_length=110, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=6e-6,
     source=f"attention: FlashAttention-2, arXiv 2307.08691, section 4.1; {_MAMF}; {_DEPTH}; "
     + _USUAL,
 )  # fmt: skip
 _HOPPER = replace(
     _AMPERE, product=0.80, product_depth=192,
-    attention_forward=0.34, attention_backward=0.32, attention_small_head=0.93,
-    source="attention: FlashAttention-2, which torch runs, on an H100, "
-    f"https://github.com/Dao-AILab/flash-attention/pull/2688; {_MAMF}; {_USUAL}",
+    attention_forward=0.617, attention_backward=0.535,
+    attention_small_head=0.68, attention_small_head_backward=0.84,
+    source="attention: cuDNN, which torch takes from 2.11 on (sdp_utils.cpp), on an H100, arXiv "
+    f"2407.08608, figures 5 and 6; {_MAMF}; {_USUAL}",
 )  # fmt: skip
 GENERATIONS: Mapping[str, Efficiency] = MappingProxyType(
     {
@@ -209,12 +211,15 @@ GENERATIONS: Mapping[str, Efficiency] = MappingProxyType(
         ),
         "hopper": _HOPPER,
         "blackwell": replace(
-            _HOPPER, product=0.775, attention_forward=0.20, attention_backward=0.17,
-            source="attention: FlashAttention-2 on a B200, "
-            f"https://github.com/Dao-AILab/flash-attention/issues/1589; {_MAMF}; {_USUAL}",
+            _HOPPER, product=0.775, attention_forward=0.68, attention_backward=0.5,
+            attention_length=200,
+            source="attention forward: cuDNN, which torch takes, "
+            "https://github.com/Dao-AILab/flash-attention/pull/2605, backward an estimate; "
+            f"{_MAMF}; {_USUAL}",
         ),
         "cdna3": replace(
-            _HOPPER, product=0.51, attention_forward=0.3, attention_backward=0.22,
+            _AMPERE, product=0.51, product_depth=192,
+            attention_forward=0.3, attention_backward=0.22,
             source=f"{_MAMF}; {_USUAL}, attention too",
         ),
     }
