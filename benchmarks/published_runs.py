@@ -167,7 +167,7 @@ def candidates(row: Row) -> Iterator[tuple[str, Candidate]]:
         parallel = row.sequence_parallel
         if parallel is None:
             parallel = row.tp > 1
-        for chunks in [row.chunks] if row.chunks else [1, 2]:
+        for chunks in [row.chunks] if row.chunks else [1, 2, 3]:
             layers, uneven = divmod(row.layers, row.pp * chunks)
             if uneven or not layers or (chunks > 1 and (row.pp == 1 or count % row.pp)):
                 continue

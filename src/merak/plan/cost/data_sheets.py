@@ -181,26 +181,22 @@ LINKS: Mapping[str, LinkSheet] = MappingProxyType(
 """Links by name."""
 
 _MAMF = "products: the highest of many shapes, Machine Learning Engineering (S. Bekman), MAMF"
-_TRAINED = (
-    "products: nine tenths of the highest of many shapes (Machine Learning Engineering, MAMF), as "
-    "published runs show that sustain them for hours (benchmarks/published_runs.py)"
-)
 _DEPTH = "depth: NVIDIA A100, cuBLAS by size (figure 6 of Machine Learning Engineering's source)"
 _USUAL = "the rest: estimates, until a profile of the device replaces them"
 _AMPERE = Efficiency(
-    product=0.78, product_depth=128, tile=128,
+    product=0.87, product_depth=128, tile=128,
     attention_forward=0.73, attention_backward=0.63,
     attention_small_head=0.86, attention_small_head_backward=0.88,
     attention_length=110, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=6e-6,
-    source=f"attention: FlashAttention-2, arXiv 2307.08691, section 4.1; {_TRAINED}; {_DEPTH}; "
+    source=f"attention: FlashAttention-2, arXiv 2307.08691, section 4.1; {_MAMF}; {_DEPTH}; "
     + _USUAL,
 )  # fmt: skip
 _HOPPER = replace(
-    _AMPERE, product=0.70, product_depth=192,
+    _AMPERE, product=0.80, product_depth=192,
     attention_forward=0.617, attention_backward=0.535,
     attention_small_head=0.68, attention_small_head_backward=0.84,
     source="attention: cuDNN, which torch takes from 2.11 on (sdp_utils.cpp), on an H100, arXiv "
-    f"2407.08608, figures 5 and 6; {_TRAINED}; {_USUAL}",
+    f"2407.08608, figures 5 and 6; {_MAMF}; {_USUAL}",
 )  # fmt: skip
 GENERATIONS: Mapping[str, Efficiency] = MappingProxyType(
     {

@@ -176,7 +176,7 @@ def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list
         passes.append([*copies, Kernel(collective=(kind, whole))] if kind else [])
     if node.target is collectives.gather_with_partial_grad:
         # Only the shard is saved, and gathered again for the weight's gradient.
-        passes[1] = [*passes[1], *passes[0]]
+        passes[1] = [*passes[0], *passes[1]]
     return passes[0], passes[1] if needs_gradient else []
 
 
