@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from merak.graph.segment.build import GraphSource
 from merak.graph.segment.observe import Observed, Observer
 from merak.graph.trace.call import Call, call_model
 from merak.parallel import ParallelModel, split_batch
-from merak.plan.cost.device import preset
+from merak.plan.cost.device import DeviceProfile, preset
 from merak.plan.engine_options import EngineOptions
 
 Tensors = dict[str, torch.Tensor]
@@ -352,7 +352,7 @@ def _parallelize(
         num_microbatches=job.options.num_microbatches,
         seed=job.options.seed,
         sequence_parallel=job.options.sequence_parallel,
-        device_profile=preset(BALANCED_FOR),
+        device_profile=_balanced_for(),
         sub_pipelining="auto" if observer is None else "off",
         observer=observer,
     )
@@ -361,6 +361,11 @@ def _parallelize(
     return ParallelModel(
         source.model, engine, chosen.num_microbatches, make_optimizer, MAX_GRAD_NORM
     )
+
+
+def _balanced_for() -> DeviceProfile:
+    """Speeds that balance the stages of a check; it fills no memory of the device they are of."""
+    return replace(preset(BALANCED_FOR), memory_bytes=None, efficiency=None)
 
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:

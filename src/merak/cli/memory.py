@@ -12,6 +12,7 @@ from merak.cli.options import JobRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.launch.devices import planned_device
 from merak.launch.errors import CommandError
+from merak.plan.cost.data_sheets import SHEETS
 from merak.plan.options import RANGES, range_problem
 
 if TYPE_CHECKING:
@@ -39,6 +40,13 @@ class MemoryRequest(JobRequest):
     zero: int = shared("zero")
     master_weights: bool = shared("master_weights")
     dtype: str = option("float32", "--dtype", "TYPE", "Of the parameters, such as bfloat16.")
+    device: str | None = option(
+        None,
+        "--device",
+        "cpu|cuda|GPU",
+        "What ranks compute on; what the machine has. A GPU by its data sheet need not be here: "
+        f"{', '.join(SHEETS)}.",
+    )
     autocast: str | None = option(
         None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
     )
@@ -96,11 +104,6 @@ def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> Engi
     budget = request.memory_budget
     if "auto" not in (request.recompute, request.offload_activations):
         budget = _NO_LIMIT if budget is None else budget
-    elif sheet is not None and budget is None:
-        raise CommandError(
-            f"'auto' needs to know the memory of --device {request.device}, which is not here; "
-            "give it with --budget BYTES."
-        )
     return EngineOptions(
         schedule=request.schedule,
         num_microbatches=request.microbatches,

@@ -82,6 +82,7 @@ class MemoryReport:
         ranks: peak memory of every pp rank.
         device: whose figures they are.
         assumed: what is not of this machine but assumed, for people to read; None for nothing.
+        device_bytes: memory of the device by its data sheet; None where it has none.
     """
 
     model: str
@@ -94,6 +95,7 @@ class MemoryReport:
     ranks: list[RankReport]
     device: str
     assumed: str | None = None
+    device_bytes: int | None = None
 
 
 def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport:
@@ -128,14 +130,15 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
         ranks=[_rank(rank, schedule, found) for rank in ranks],
         device=forecast.mesh.device.type if sheet is None else sheet.name,
         assumed=None if sheet is None else _assumed(sheet, forecast.mesh.device.type),
+        device_bytes=None if sheet is None else sheet.memory_bytes,
     )
 
 
 def _assumed(sheet: DeviceProfile, traced_for: str) -> str:
     """Describe what rests on a data sheet, and on operators of another device."""
     kernels = (
-        "; the model is traced for the CPU, so what its kernels (attention above all) keep and "
-        "take beside their results is the CPU's"
+        "; the model is traced for the CPU, with attention and dropout as a GPU's kernels keep "
+        "their results; what other kernels take beside theirs is the CPU's"
         if traced_for == "cpu"
         else ""
     )
@@ -200,4 +203,16 @@ def page(report: MemoryReport) -> str:
             f"({fraction:.0%} into the iteration)"
             + (f", and {size(rank.host)} in host memory" if rank.host else "")
         )
-    return "\n".join(lines)
+    return "\n".join(lines + _fit(report))
+
+
+def _fit(report: MemoryReport) -> list[str]:
+    """Tell whether the job fits the device, where its memory is known."""
+    if report.device_bytes is None:
+        return []
+    has = f"  {report.device} has {size(report.device_bytes)}:"
+    short = [rank.rank for rank in report.ranks if rank.peak > report.device_bytes]
+    if not short:
+        return ["", f"{has} the job fits"]
+    ranks = ", ".join(map(str, short))
+    return ["", f"{has} the job does not fit (pp rank{'s' * (len(short) > 1)} {ranks})"]

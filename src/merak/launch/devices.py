@@ -6,7 +6,8 @@ import torch
 
 from merak.core.did_you_mean import did_you_mean
 from merak.launch.errors import CommandError
-from merak.plan.cost.device import PRESETS, DeviceProfile, preset
+from merak.plan.cost.data_sheets import ALIASES
+from merak.plan.cost.device import PRESETS, DeviceProfile, preset, sheet_name
 
 DEVICES = ("cpu", "cuda")
 USUAL_GPU = "h100-sxm"
@@ -36,8 +37,8 @@ def planned_device(wanted: str | None) -> tuple[torch.device, DeviceProfile | No
     """Return the device that a job is planned for, which need not be on this machine.
 
     Args:
-        wanted: "cpu", "cuda", or the name of a GPU that has a data sheet; None for what this
-            machine has.
+        wanted: "cpu", "cuda", or the name of a GPU that has a data sheet, such as "h100"; None for
+            what this machine has.
 
     Returns:
         Where to trace the job, the CPU where this machine has no such device; and the device's
@@ -46,12 +47,13 @@ def planned_device(wanted: str | None) -> tuple[torch.device, DeviceProfile | No
     Raises:
         CommandError: it is another one.
     """
-    if wanted in PRESETS or (wanted == "cuda" and not torch.cuda.is_available()):
-        sheet = preset(wanted if wanted is not None and wanted in PRESETS else USUAL_GPU)
+    named = None if wanted is None else sheet_name(wanted)
+    if named is not None or (wanted == "cuda" and not torch.cuda.is_available()):
+        sheet = preset(named or USUAL_GPU)
         # Without torch's own part for GPUs, not even fake tensors can be on one.
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), sheet
     if wanted not in (None, *DEVICES):
-        suggestion = did_you_mean(str(wanted), PRESETS)
+        suggestion = did_you_mean(str(wanted), [*PRESETS, *ALIASES])
         known = f"; use cpu, cuda, or one of {', '.join(PRESETS)}."
         raise CommandError(
             f"--device {wanted} is not known{known if suggestion == '.' else suggestion}"

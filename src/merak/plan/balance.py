@@ -5,7 +5,8 @@ every stage, so stages differ in how often the critical path runs through them. 
 from the partitions whose largest stage is smallest, and shifts segments between stages as long as
 the iteration gets shorter. Every partition it times yields a critical path, and every critical
 path bounds the time of all other partitions from below (see `CriticalPath`), so that only
-those are timed which take work off every critical path known so far.
+those are timed which take work off every critical path known so far. Where there are few
+partitions, all of them are bounded or timed, so that the result is the best of all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from merak.core.errors import PlanError
 from merak.plan.critical_path import CriticalPath, FloatArray, critical_path
 from merak.plan.partition import Partition
+from merak.schedule.costs import Link
 
 IntArray = NDArray[np.int64]
 
@@ -29,6 +32,10 @@ _TIES = 1e-9
 
 _MOST_STAGES_FOR_PAIRS = 8
 """Up to here the search tries two shifts at once: 3,000 neighbours, quickly bounded."""
+
+
+LISTED = 20_000
+"""Up to this many partitions the search considers all of them, and its result is the best."""
 
 
 class Timed(Protocol):
@@ -45,17 +52,31 @@ class Timed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Input of the search; sums are over the segments before each segment."""
+    """Input of the search.
+
+    Args:
+        forward_sums: forward time of the segments before each segment, and of all of them,
+            one row per stage or one for all of them, (stages or 1, segments + 1).
+        backward_sums: of the backward, likewise.
+        num_stages: stages of the pipeline.
+        num_microbatches: microbatches per iteration.
+        latency_s: of the link between each stage and the next, (stages - 1,).
+        occupancy_s: of that link by what travels where a stage begins with each segment,
+            (stages - 1, segments); None for no time.
+        listed: up to how many partitions all are considered.
+    """
 
     forward_sums: FloatArray
     backward_sums: FloatArray
     num_stages: int
     num_microbatches: int
-    transfer_s: float
+    latency_s: FloatArray
+    occupancy_s: FloatArray | None
+    listed: int
 
     @property
     def num_segments(self) -> int:
-        return len(self.forward_sums) - 1
+        return int(self.forward_sums.shape[1]) - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,8 +94,9 @@ def balance(
     num_microbatches: int,
     *,
     transfer_s: float = 0.0,
+    listed: int = LISTED,
 ) -> Partition:
-    """Partition segments into stages so that an iteration of 1F1B takes the least time.
+    """Partition segments into equal stages so that an iteration of 1F1B takes the least time.
 
     Among partitions of equal time it prefers the one with the least work in flight, which evens out
     the memory: the least sum of squares of (a stage's time × its microbatches in flight).
@@ -84,6 +106,7 @@ def balance(
         num_stages: stages of the pipeline; each gets at least one segment.
         num_microbatches: microbatches per iteration.
         transfer_s: seconds an activation or gradient travels between neighbouring stages.
+        listed: up to this many partitions all are considered, so that the result is the best.
 
     Returns:
         The partition.
@@ -94,53 +117,118 @@ def balance(
 
     Source: AutoPipe (CLUSTER 2022), as Merak (arXiv:2206.04959) uses it in section 4.2.
     """
-    problem = _problem(costs, num_stages, num_microbatches, transfer_s)
-    paths: list[CriticalPath] = []
-    found = [_descend(problem, start, paths) for start in _starts(problem)]
-    return Partition(len(costs), min(found).cuts)
+    _check_counts(len(costs), num_stages, num_microbatches)
+    if not (0 <= transfer_s < math.inf):
+        raise PlanError(f"transfer_s={transfer_s} is not a time; give seconds, 0 or more.")
+    latency_s = np.full(num_stages - 1, transfer_s)
+    sums = _time_sums([costs])
+    return _best(_Problem(*sums, num_stages, num_microbatches, latency_s, None, listed))
 
 
-def _problem(
-    costs: Sequence[Timed],
-    num_stages: int,
+def balance_uneven(
+    costs: Sequence[Sequence[Timed]],
     num_microbatches: int,
-    transfer_s: float,
-) -> _Problem:
+    *,
+    links: Sequence[Link] = (),
+    cut_bytes: Sequence[float] = (),
+    listed: int = LISTED,
+) -> Partition:
+    """Like `balance`, for stages on unequal devices with unequal links between them.
+
+    Args:
+        costs: times of every segment on the device of every stage, for one microbatch: one
+            sequence per stage, all of the same segments.
+        num_microbatches: microbatches per iteration.
+        links: between each stage and the next; none for transfers that take no time.
+        cut_bytes: what one microbatch sends over a boundary before segments 1, 2, …; none for
+            nothing.
+        listed: up to this many partitions all are considered, so that the result is the best.
+
+    Raises:
+        PlanError: more stages than segments, stages with times of different segments, a wrong
+            number of links or cuts, or times and sizes that are not finite numbers of 0 or more.
+    """
+    lengths = {len(own) for own in costs}
+    if len(lengths) > 1:
+        raise PlanError(
+            f"The stages have times of {sorted(lengths)} segments; give every stage's device "
+            "times of all segments."
+        )
+    num_stages, num_segments = len(costs), max(lengths, default=0)
+    _check_counts(num_segments, num_stages, num_microbatches)
+    for name, given, wanted in (
+        ("links", links, num_stages - 1),
+        ("cut_bytes", cut_bytes, num_segments - 1),
+    ):
+        if given and len(given) != wanted:
+            raise PlanError(
+                f"{name} has {len(given)} values; {num_stages} stages of {num_segments} segments "
+                f"need {wanted}."
+            )
+    sums = _time_sums(costs)
+    transfers = _transfers(links or [Link()] * (num_stages - 1), cut_bytes)
+    return _best(_Problem(*sums, num_stages, num_microbatches, *transfers, listed))
+
+
+def _check_counts(num_segments: int, num_stages: int, num_microbatches: int) -> None:
     for name, count in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if count < 1:
             raise PlanError(f"{name}={count} is not a count; use 1 or more.")
-    if num_stages > len(costs):
+    if num_stages > num_segments:
         raise PlanError(
-            f"{len(costs)} segments cannot fill {num_stages} stages; use at most {len(costs)}."
+            f"{num_segments} segments cannot fill {num_stages} stages; use at most {num_segments}."
         )
-    if not (0 <= transfer_s < math.inf):
-        raise PlanError(f"transfer_s={transfer_s} is not a time; give seconds, 0 or more.")
-    for index, cost in enumerate(costs):
-        if not (0 <= cost.forward_s < math.inf and 0 <= cost.backward_s < math.inf):
-            raise PlanError(
-                f"Segment {index} takes {cost.forward_s} s forward and {cost.backward_s} s "
-                "backward; times are finite and 0 or more."
-            )
-    forward = np.array([cost.forward_s for cost in costs], dtype=np.float64)
-    backward = np.array([cost.backward_s for cost in costs], dtype=np.float64)
-    return _Problem(
-        _sums(forward),
-        _sums(backward),
-        num_stages,
-        num_microbatches,
-        transfer_s,
-    )
 
 
-def _sums(values: FloatArray) -> FloatArray:
-    return np.concatenate(([0.0], np.cumsum(values)))
+def _time_sums(costs: Sequence[Sequence[Timed]]) -> tuple[FloatArray, FloatArray]:
+    """Forward and backward time of the segments before each segment, and of all of them."""
+    for own in costs:
+        for index, cost in enumerate(own):
+            if not (0 <= cost.forward_s < math.inf and 0 <= cost.backward_s < math.inf):
+                raise PlanError(
+                    f"Segment {index} takes {cost.forward_s} s forward and {cost.backward_s} s "
+                    "backward; times are finite and 0 or more."
+                )
+    forward = np.array([[0.0, *(cost.forward_s for cost in own)] for own in costs])
+    backward = np.array([[0.0, *(cost.backward_s for cost in own)] for own in costs])
+    return np.cumsum(forward, axis=1), np.cumsum(backward, axis=1)
+
+
+def _transfers(
+    links: Sequence[Link], cut_bytes: Sequence[float]
+) -> tuple[FloatArray, FloatArray | None]:
+    """Latency of each boundary, and its link's occupancy by what travels at each cut."""
+    for link in links:
+        if not (0 <= link.latency_s < math.inf and link.bandwidth_bytes_per_s > 0):
+            raise PlanError(f"{link} is no link; latency is 0 or more, bandwidth above 0.")
+    for index, size in enumerate(cut_bytes):
+        if not (0 <= size < math.inf):
+            raise PlanError(f"cut_bytes[{index}] is {size}; sizes are finite and 0 or more.")
+    latency_s = np.array([link.latency_s for link in links])
+    bandwidth = np.array([[link.bandwidth_bytes_per_s] for link in links])
+    occupancy_s = np.array([0.0, *cut_bytes]) / bandwidth if links and cut_bytes else None
+    return latency_s, None if occupancy_s is None or not occupancy_s.any() else occupancy_s
+
+
+def _best(problem: _Problem) -> Partition:
+    paths: list[CriticalPath] = []
+    found = min(_descend(problem, start, paths) for start in _starts(problem))
+    if math.comb(problem.num_segments - 1, problem.num_stages - 1) <= problem.listed:
+        every = np.array(
+            list(combinations(range(1, problem.num_segments), problem.num_stages - 1)),
+            dtype=np.int64,
+        )
+        better: _Candidate | None = found
+        while better is not None:
+            found, better = better, _better(problem, better, every, paths)
+    return Partition(problem.num_segments, found.cuts)
 
 
 def _starts(problem: _Problem) -> Iterable[IntArray]:
     """The cuts with the smallest largest stage: as early as possible, and as late as possible."""
     sums = problem.forward_sums + problem.backward_sums
     yield min_max_cuts(sums, problem.num_stages)
-    from_the_end = min_max_cuts(sums[-1] - sums[::-1], problem.num_stages)
+    from_the_end = min_max_cuts((sums[:, -1:] - sums[:, ::-1])[::-1], problem.num_stages)
     yield problem.num_segments - from_the_end[::-1]
 
 
@@ -148,18 +236,21 @@ def min_max_cuts(sums: FloatArray, num_stages: int) -> IntArray:
     """Cuts of the partition whose largest stage is smallest; early stages hold few segments.
 
     Args:
-        sums: time of the segments before each segment, and of all of them, (segments + 1,).
+        sums: time of the segments before each segment, and of all of them, (segments + 1,), or
+            one such row per stage.
         num_stages: stages of the pipeline.
     """
     # Dynamic programming over the number of stages that hold the first segments.
-    num_segments = len(sums) - 1
-    largest = sums.copy()
+    num_segments = sums.shape[-1] - 1
+    rows = np.broadcast_to(sums, (num_stages, num_segments + 1))
+    largest = rows[0].copy()
     largest[0] = math.inf
     earlier = np.zeros((num_stages, num_segments + 1), dtype=np.int64)
     for stage in range(1, num_stages):
+        own = rows[stage]
         so_far, largest = largest, np.full(num_segments + 1, math.inf)
         for end in range(stage + 1, num_segments + 1):
-            choices = np.maximum(so_far[stage:end], sums[end] - sums[stage:end])
+            choices = np.maximum(so_far[stage:end], own[end] - own[stage:end])
             best = int(np.argmin(choices))
             largest[end], earlier[stage, end] = choices[best], stage + best
     cuts = np.full(num_stages, num_segments, dtype=np.int64)
@@ -182,42 +273,68 @@ def _descend(problem: _Problem, start: IntArray, paths: list[CriticalPath]) -> _
     here = _Candidate(round(paths[-1].iteration_s / tick_s), memory, tuple(start.tolist()))
     shifts = _shifts(problem.num_stages)
     while True:
-        better = _better_neighbour(problem, here, shifts, paths)
+        cuts = np.array(here.cuts, dtype=np.int64) + shifts
+        filled = np.diff(cuts, axis=1, prepend=0, append=problem.num_segments) > 0
+        better = _better(problem, here, cuts[filled.all(axis=1)], paths)
         if better is None:
             return here
         here = better
 
 
-def _better_neighbour(
-    problem: _Problem, here: _Candidate, shifts: IntArray, paths: list[CriticalPath]
+def _better(
+    problem: _Problem, here: _Candidate, cuts: IntArray, paths: list[CriticalPath]
 ) -> _Candidate | None:
-    """The first neighbour better than `here`, most promising first; None when there is none."""
-    tick_s = paths[0].iteration_s * _TIES or 1.0
-    cuts = np.array(here.cuts, dtype=np.int64) + shifts
-    cuts = cuts[(np.diff(cuts, axis=1, prepend=0, append=problem.num_segments) > 0).all(axis=1)]
+    """The first of some partitions better than `here`, most promising first; None if there is none.
+
+    Args:
+        problem: what to lay out.
+        here: the partition to beat.
+        cuts: the others, (partitions, stages - 1).
+        paths: critical paths known so far; those found here are added.
+    """
     if not len(cuts):
         return None
-    forward, backward = _stage_sums(problem, cuts)
+    tick_s = paths[0].iteration_s * _TIES or 1.0
+    stages = _stages(problem, cuts)
     memory = _memory_ticks(problem, cuts, tick_s)
-    bound_s = _bound(paths, forward, backward)
+    bound_s = _bound(paths, stages)
     while True:
         ticks = np.rint(bound_s / tick_s)
-        first = int(np.lexsort((memory, ticks))[0])
+        least = np.flatnonzero(ticks == ticks.min())
+        first = int(least[np.argmin(memory[least])])
         if (ticks[first], memory[first]) >= (here.time_ticks, here.memory_ticks):
             return None
         paths.append(_time(problem, cuts[first]))
         ticks_first = round(paths[-1].iteration_s / tick_s)
         if (ticks_first, memory[first]) < (here.time_ticks, here.memory_ticks):
             return _Candidate(ticks_first, float(memory[first]), tuple(cuts[first].tolist()))
-        bound_s = np.maximum(bound_s, _bound(paths[-1:], forward, backward))
+        bound_s = np.maximum(bound_s, _bound(paths[-1:], stages))
         bound_s[first] = math.inf
 
 
-def _bound(paths: Sequence[CriticalPath], forward: FloatArray, backward: FloatArray) -> FloatArray:
-    """The longest that any of the paths is, for every row of stage times."""
-    lengths = forward @ np.array([path.forwards for path in paths]).T
-    lengths += backward @ np.array([path.backwards for path in paths]).T
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """Times of every stage of some partitions; a row per partition.
+
+    Args:
+        forward_s: forward of one microbatch, (partitions, stages).
+        backward_s: backward of one microbatch, (partitions, stages).
+        occupancy_s: of the link after each stage by one transfer, (partitions, stages - 1), or
+            None.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    occupancy_s: FloatArray | None
+
+
+def _bound(paths: Sequence[CriticalPath], stages: _Stages) -> FloatArray:
+    """The longest that any of the paths is, for every partition."""
+    lengths = stages.forward_s @ np.array([path.forwards for path in paths]).T
+    lengths += stages.backward_s @ np.array([path.backwards for path in paths]).T
     lengths += np.array([path.transfers_s for path in paths])
+    if stages.occupancy_s is not None:
+        lengths += stages.occupancy_s @ np.array([path.occupancies for path in paths]).T
     longest: FloatArray = lengths.max(axis=1)
     return longest
 
@@ -242,23 +359,39 @@ def _shifts(num_stages: int) -> IntArray:
 
 
 def _time(problem: _Problem, cuts: IntArray) -> CriticalPath:
-    forward, backward = _stage_sums(problem, cuts[None])
-    return critical_path(forward[0], backward[0], problem.num_microbatches, problem.transfer_s)
-
-
-def _stage_sums(problem: _Problem, cuts: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Forward and backward time of every stage, (partitions, stages), from (partitions, cuts)."""
-    ends = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, problem.num_segments)))
-    return (
-        np.diff(problem.forward_sums[ends], axis=1),
-        np.diff(problem.backward_sums[ends], axis=1),
+    stages = _stages(problem, cuts[None])
+    return critical_path(
+        stages.forward_s[0],
+        stages.backward_s[0],
+        problem.num_microbatches,
+        problem.latency_s,
+        None if stages.occupancy_s is None else stages.occupancy_s[0],
     )
+
+
+def _stages(problem: _Problem, cuts: IntArray) -> _Stages:
+    """Times of every stage, from (partitions, cuts)."""
+    ends = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, problem.num_segments)))
+    occupancy_s = problem.occupancy_s
+    return _Stages(
+        _between(problem.forward_sums, ends),
+        _between(problem.backward_sums, ends),
+        None if occupancy_s is None else occupancy_s[np.arange(problem.num_stages - 1), cuts],
+    )
+
+
+def _between(sums: FloatArray, ends: IntArray) -> FloatArray:
+    if len(sums) == 1:
+        return np.diff(sums[0][ends], axis=1)
+    rows = np.arange(len(sums))
+    between: FloatArray = sums[rows, ends[:, 1:]] - sums[rows, ends[:, :-1]]
+    return between
 
 
 def _memory_ticks(problem: _Problem, cuts: IntArray, tick_s: float) -> FloatArray:
     """Work in flight: the norm over stages of time × microbatches in flight."""
     in_flight = np.minimum(np.arange(problem.num_stages, 0, -1), problem.num_microbatches)
-    forward, backward = _stage_sums(problem, cuts)
-    in_flight_s = (forward + backward) * in_flight
+    stages = _stages(problem, cuts)
+    in_flight_s = (stages.forward_s + stages.backward_s) * in_flight
     ticks: FloatArray = np.rint(np.sqrt((in_flight_s**2).sum(axis=1)) / tick_s)
     return ticks

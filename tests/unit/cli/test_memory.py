@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -171,9 +172,8 @@ def test_a_gpu_that_is_not_here_is_planned_for(device, capsys, monkeypatch):
     assert "the model is traced for the CPU" in report["assumed"]
     assert main([*MODEL[:-1], device]) == 0
     assert "  assumed: times come from the data sheet" in capsys.readouterr().out
-    assert main([*MODEL[:-1], device, "--recompute", "auto"]) == 2
-    assert f"the memory of --device {device}, which is not here" in capsys.readouterr().err
-    assert main([*MODEL[:-1], device, "--recompute", "auto", "--budget", "1000000"]) == 0
+    for budget in ((), ("--budget", "1000000")):
+        assert main([*MODEL[:-1], device, "--recompute", "auto", *budget]) == 0
 
 
 def test_what_is_measured_here_is_not_assumed(capsys):
@@ -186,3 +186,18 @@ def test_a_device_that_nobody_knows(capsys):
     assert "--device h200x is not known; did you mean h200" in capsys.readouterr().err
     assert main([*MODEL[:-1], "tpu"]) == 2
     assert "--device tpu is not known; use cpu, cuda, or one of a10" in capsys.readouterr().err
+
+
+def test_a_job_fits_the_memory_of_its_data_sheet_or_not(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([*MODEL[:-1], "h100", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["device"], report["device_bytes"]) == ("h100-sxm", 80 * 10**9)
+    assert main([*MODEL[:-1], "H100"]) == 0
+    assert "h100-sxm has 80.0 GB: the job fits\n" in capsys.readouterr().out
+    small = replace(preset("h100"), memory_bytes=10_000)
+    monkeypatch.setattr("merak.launch.devices.preset", lambda _: small)
+    assert main([*MODEL[:-1], "h100", "--pp", "2"]) == 0  # it is shown all the same
+    assert "10.0 kB: the job does not fit (pp ranks 0, 1)\n" in capsys.readouterr().out
+    assert main([*MODEL[:-1], "h100", "--recompute", "auto"]) == 2
+    assert "but may hold 10.00 kB" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merak.core.errors import PlanError
-from merak.plan.balance import balance
+from merak.plan.balance import balance, balance_uneven
 from merak.plan.critical_path import critical_path
 from merak.plan.partition import Partition
 from merak.schedule.costs import Link, stage_costs
@@ -85,7 +85,11 @@ def test_a_critical_path_bounds_the_time_of_every_other_pipeline(costs, microbat
     assert bound <= critical_path(forward, backward, microbatches, t).iteration_s * (1 + 1e-12)
 
 
-def test_it_finds_the_best_of_all_partitions():
+def best_of_all(num_segments, num_stages, timed):
+    return min(map(timed, all_partitions(num_segments, num_stages)))
+
+
+def test_the_search_alone_finds_the_best_of_all_partitions():
     rng = random.Random(7)
     num_best = num_min_max_best = 0
     for _ in range(80):
@@ -94,14 +98,145 @@ def test_it_finds_the_best_of_all_partitions():
         def timed(partition, case=(costs, num_microbatches, transfer_s)):
             return judge(case[0], partition, case[1], case[2])
 
-        best = min(map(timed, all_partitions(len(costs), num_stages)))
-        found = timed(balance(costs, num_stages, num_microbatches, transfer_s=transfer_s))
-        num_best += math.isclose(found, best, rel_tol=1e-9)
+        best = best_of_all(len(costs), num_stages, timed)
+        searched = balance(costs, num_stages, num_microbatches, transfer_s=transfer_s, listed=0)
+        num_best += math.isclose(timed(searched), best, rel_tol=1e-9)
         num_min_max_best += math.isclose(timed(min_max(costs, num_stages)), best, rel_tol=1e-9)
-        assert found <= best * 1.05
+        assert timed(searched) <= best * 1.05
     assert num_best >= 79
     # What makes the search worth its lines.
     assert num_min_max_best < 70
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline of unequal devices; equal ones are a special case of it."""
+
+    rows: list
+    microbatches: int
+    links: list
+    cut_bytes: list
+
+    def judge(self, partition):
+        def of_stages(field):
+            return tuple(
+                sum(getattr(row[i], field) for i in own)
+                for row, own in zip(self.rows, partition.stages)
+            )
+
+        times = stage_costs(
+            of_stages("forward_s"),
+            of_stages("backward_s"),
+            links=tuple(self.links),
+            boundary_bytes=tuple(self.cut_bytes[cut - 1] for cut in partition.cuts),
+        )
+        schedule = build("1f1b", len(self.rows), self.microbatches, recompute=False)
+        return simulate(schedule, times).makespan
+
+
+def uneven_case(rng, even):
+    """Up to 14 segments and 4 stages; sizes of cuts and speeds of devices and links differ."""
+    num_segments = rng.randint(2, 14)
+    num_stages = rng.randint(1, min(num_segments, 4))
+    equal = rng.random() < 0.3
+    forward = [1.0 if equal else rng.uniform(0.1, 2.0) for _ in range(num_segments)]
+    base = [Times(f, f * (2.0 if equal else rng.uniform(1.0, 3.0))) for f in forward]
+    if even:
+        links = [Link(latency_s=rng.choice((0.0, 0.3)))] * (num_stages - 1)
+        return Case([base] * num_stages, rng.randint(1, 12), links, [0.0] * (num_segments - 1))
+    rows = []
+    for _ in range(num_stages):
+        speed = rng.choice((1.0, 0.5, rng.uniform(0.3, 3.0)))
+        # Devices differ by operator, too.
+        odd = [rng.uniform(0.7, 1.4) for _ in base]
+        rows.append(
+            [Times(c.forward_s * o / speed, c.backward_s / speed) for c, o in zip(base, odd)]
+        )
+    links = [
+        Link(rng.choice((0.0, 0.5)), rng.choice((math.inf, rng.uniform(0.2, 5.0))))
+        for _ in range(num_stages - 1)
+    ]
+    cut_bytes = [rng.choice((0.0, 1.0, rng.uniform(0.0, 8.0))) for _ in range(num_segments - 1)]
+    return Case(rows, rng.randint(1, 12), links, cut_bytes)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_200_cases_of_up_to_14_segments_and_4_stages_equal_brute_force(even):
+    rng = random.Random(19)
+    for _ in range(100):
+        case = uneven_case(rng, even)
+        num_segments, num_stages = len(case.rows[0]), len(case.rows)
+        if even:
+            latency = case.links[0].latency_s if case.links else 0.0
+            found = balance(case.rows[0], num_stages, case.microbatches, transfer_s=latency)
+        else:
+            found = balance_uneven(
+                case.rows, case.microbatches, links=case.links, cut_bytes=case.cut_bytes
+            )
+        best = best_of_all(num_segments, num_stages, case.judge)
+        assert case.judge(found) == pytest.approx(best, rel=2e-9), case
+
+
+def test_the_recurrence_times_unequal_devices_and_links_as_the_simulator_does():
+    rng = random.Random(23)
+    for _ in range(100):
+        case = uneven_case(rng, even=False)
+        num_segments, num_stages = len(case.rows[0]), len(case.rows)
+        partition = rng.choice(all_partitions(num_segments, num_stages))
+        stages = list(zip(case.rows, partition.stages))
+        forward = np.array([sum(row[i].forward_s for i in own) for row, own in stages])
+        backward = np.array([sum(row[i].backward_s for i in own) for row, own in stages])
+        latency = np.array([link.latency_s for link in case.links])
+        occupancy = np.array(
+            [
+                case.cut_bytes[cut - 1] / link.bandwidth_bytes_per_s
+                for cut, link in zip(partition.cuts, case.links)
+            ]
+        )
+        path = critical_path(forward, backward, case.microbatches, latency, occupancy)
+        assert path.iteration_s == pytest.approx(case.judge(partition), rel=1e-12)
+        length = path.forwards @ forward + path.backwards @ backward + path.transfers_s
+        assert length + path.occupancies @ occupancy == pytest.approx(path.iteration_s, rel=1e-12)
+
+
+def test_equal_devices_are_a_case_of_unequal_ones():
+    rng = random.Random(29)
+    for _ in range(30):
+        costs, num_stages, microbatches, transfer_s = random_case(rng)
+        links = [Link(latency_s=transfer_s)] * (num_stages - 1)
+        assert balance_uneven([costs] * num_stages, microbatches, links=links) == balance(
+            costs, num_stages, microbatches, transfer_s=transfer_s
+        )
+
+
+def test_a_slow_device_gets_fewer_segments():
+    fast, slow = [Times(1.0, 2.0)] * 14, [Times(3.0, 6.0)] * 14
+    assert balance_uneven([fast, slow, fast], 32).sizes == (6, 2, 6)
+
+
+def test_a_slow_link_is_laid_where_little_travels():
+    costs = [[Times(1.0, 2.0)] * 8] * 2
+    cut_bytes = [8.0, 8.0, 1.0, 8.0, 8.0, 8.0, 8.0]
+    assert balance_uneven(costs, 8, cut_bytes=cut_bytes).sizes == (4, 4)
+    slow = [Link(bandwidth_bytes_per_s=0.4)]
+    assert balance_uneven(costs, 8, links=slow, cut_bytes=cut_bytes).sizes == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "others", "message"),
+    [
+        ([3, 4], {}, r"The stages have times of \[3, 4\] segments; give every"),
+        ([], {}, "num_stages=0 is not a count"),
+        ([2, 2, 2], {}, "2 segments cannot fill 3 stages; use at most 2"),
+        ([3, 3], {"links": [Link(), Link()]}, "links has 2 values; 2 stages of 3 segments need 1"),
+        ([3, 3], {"cut_bytes": [1.0]}, "cut_bytes has 1 values; 2 stages of 3 segments need 2"),
+        ([3, 3], {"cut_bytes": [1.0, math.nan]}, r"cut_bytes\[1\] is nan; sizes are finite"),
+        ([3, 3], {"links": [Link(0.0, 0.0)]}, "is no link; latency is 0 or more, bandwidth above"),
+    ],
+)
+def test_wrong_tables_are_refused(rows, others, message):
+    with pytest.raises(PlanError, match=message):
+        balance_uneven([[Times(1.0, 2.0)] * size for size in rows], 4, **others)
 
 
 def test_recomputation_is_a_longer_backward():

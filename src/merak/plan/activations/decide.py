@@ -67,7 +67,7 @@ def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> F
         budget = min(known, default=None)
         policy = None
         try:
-            policy = _choose(forecast, spec, times, profile, budget)
+            policy = choose_policy(forecast, spec, times, profile, budget)
             _refuse_misfit(forecast, policy, budget, times)
         except PlanError:
             raise
@@ -103,6 +103,8 @@ def _budget(options: EngineOptions, mesh: Mesh) -> int | None:
     """Bytes that this rank may hold: the user's limit, or its GPU's memory; None on the CPU."""
     if options.memory_budget is not None:
         return options.memory_budget
+    if options.device_profile is not None and options.device_profile.memory_bytes is not None:
+        return options.device_profile.memory_bytes
     if mesh.device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(mesh.device).total_memory)
@@ -125,7 +127,7 @@ def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
     return found
 
 
-def _choose(
+def choose_policy(
     forecast: Forecast, spec: RecomputeSpec, times: Times, profile: Profile, budget: int | None
 ) -> ActivationPolicy:
     """The activation policy by the options `recompute` and `offload_activations`."""

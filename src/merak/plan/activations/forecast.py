@@ -210,7 +210,7 @@ class Forecast:
         return found
 
     def _job(self) -> Job:
-        layout, mesh = self.layout, self.mesh
+        layout, mesh, profile = self.layout, self.mesh, self.options.device_profile
         graph, partition = layout.graph, layout.partition
         owners = stages_of_parameters(graph, partition)
         bounds = stage_bounds(graph, owners, partition)
@@ -241,6 +241,7 @@ class Forecast:
                 float32_gradients=self.options.float32_gradients,
                 parameters=self.options.zero == 3 and mesh.dp > 1,
             ),
+            kernels=None if profile is None else profile.device_type,
         )
 
     def _tied(self, rank: int) -> dict[tuple[str, int], TiedParameter]:

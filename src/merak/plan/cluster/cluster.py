@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from merak.plan.cost.device import DeviceProfile
 
@@ -15,11 +15,19 @@ class Link:
         name: for people to read, such as "nvlink4" or "infiniband-ndr".
         latency_s: seconds of an empty message.
         bytes_per_s: achieved by one device in one direction, while the others of its node send too.
+        protocols: ways to send a small message faster and a large one slower, each as factors of
+            `latency_s` and `bytes_per_s`; NCCL's "LL" and "LL128".
+        start_s: seconds that a collective takes beyond its messages.
+        switch_fraction: rate at which a switch reduces, as a factor of `bytes_per_s`; 0 where it
+            cannot.
     """
 
     name: str
     latency_s: float
     bytes_per_s: float
+    protocols: tuple[tuple[float, float], ...] = ()
+    start_s: float = 0.0
+    switch_fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,8 @@ class Nodes:
         count: number of nodes.
         link: between the devices of a node.
         network: from a device of a node to those of other nodes.
+        adapters: network adapters of a node, which its devices share evenly.
+        dollars_per_hour: price of one device for one hour; None where it is not known.
     """
 
     device: DeviceProfile
@@ -39,11 +49,26 @@ class Nodes:
     count: int
     link: Link
     network: Link
+    adapters: int | None = None
+    dollars_per_hour: float | None = None
 
     @property
     def num_devices(self) -> int:
         """Devices of all these nodes."""
         return self.devices_per_node * self.count
+
+    def network_of(self, senders: int) -> Link:
+        """Network of one device while that many devices of its node send.
+
+        Args:
+            senders: 1 … `devices_per_node`. They use at most one adapter each.
+        """
+        share = self.devices_per_node / senders
+        if self.adapters is not None:
+            share = max(1.0, min(share, self.devices_per_node / self.adapters))
+        else:
+            share = 1.0
+        return replace(self.network, bytes_per_s=self.network.bytes_per_s * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +80,14 @@ class Cluster:
     """
 
     nodes: tuple[Nodes, ...]
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """Price of all devices for one hour; None where that of one is not known."""
+        prices = [own.dollars_per_hour for own in self.nodes]
+        if any(price is None for price in prices):
+            return None
+        return sum(own.num_devices * (own.dollars_per_hour or 0.0) for own in self.nodes)
 
     @property
     def num_devices(self) -> int:

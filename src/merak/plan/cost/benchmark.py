@@ -124,6 +124,7 @@ def _measure(device: torch.device) -> DeviceProfile:
         randoms_per_s=small.numel() / max(random_s - overhead_s, overhead_s),
         overhead_s=overhead_s,
         host_bytes_per_s=part.nbytes / _seconds(device, _both_ways(part, copy[: len(part)])),
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
     )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from merak.core.errors import PlanError
+from merak.plan.cost.data_sheets import ALIASES, GENERATIONS, SHEETS
+from merak.plan.cost.efficiency import Efficiency, efficiency_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class DeviceProfile:
         randoms_per_s: random bits per second, as dropout draws them.
         overhead_s: seconds of an operator on one element.
         host_bytes_per_s: rate of copies to pinned host memory, and of as many back meanwhile.
+        memory_bytes: of the device's own memory; None where it is not known.
+        efficiency: achieved fractions by operator and size; None where every operator runs at the
+            rates above, however small it is.
+        multiprocessors: of a device with an `efficiency`; 0 where their number does not matter.
     """
 
     name: str
@@ -37,6 +43,9 @@ class DeviceProfile:
     randoms_per_s: float
     overhead_s: float
     host_bytes_per_s: float
+    memory_bytes: int | None = None
+    efficiency: Efficiency | None = None
+    multiprocessors: int = 0
 
     def flop_rate(self, dtype: torch.dtype) -> float:
         """FLOPs per second of matrix products of an element type; float32's where it is unknown."""
@@ -46,7 +55,10 @@ class DeviceProfile:
 def to_json(profile: DeviceProfile) -> str:
     """A profile as one JSON object."""
     fields = {name: getattr(profile, name) for name in DeviceProfile.__slots__}
-    return json.dumps(fields | {"flops_per_s": dict(profile.flops_per_s)}, indent=2)
+    fields["flops_per_s"] = dict(profile.flops_per_s)
+    if profile.efficiency is not None:
+        fields["efficiency"] = asdict(profile.efficiency)
+    return json.dumps(fields, indent=2)
 
 
 def from_json(text: str, where: str) -> DeviceProfile:
@@ -76,87 +88,101 @@ def from_json(text: str, where: str) -> DeviceProfile:
             raise PlanError(f"{where}: {name}={value} is no rate; give a number above 0.")
     if not isinstance(fields["overhead_s"], int | float) or not 0 <= fields["overhead_s"] < 1:
         raise PlanError(f"{where}: overhead_s={fields['overhead_s']} is no overhead; give seconds.")
-    return DeviceProfile(**{**fields, "flops_per_s": MappingProxyType(dict(rates))})
+    memory, units, curve = (fields[name] for name in _OPTIONAL)
+    if memory is not None and (not isinstance(memory, int) or memory <= 0):
+        raise PlanError(f"{where}: memory_bytes={memory} is no size; give bytes, or null.")
+    if not isinstance(units, int) or units < 0:
+        raise PlanError(f"{where}: multiprocessors={units} is no number; give 0 or more.")
+    if curve is not None and not isinstance(curve, dict):
+        raise PlanError(f"{where}: efficiency={curve} is no object; give one, or null.")
+    try:
+        efficiency = None if curve is None else efficiency_from(curve)
+    except ValueError as error:
+        raise PlanError(f"{where}: {error}; write what `merak.plan.preset` has.") from error
+    read = {"flops_per_s": MappingProxyType(dict(rates)), "efficiency": efficiency}
+    return DeviceProfile(**{**fields, **read})
+
+
+_OPTIONAL = ("memory_bytes", "multiprocessors", "efficiency")
 
 
 def preset(name: str) -> DeviceProfile:
     """The profile of a common GPU, from its maker's data sheet.
 
-    Data sheets give peaks. A large matrix product reaches about 0.7 of the peak and a large copy
-    about 0.85 of the memory's; copies to the host and back at once reach about 0.7 of the link's.
-    The profile holds these fractions.
+    Data sheets give peaks. The profile holds the fractions of them that operators achieve, by the
+    data sheet's `Efficiency`, and the rest of that curve by operator and size.
 
     Args:
-        name: one of `PRESETS`.
+        name: one of `PRESETS`, or another name of one (`ALIASES`), in any case.
 
     Raises:
         PlanError: no preset has this name.
     """
-    if name not in PRESETS:
+    known = sheet_name(name)
+    if known is None:
         raise PlanError(f"There is no device {name!r}; choose one of: {', '.join(PRESETS)}.")
-    sheet = PRESETS[name]
-    rates = {dtype: tera * 1e12 * _GEMM_FRACTION for dtype, tera in sheet.teraflops.items()}
-    functions_per_s = rates["float32"] / _FLOPS_PER_FUNCTION
+    sheet = PRESETS[known]
+    return of_sheet(
+        known,
+        sheet.teraflops,
+        sheet.generation,
+        memory_gigabytes=sheet.memory_gigabytes,
+        memory_gigabytes_per_s=sheet.memory_gigabytes_per_s,
+        host_gigabytes_per_s=sheet.host_gigabytes_per_s,
+        multiprocessors=sheet.multiprocessors,
+    )
+
+
+def of_sheet(
+    name: str,
+    teraflops: Mapping[str, float],
+    generation: str,
+    *,
+    memory_gigabytes: float,
+    memory_gigabytes_per_s: float,
+    host_gigabytes_per_s: float,
+    multiprocessors: int,
+) -> DeviceProfile:
+    """The profile of a GPU from peaks, with what operators of its generation achieve of them.
+
+    Args:
+        name: the device, for people to read.
+        teraflops: of dense matrix products by element type, "float32" among them.
+        generation: one of `GENERATIONS`.
+        memory_gigabytes: of the device's own memory.
+        memory_gigabytes_per_s: of that memory.
+        host_gigabytes_per_s: of the link to the host, in one direction.
+        multiprocessors: that compute tiles of a product; 0 where their number does not matter.
+    """
+    curve = GENERATIONS[generation]
+    functions_per_s = teraflops["float32"] * 1e12 * curve.function / _FLOPS_PER_FUNCTION
+    rates = {dtype: tera * 1e12 * curve.product for dtype, tera in teraflops.items()}
     return DeviceProfile(
         name=name,
         device_type="cuda",
         flops_per_s=MappingProxyType(rates),
-        memory_bytes_per_s=sheet.memory_gigabytes_per_s * 1e9 * _MEMORY_FRACTION,
+        memory_bytes_per_s=memory_gigabytes_per_s * 1e9 * curve.copy,
         functions_per_s=functions_per_s,
         randoms_per_s=functions_per_s,
-        overhead_s=_GPU_OVERHEAD_S,
-        host_bytes_per_s=sheet.host_gigabytes_per_s * 1e9 * _HOST_FRACTION,
+        overhead_s=curve.kernel_s,
+        host_bytes_per_s=host_gigabytes_per_s * 1e9 * curve.host,
+        memory_bytes=int(memory_gigabytes * 1e9),
+        efficiency=curve,
+        multiprocessors=multiprocessors,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DataSheet:
-    """Peaks of a GPU: dense matrix products, without structured sparsity.
-
-    Args:
-        teraflops: by element type, accumulating in float32; float32 without TF32.
-        memory_gigabytes_per_s: of the device's own memory.
-        host_gigabytes_per_s: of its link to the host, in one direction.
-    """
-
-    teraflops: Mapping[str, float]
-    memory_gigabytes_per_s: float
-    host_gigabytes_per_s: float
+def sheet_name(name: str) -> str | None:
+    """The name among `PRESETS` that a device's name means; None where there is none."""
+    lower = name.lower().replace("_", "-")
+    known = ALIASES.get(lower, lower)
+    return known if known in PRESETS else None
 
 
-_GEMM_FRACTION = 0.7
-_MEMORY_FRACTION = 0.85
-_HOST_FRACTION = 0.7
-_FLOPS_PER_FUNCTION = 30.0
-_GPU_OVERHEAD_S = 5e-6
-
-
-def _sheet(
-    half: float, single: float, gigabytes_per_s: float, host: float, *, bf16: bool = True
-) -> DataSheet:
-    rates = {"float32": single, "float16": half} | ({"bfloat16": half} if bf16 else {})
-    return DataSheet(MappingProxyType(rates), gigabytes_per_s, host)
-
-
-PRESETS: Mapping[str, DataSheet] = MappingProxyType(
-    {
-        "a10": _sheet(125, 31.2, 600, 32),
-        "a100-40gb": _sheet(312, 19.5, 1555, 32),
-        "a100-80gb": _sheet(312, 19.5, 2039, 32),
-        "b200": _sheet(2250, 75, 7700, 64),
-        "h100-pcie": _sheet(756, 51, 2000, 64),
-        "h100-sxm": _sheet(989, 67, 3350, 64),
-        "h200": _sheet(989, 67, 4800, 64),
-        "l4": _sheet(121, 30.3, 300, 32),
-        "l40s": _sheet(362, 91.6, 864, 32),
-        "mi300x": _sheet(1307, 163.4, 5300, 64),
-        "rtx-3090": _sheet(71, 35.6, 936, 32),
-        "rtx-4090": _sheet(165, 82.6, 1008, 32),
-        "t4": _sheet(65, 8.1, 320, 16, bf16=False),
-        "v100": _sheet(125, 15.7, 900, 16, bf16=False),
-    }
-)
+PRESETS = SHEETS
 """Data sheets by name."""
+
+_FLOPS_PER_FUNCTION = 30.0
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -37,7 +37,10 @@ class OptimizerMemory:
 
 
 def optimizer_memory(
-    factory: OptimizerFactory | None, parameters: Sequence[TensorMeta], device: torch.device
+    factory: OptimizerFactory | None,
+    parameters: Sequence[TensorMeta],
+    device: torch.device,
+    kernels: str | None = None,
 ) -> OptimizerMemory:
     """Memory of an optimizer for some parameters.
 
@@ -45,11 +48,12 @@ def optimizer_memory(
         factory: makes the optimizer; None where there is none.
         parameters: those that are trained.
         device: where they are.
+        kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
     """
     if factory is None or not parameters:
         return OptimizerMemory((0,) * len(parameters), 0)
     try:
-        return measure_step(factory, parameters, device)
+        return measure_step(factory, parameters, device, kernels)
     except Exception as error:
         # A user's own optimizer may read values, which fake tensors do not have.
         log = logger.warning if is_rank0() else logger.debug
@@ -64,7 +68,10 @@ def optimizer_memory(
 
 
 def measure_step(
-    factory: OptimizerFactory, metas: Sequence[TensorMeta], device: torch.device
+    factory: OptimizerFactory,
+    metas: Sequence[TensorMeta],
+    device: torch.device,
+    kernels: str | None = None,
 ) -> OptimizerMemory:
     """Memory of an optimizer's step on fake parameters; raises what the optimizer does.
 
@@ -72,6 +79,7 @@ def measure_step(
         factory: makes the optimizer.
         metas: the parameters.
         device: where they are.
+        kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
@@ -83,12 +91,21 @@ def measure_step(
     known = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     # Outside of the mode: counts of steps are then real tensors, whose values optimizers read.
     optimizer = factory(parameters)
+    if (kernels, device.type) == ("cuda", "cpu"):
+        _step_as_on_gpu(optimizer)
     optimizer.step()
     state = [_state_bytes(optimizer, parameter) for parameter in parameters]
     held = [t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, torch.Tensor)]
     with Storages([*known, *held]) as storages:
         optimizer.step()
     return OptimizerMemory(tuple(state), storages.peak_bytes)
+
+
+def _step_as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer step all parameters at once, as torch's do on a GPU by default."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:

@@ -22,6 +22,7 @@ from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
+from merak.plan.cost.gpu_kernels import kernels_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,17 @@ class SegmentMemories:
     Args:
         device: type of the device, on which the choice of kernels depends.
         float32_gradients: whether gradients of low precision are accumulated in float32.
+        kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
     """
 
-    def __init__(self, device: torch.device, float32_gradients: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        float32_gradients: bool = True,
+        kernels: str | None = None,
+    ) -> None:
         self._device = device
+        self._kernels = kernels
         self._float32_gradients = float32_gradients
         self._known: dict[Any, tuple[SegmentMemory, Segment]] = {}
 
@@ -103,7 +111,7 @@ class SegmentMemories:
         return replace(found, outputs=outputs, offload_values=offloadable)
 
     def _measure(self, segment: Segment) -> SegmentMemory:
-        run = FakeRun(segment, self._device)
+        run = FakeRun(segment, self._device, self._kernels)
         if self._float32_gradients:
             sum_in_float32(run.parameters)
         return _measure(run)
@@ -124,10 +132,12 @@ class FakeRun:
     Args:
         segment: whose placeholders describe the arguments.
         device: of the fake tensors.
+        kernels: type of the device whose kernels run; None for `device`'s.
     """
 
-    def __init__(self, segment: Segment, device: torch.device) -> None:
+    def __init__(self, segment: Segment, device: torch.device, kernels: str | None = None) -> None:
         self.segment = segment
+        self._kernels, self._device = kernels or device.type, device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._function = runnable(segment.graph)
         self.arguments: list[torch.Tensor] = []
@@ -150,7 +160,7 @@ class FakeRun:
 
     def call(self) -> tuple[torch.Tensor, ...]:
         """Run the forward; returns the segment's outputs."""
-        with self.mode:
+        with self.mode, kernels_of(self._kernels, self._device):
             outputs: tuple[torch.Tensor, ...] = self._function(*self.arguments)
         return outputs
 

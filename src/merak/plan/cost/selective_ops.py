@@ -89,12 +89,12 @@ def _find(
         for node in segment.graph.nodes
     }
     worth = sum(seconds.values()) / max(saved_bytes, 1)
-    num_bytes = _recorded_bytes(segment, _candidates(segment.graph), device)
+    num_bytes = _recorded_bytes(segment, _candidates(segment.graph), device, profile.device_type)
     names = frozenset(name for name, size in num_bytes.items() if seconds[name] > worth * size)
     if not names:
         return None
     fraction = sum(seconds[name] for name in names) / sum(seconds.values())
-    return _measure(segment, names, fraction, device)
+    return _measure(segment, names, fraction, device, profile.device_type)
 
 
 def _candidates(graph: fx.Graph) -> list[str]:
@@ -110,21 +110,21 @@ def _candidates(graph: fx.Graph) -> list[str]:
 
 
 def _recorded_bytes(
-    segment: Segment, names: Sequence[str], device: torch.device
+    segment: Segment, names: Sequence[str], device: torch.device, kernels: str
 ) -> Mapping[str, int]:
     """Bytes that saving each of some operators would hold; without views and unsavable ones."""
     local, saved = save_operators(segment, names)
     with torch.enable_grad(), saved.recording(device) as recording:
-        FakeRun(local, device).call()
+        FakeRun(local, device, kernels).call()
     sizes = {name: recording.num_bytes(name) for name in recording.results}
     return {name: size for name, size in sizes.items() if size}
 
 
 def _measure(
-    segment: Segment, names: frozenset[str], fraction: float, device: torch.device
+    segment: Segment, names: frozenset[str], fraction: float, device: torch.device, kernels: str
 ) -> SelectiveOps:
     local, saved = save_operators(segment, names)
-    run = FakeRun(local, device)
+    run = FakeRun(local, device, kernels)
     with torch.enable_grad(), Storages(run.arguments) as storages:
         with saved.recording(device) as recording:
             run.call()

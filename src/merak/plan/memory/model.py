@@ -86,6 +86,7 @@ class Job:
         every_microbatch: whether gradients of tied parameters are exchanged after every microbatch.
         bucket_bytes: size of the buckets in which gradients are reduced over replicas.
         zero: what replicas shard of parameters, gradients and optimizer state.
+        kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
     """
 
     programs: tuple[Program, ...]
@@ -96,6 +97,7 @@ class Job:
     every_microbatch: bool = True
     bucket_bytes: int = 25 * 2**20
     zero: ZeroSharding = field(default_factory=ZeroSharding)
+    kernels: str | None = None
 
 
 class MemoryModel:
@@ -109,7 +111,7 @@ class MemoryModel:
         self.job = job
         self._device = device = _fake_device(job.mesh.device)
         with pretended(replace(job.mesh, rank=0, device_mesh=None)):
-            measure = SegmentMemories(device, job.zero.float32_gradients)
+            measure = SegmentMemories(device, job.zero.float32_gradients, job.kernels)
             self.segments: dict[int, SegmentMemory] = {
                 segment.segment.index: measure(segment.segment)
                 for program in job.programs
@@ -259,7 +261,9 @@ def _optimizer(job: Job, program: Program, device: torch.device) -> tuple[dict[s
     metas = _trained(parameters_of(program))
     stepped = job.zero.optimizer_tensors(metas)
     some = {name: meta for name, meta in stepped.items() if meta.num_bytes}
-    found: OptimizerMemory = optimizer_memory(job.optimizer, list(some.values()), device)
+    found: OptimizerMemory = optimizer_memory(
+        job.optimizer, list(some.values()), device, job.kernels
+    )
     state = dict(zip(some, found.state_bytes, strict=True))
     masters = {name: job.zero.master_bytes(metas[name], stepped[name]) for name in metas}
     return {name: state.get(name, 0) + masters[name] for name in metas}, found.taken_bytes

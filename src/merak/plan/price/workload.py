@@ -17,12 +17,14 @@ from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activations.forecast import Forecast
+from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.cost.segment_memory import structural_key
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
+from merak.plan.price.kernels import KernelChoice
 from merak.plan.step_plans import StepPlans
 
 
@@ -41,6 +43,8 @@ class Workload:
         optimizer: makes the optimizer; None forecasts no state.
         master_weights: whether parameters of a lower precision have float32 masters.
         features: tensor parallel attributes that override those derived from the model.
+        kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
+        memo: what others derive from the workload and want to have once.
     """
 
     source: GraphSource
@@ -51,6 +55,8 @@ class Workload:
     optimizer: OptimizerFactory | None = None
     master_weights: bool = False
     features: Features | None = None
+    kernels: KernelChoice = field(default_factory=KernelChoice)
+    memo: dict[Any, Any] = field(init=False, default_factory=dict)
     _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
     _parallel: dict[Any, TensorParallel] = field(init=False, default_factory=dict)
     _local: dict[Any, ModelGraph] = field(init=False, default_factory=dict)
@@ -157,7 +163,12 @@ class Workload:
             self._plans[key] = StepPlans(candidate.schedule, *counts, chosen=options)
         return self._plans[key]
 
-    def options(self, candidate: Candidate, memory_budget: int | None = None) -> EngineOptions:
+    def options(
+        self,
+        candidate: Candidate,
+        memory_budget: int | None = None,
+        device_profile: DeviceProfile | None = None,
+    ) -> EngineOptions:
         """The engine's options of a candidate."""
         return EngineOptions(
             schedule=candidate.schedule,
@@ -171,10 +182,15 @@ class Workload:
             master_weights=self.master_weights,
             optimizer=self.optimizer,
             memory_budget=memory_budget,
+            device_profile=device_profile,
         )
 
     def forecast(
-        self, candidate: Candidate, partition: Partition, memory_budget: int | None = None
+        self,
+        candidate: Candidate,
+        partition: Partition,
+        memory_budget: int | None = None,
+        device_profile: DeviceProfile | None = None,
     ) -> Forecast:
         """Forecast of a candidate's memory.
 
@@ -185,10 +201,11 @@ class Workload:
             candidate: how the job is laid out.
             partition: segments of every stage of its schedule.
             memory_budget: bytes that a rank may hold, for policies that fill the memory.
+            device_profile: of the device, whose kernels' memory is counted; None for `device`'s.
         """
         key = (candidate.microbatch, candidate.tp, candidate.sequence_parallel)
         mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, 0, self.device, None)
         layout = Layout(self.graph(candidate.microbatch), partition, self.plans(candidate))
         rewrite = self.rewrite(*key) if candidate.tp > 1 else None
-        options = self.options(candidate, memory_budget)
+        options = self.options(candidate, memory_budget, device_profile)
         return Forecast(self.model, layout, mesh, rewrite, options)

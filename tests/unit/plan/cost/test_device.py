@@ -8,6 +8,7 @@ import torch
 from merak.core.errors import PlanError
 from merak.plan.cost import benchmark as profiles
 from merak.plan.cost.benchmark import measure
+from merak.plan.cost.data_sheets import ALIASES, LINKS
 from merak.plan.cost.device import PRESETS, from_json, preset, to_json
 
 
@@ -16,7 +17,7 @@ def test_presets_keep_below_their_data_sheets():
         device = preset(name)
         assert device.name == name
         for dtype, teraflops in sheet.teraflops.items():
-            assert 0.5 < device.flops_per_s[dtype] / (teraflops * 1e12) < 1
+            assert 0.4 < device.flops_per_s[dtype] / (teraflops * 1e12) < 1
         assert 0.5 < device.memory_bytes_per_s / (sheet.memory_gigabytes_per_s * 1e9) < 1
         assert 0.5 < device.host_bytes_per_s / (sheet.host_gigabytes_per_s * 1e9) < 1
 
@@ -54,6 +55,10 @@ def changed(**fields):
         (changed(functions_per_s=math.inf), "functions_per_s=inf is no rate"),
         (changed(host_bytes_per_s=0), "host_bytes_per_s=0 is no rate"),
         (changed(overhead_s=-1e-6), "overhead_s=-1e-06 is no overhead"),
+        (changed(multiprocessors=-1), "multiprocessors=-1 is no number"),
+        (changed(efficiency=[]), r"efficiency=\[\] is no object"),
+        (changed(efficiency={"product": 1}), "'product_depth' is not one of both"),
+        (changed(memory_bytes=0), "memory_bytes=0 is no size"),
     ],
 )
 def test_a_text_that_is_no_profile_is_refused(text, message):
@@ -125,3 +130,39 @@ def test_a_gpu_is_measured():
     assert device.flops_per_s["bfloat16"] > device.flops_per_s["float32"] > 1e11
     assert device.memory_bytes_per_s > 5e10
     assert device.memory_bytes_per_s > device.host_bytes_per_s > 1e9
+
+
+def test_every_figure_has_its_source():
+    for sheet in PRESETS.values():
+        assert sheet.source.startswith(("NVIDIA", "AMD"))
+        assert sheet.efficiency.source
+        assert {sheet.link, sheet.host_link} <= set(LINKS)
+    assert all(link.source for link in LINKS.values())
+
+
+def test_every_name_of_a_device_gives_its_profile():
+    assert all(preset(short) == preset(name) for short, name in ALIASES.items())
+    assert not set(ALIASES) & set(PRESETS)
+    for name, sheet in PRESETS.items():
+        device = preset(name.upper())
+        assert device.device_type == "cuda"
+        assert device.memory_bytes == sheet.memory_gigabytes * 1e9
+        assert from_json(to_json(device), "file") == device
+
+
+def test_peaks_are_dense_ones():
+    """Sparse ones are twice as much; tensor cores double with half the bits."""
+    for name, sheet in PRESETS.items():
+        rates = sheet.teraflops
+        if "float8_e4m3fn" in rates:
+            assert rates["float8_e4m3fn"] / rates["float16"] == pytest.approx(2, rel=0.03), name
+        if "tfloat32" in rates:
+            assert rates["float16"] / rates["tfloat32"] == pytest.approx(2, rel=0.02), name
+    assert PRESETS["h100-sxm"].teraflops["bfloat16"] == 989
+    assert PRESETS["a100-80gb"].teraflops["bfloat16"] == 312
+
+
+def test_bandwidths_of_links_are_those_of_one_direction():
+    assert [LINKS[f"nvlink{n}"].gigabytes_per_s for n in (2, 3, 4, 5)] == [150, 300, 450, 900]
+    assert LINKS["infiniband-ndr"].gigabytes_per_s == 400 / 8
+    assert all(0 < link.latency_s < 1e-3 for link in LINKS.values())

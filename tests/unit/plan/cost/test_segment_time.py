@@ -11,6 +11,7 @@ from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.trace import trace
 from merak.plan.balance import balance
 from merak.plan.cost.device import preset
+from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.operators import Work, node_work
 from merak.plan.cost.segment_time import segment_costs, work_seconds
 
@@ -21,6 +22,7 @@ DEVICE = replace(
     functions_per_s=2.0,
     randoms_per_s=1.0,
     overhead_s=0.5,
+    efficiency=None,
 )
 TOKENS = (2, 16)
 COLUMNS = {name: TensorMeta(TOKENS, torch.int64) for name in ("input_ids", "labels")}
@@ -128,3 +130,58 @@ def test_estimates_balance_a_model_with_a_heavy_head(gpt2):
     costs = segment_costs(gpt2, replace(DEVICE, overhead_s=0.0, memory_bytes_per_s=1e30))
     partition = balance(costs, 2, 8)
     assert partition.sizes[0] > partition.sizes[1]
+
+
+def block(hidden=4096, tokens=(1, 2048)):
+    """Segments of a Llama of one layer in bfloat16, as a GPU would run it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": hidden, "intermediate_size": 4 * hidden}
+    heads = {"num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 128}
+    config = LlamaConfig(**sizes, **heads, vocab_size=64, max_position_embeddings=tokens[1])
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    columns = {name: TensorMeta(tokens, torch.int64) for name in ("input_ids", "labels")}
+    return cut_into_segments(trace(model.train(), columns), outputs=("loss",)).segments
+
+
+def test_a_block_on_a_data_sheet_takes_a_plausible_time():
+    """Between its FLOPs at the peak and at a third of it, as published runs of A100s do."""
+    hidden, tokens = 4096, 2048
+    weights = 4 * hidden**2 + 3 * 4 * hidden**2
+    scores = tokens * (tokens + 1) // 2
+    ideal_s = (2 * tokens * weights + 4 * scores * hidden) / 312e12
+    times = segment_costs(block(), preset("a100-80gb"))
+    forward_s = sum(time.forward_s for time in times)
+    backward_s = sum(time.backward_s for time in times)
+    assert ideal_s < forward_s < 3 * ideal_s
+    assert 2 * ideal_s < backward_s < 6 * ideal_s
+
+
+def test_a_bigger_device_is_never_slower():
+    for hidden in (256, 4096):
+        segments = block(hidden)
+        for smaller, bigger in (
+            ("a100-40gb", "a100-80gb"),
+            ("a100-80gb", "h100-sxm"),
+            ("h100-pcie", "h100-sxm"),
+            ("h100-sxm", "h200"),
+            ("h200", "b200"),
+            ("rtx-3090", "rtx-4090"),
+            ("l4", "l40s"),
+        ):
+            slow, fast = (segment_costs(segments, preset(name)) for name in (smaller, bigger))
+            for less, more in zip(fast, slow, strict=True):
+                assert less.forward_s <= more.forward_s, (smaller, bigger)
+                assert less.backward_s <= more.backward_s, (smaller, bigger)
+
+
+def test_small_products_are_further_from_the_peak_than_large_ones():
+    device = preset("a100")
+    achieved = []
+    for size in (128, 1024, 4096, 16384):
+        shape = ProductShape(size, size, size)
+        work = Work(3 * 2.0 * size**2, 2.0 * size**3, torch.bfloat16, shape=shape)
+        achieved.append(work.flops / work_seconds(work, device) / 312e12)
+    assert achieved == sorted(achieved)
+    assert achieved[0] < 0.05 and 0.2 < achieved[1] < 0.5 and 0.8 < achieved[3] < 0.87

@@ -73,6 +73,6 @@ def test_memory_is_that_of_the_forecast(llama: Workload, candidate: Candidate) -
     source = GraphSource(llama.model)
     old = forecast_of(source, example_signature(LLAMA, 16, 2), mesh, options)
     partition = from_sizes(candidate.partition, len(llama.graph(2).segments))
-    new = llama.forecast(candidate, partition)
+    new = llama.forecast(candidate, partition, device_profile=preset("h100-sxm"))
     schedule = old.layout.schedule
     assert new.ranks(schedule, old.policy) == old.ranks(schedule, old.policy)

@@ -1,0 +1,119 @@
+"""The bytes that a GPU's kernels save, on a machine without one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.segment.cut import cut_into_segments
+from merak.graph.trace.trace import trace
+from merak.plan.cost.gpu_kernels import kernels_of
+from merak.plan.cost.optimizer_memory import measure_step
+from merak.plan.cost.segment_memory import SegmentMemories
+
+CPU = torch.device("cpu")
+SAMPLES, HEADS, TOKENS, SIZE = 2, 8, 128, 8
+NUMBERS = SAMPLES * HEADS * TOKENS * SIZE
+SCORES = SAMPLES * HEADS * TOKENS * TOKENS
+
+
+class Attends(nn.Module):
+    """Attention with dropout in it."""
+
+    def __init__(self, drops):
+        super().__init__()
+        self.drops = drops
+        self.weight = nn.Linear(HEADS * SIZE, HEADS * SIZE, bias=False)
+
+    def forward(self, x, mask=None):
+        heads = self.weight(x).view(SAMPLES, TOKENS, HEADS, SIZE).transpose(1, 2)
+        found = functional.scaled_dot_product_attention(heads, heads, heads, mask, self.drops)
+        return found.sum()
+
+
+class Drops(nn.Module):
+    """Dropout, whose mask alone is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return functional.dropout(self.weight(x), 0.1).sum()
+
+
+def saved_bytes(model, kernels, dtype=torch.float32, masked=False):
+    columns = {"x": TensorMeta((SAMPLES, TOKENS, HEADS * SIZE), dtype)}
+    if masked:
+        columns["mask"] = TensorMeta((SAMPLES, 1, TOKENS, TOKENS), torch.bool)
+    memories = SegmentMemories(CPU, kernels=kernels)
+    segments = cut_into_segments(trace(model.to(dtype), columns)).segments
+    return sum(memories(segment).saved_bytes for segment in segments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_gpu_saves_no_scores_where_attention_drops(dtype, masked):
+    measured = partial(saved_bytes, Attends(0.1), dtype=dtype, masked=masked)
+    assert measured("cpu") > SCORES * dtype.itemsize
+    # One operand, as it is read by three; the result; a sum for each row of the scores, padded.
+    own = (2 * NUMBERS + masked * SAMPLES * TOKENS * TOKENS) * dtype.itemsize
+    rows = 4 * SAMPLES * HEADS * TOKENS
+    assert own + rows <= measured("cuda") <= own + rows + 64
+
+
+def test_attention_without_dropout_saves_the_same_everywhere():
+    for dtype in (torch.float32, torch.bfloat16):
+        here, there = (saved_bytes(Attends(0.0), kind, dtype) for kind in ("cpu", "cuda"))
+        assert here <= there <= here + 64  # the state of the random numbers
+
+
+def test_dropout_saves_a_boolean_mask_on_a_gpu():
+    numbers = SAMPLES * TOKENS * HEADS * SIZE
+    assert saved_bytes(Drops(), "cpu") - saved_bytes(Drops(), "cuda") == numbers * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "dtype", "kernel"),
+    [
+        ((2, 4, 16, 8), False, torch.bfloat16, "FlashAttention"),
+        ((2, 4, 16, 20), False, torch.float16, "Slice"),  # of padded flash attention
+        ((2, 4, 16, 8), True, torch.bfloat16, "EfficientAttention"),
+        ((2, 4, 16, 8), False, torch.float32, "EfficientAttention"),
+        ((2, 4, 16, 264), False, torch.bfloat16, "EfficientAttention"),
+        ((2, 4, 16, 3), False, torch.float32, "UnsafeView"),  # products of matrices
+        ((4, 16, 8), False, torch.bfloat16, "ToCopy"),  # which are computed in float32
+        ((2, 4, 16, 8), False, torch.float64, "UnsafeView"),
+    ],
+)
+def test_the_kernel_follows_the_operands(shape, mask, dtype, kernel):
+    query = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    seen = torch.empty((16, 10), dtype=torch.bool, device="meta") if mask else None
+    key = query[..., :10, :] if mask else query
+    with kernels_of("cuda", CPU):
+        found = functional.scaled_dot_product_attention(query, key, key, attn_mask=seen)
+    assert found.shape == query.shape
+    assert kernel in type(found.grad_fn).__name__
+
+
+def test_on_other_devices_nothing_changes():
+    query = torch.ones(2, 4, 16, 8, requires_grad=True)
+    with kernels_of("cpu", CPU):
+        found = functional.scaled_dot_product_attention(query, query, query)
+    assert "Cpu" in type(found.grad_fn).__name__
+
+
+def test_an_optimizer_steps_all_parameters_at_once_on_a_gpu():
+    metas = [TensorMeta((100, 10), torch.float32)] * 8
+
+    def adamw(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    one_by_one, at_once = (measure_step(adamw, metas, CPU, kind) for kind in ("cpu", "cuda"))
+    assert at_once.state_bytes == one_by_one.state_bytes
+    assert at_once.taken_bytes >= 8 * 4000 > one_by_one.taken_bytes
