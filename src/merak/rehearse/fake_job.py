@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,17 +26,12 @@ def fake_job(mesh: Mesh, traffic: Traffic) -> Iterator[Mesh]:
         The mesh with fake process groups, which is also the current one.
 
     Raises:
-        MeshError: the process is a rank of a real job, or there is no such rank.
+        MeshError: the process is a rank of a real job.
     """
     if dist.is_initialized():
         raise MeshError(
             "merak rehearse plays one rank of a job in a process of its own, but this one is "
             "connected to others; run it without torchrun."
-        )
-    if not 0 <= mesh.rank < mesh.world_size:
-        raise MeshError(
-            f"rank {mesh.rank} is none of the {mesh.world_size} ranks of dp={mesh.dp} × "
-            f"tp={mesh.tp} × pp={mesh.pp}; use 0 to {mesh.world_size - 1}."
         )
     if mesh.world_size == 1:
         with pretended(mesh):
@@ -55,8 +49,3 @@ def fake_job(mesh: Mesh, traffic: Traffic) -> Iterator[Mesh]:
             yield connected
     finally:
         dist.destroy_process_group()
-
-
-def rank_mesh(dp: int, tp: int, pp: int, rank: int, device: torch.device) -> Mesh:
-    """Mesh of a job that is not connected, as one of its ranks sees it."""
-    return Mesh(dp, tp, pp, rank, device, None)
