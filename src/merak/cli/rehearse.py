@@ -41,7 +41,10 @@ class RehearseRequest:
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
     microbatch: int = option(1, "--microbatch", "B", "Samples of a microbatch.")
     global_batch: int | None = option(
-        None, "--global-batch", "N", "Samples of a step of the job; dp × microbatch × 2 pp if unset."
+        None,
+        "--global-batch",
+        "N",
+        "Samples of a step of the job; dp × microbatch × 2 pp if unset.",
     )
     sequence: int | None = option(
         None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
@@ -125,9 +128,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
         source.model_class, source.config, batch=samples, sequence=request.sequence
     )
     batch = draw_batch(columns, seed=0)
-    found = run(
-        workload, cluster, candidate, request.rank, batch, device=here, steps=request.steps
-    )
+    found = run(workload, cluster, candidate, request.rank, batch, device=here, steps=request.steps)
     return report_on(source.name, request.cluster, found)
 
 

@@ -81,7 +81,9 @@ def call_seconds(call: Call, cluster: Cluster) -> float:
         return send_seconds(call.num_bytes, send_link(cluster, *ends))
     if call.kind not in KINDS or len(call.ranks) < 2:
         return 0.0
-    group = group_of(cluster, len(call.ranks), _stride(call.ranks))
+    # Ranks farther apart than groups of an axis can be are on nodes of their own just as those.
+    most = cluster.num_devices // len(call.ranks)
+    group = group_of(cluster, len(call.ranks), min(_stride(call.ranks), most))
     return collective_seconds(call.kind, call.num_bytes, group)
 
 

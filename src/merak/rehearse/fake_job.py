@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from merak.core.errors import MeshError
@@ -39,7 +40,7 @@ def fake_job(mesh: Mesh, traffic: Traffic) -> Iterator[Mesh]:
         return
     register_backend(traffic)
     dist.init_process_group(
-        REHEARSAL, store=dist.HashStore(), rank=mesh.rank, world_size=mesh.world_size
+        REHEARSAL, store=HashStore(), rank=mesh.rank, world_size=mesh.world_size
     )
     try:
         shape = (mesh.pp, mesh.dp, mesh.tp)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -51,8 +50,9 @@ def measure_steps(
     traffic: Traffic,
     steps: int,
     before_bytes: int,
+    constants: Sequence[torch.Tensor] = (),
 ) -> Measured:
-    """Run one step to warm up and one for its memory, and time some more.
+    """Run steps to warm up, for the memory and for the traffic, and time some more.
 
     Args:
         model: this rank's, on a mesh without peers.
@@ -60,6 +60,7 @@ def measure_steps(
         traffic: records the calls of the rank.
         steps: that are timed.
         before_bytes: what the device's memory held before the model was built.
+        constants: of the traced model, which the rank holds beside its buffers.
     """
     device = model.engine.mesh.device
     traffic.running = lambda: model.engine.progress.status.action
@@ -68,9 +69,9 @@ def measure_steps(
         torch.cuda.reset_peak_memory_stats(device)
         model.step(batch)
         torch.cuda.synchronize(device)
-        peak_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
+        peak_bytes = int(torch.cuda.max_memory_allocated(device)) - before_bytes
     else:
-        peak_bytes = _peak_on_host(model, batch)
+        peak_bytes = _peak_on_host(model, batch, [*_static(model), *constants])
     traffic.calls.clear()
     model.step(batch)
     calls = tuple(traffic.calls)
@@ -138,17 +139,19 @@ def _actions(engine: Engine, steps: int) -> tuple[dict[Place, float], dict[Place
     )
 
 
-def _peak_on_host(model: ParallelModel, batch: Mapping[str, torch.Tensor]) -> int:
+def _peak_on_host(
+    model: ParallelModel, batch: Mapping[str, torch.Tensor], held: Sequence[torch.Tensor]
+) -> int:
     """Most bytes of storages that are alive in a step on the CPU.
 
     Columns of the batch count as far as this rank reads them, as on a device of its own.
     """
-    static = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _static(model)}
-    with Storages(_static(model)) as storages, _host_memory_left_out(model.engine, storages):
+    static = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    with Storages(held) as storages, _host_memory_left_out(model.engine, storages):
         model.step({name: column.clone() for name, column in batch.items()})
     read = model.engine.columns(signature(_first(model, batch)).columns)
     unread = sum(column.nbytes for name, column in batch.items() if name not in read)
-    return sum(static.values()) + storages.peak_bytes - unread
+    return int(sum(static.values()) + storages.peak_bytes - unread)
 
 
 def _first(model: ParallelModel, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -177,10 +180,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _host_memory_left_out(engine: Engine, storages: Storages) -> Iterator[None]:
     """Leave buffers of offloaded activations out, which the CPU has in the same memory."""
 
-    def left_out(make_buffer):  # type: ignore[no-untyped-def]
+    def left_out(make_buffer: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
         def made(num_bytes: int) -> torch.Tensor:
             with _disable_current_modes():
-                buffer: torch.Tensor = make_buffer(num_bytes)
+                buffer = make_buffer(num_bytes)
             storages.leave_out(buffer)
             return buffer
 
@@ -188,7 +191,7 @@ def _host_memory_left_out(engine: Engine, storages: Storages) -> Iterator[None]:
 
     offloads = {id(s.offload): s.offload for s in engine._state.stages.values() if s.offload}
     for offload in offloads.values():
-        offload._in_host = left_out(offload._in_host)
+        offload._in_host = left_out(offload._in_host)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

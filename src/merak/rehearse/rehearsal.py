@@ -109,21 +109,15 @@ def rehearse(
         rank: of the job, 0 … world size − 1.
         batch: of one step of one replica, in host memory.
         device: where it runs.
-        steps: that are timed, after two to warm up and measure memory.
+        steps: that are timed, after three that warm up and measure memory and traffic.
 
     Raises:
         PlanError: the plan does not fit the cluster, or too few steps.
         MeshError: there is no such rank.
         MerakError: the plan does not fit the model.
     """
-    if steps < 1:
-        raise PlanError(f"{steps=} times nothing; use 1 or more.")
     mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, rank, device, None)
-    if not 0 <= rank < mesh.world_size:
-        raise MeshError(
-            f"rank {rank} is none of the {mesh.world_size} ranks of dp={mesh.dp} × tp={mesh.tp} × "
-            f"pp={mesh.pp}; use 0 to {mesh.world_size - 1}."
-        )
+    _refuse(mesh, steps)
     planned = price(workload, cluster, candidate)
     chosen = planned.candidate
     stages = priced_stages(workload, cluster, chosen)
@@ -152,6 +146,17 @@ def rehearse(
     return replace(found, warnings=tuple(_warnings(found, cluster)))
 
 
+def _refuse(mesh: Mesh, steps: int) -> None:
+    """Refuse a rank that the job does not have, and a rehearsal that times nothing."""
+    if steps < 1:
+        raise PlanError(f"{steps=} times nothing; use 1 or more.")
+    if not 0 <= mesh.rank < mesh.world_size:
+        raise MeshError(
+            f"rank {mesh.rank} is none of the {mesh.world_size} ranks of dp={mesh.dp} × "
+            f"tp={mesh.tp} × pp={mesh.pp}; use 0 to {mesh.world_size - 1}."
+        )
+
+
 def _run(
     workload: Workload,
     cluster: Cluster,
@@ -163,9 +168,7 @@ def _run(
 ) -> tuple[Measured, Forecast]:
     """Measure the rank, and forecast its memory on the device that it runs on."""
     planned_for = cluster.place(mesh.rank)[0].device
-    options = replace(
-        workload.options(candidate), recorded_steps=steps, device_profile=planned_for
-    )
+    options = replace(workload.options(candidate), recorded_steps=steps, device_profile=planned_for)
     before_bytes = torch.cuda.memory_allocated(mesh.device) if mesh.device.type == "cuda" else 0
     with fake_job(mesh, traffic) as connected:
         sample = workload.columns(candidate.microbatch)
@@ -178,7 +181,8 @@ def _run(
             None if engine.updates_inside else _MAX_GRAD_NORM,
             LossScale() if workload.autocast == torch.float16 else None,
         )
-        measured = measure_steps(model, batch, traffic, steps, before_bytes)
+        constants = list(forecast.layout.graph.constants.values())
+        measured = measure_steps(model, batch, traffic, steps, before_bytes, constants)
     if mesh.device.type != planned_for.device_type:  # whose kernels save other tensors
         forecast = replace(forecast, options=replace(forecast.options, device_profile=None))
     return measured, forecast
@@ -272,5 +276,9 @@ def same_device(here: str, planned: str) -> bool:
         here: such as "NVIDIA H100 80GB HBM3".
         planned: such as "h100-sxm".
     """
-    words = here.lower().replace("-", " ").split()
-    return planned.lower().replace("-", " ").split()[0] in words
+    model = next((word for word in _words(planned) if any(map(str.isdigit, word))), planned)
+    return model in _words(here)
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().replace("-", " ").split()

@@ -127,9 +127,7 @@ def price(
     )
 
 
-def priced_stages(
-    workload: Workload, cluster: Cluster, candidate: Candidate
-) -> tuple[Stage, ...]:
+def priced_stages(workload: Workload, cluster: Cluster, candidate: Candidate) -> tuple[Stage, ...]:
     """Price the stages of a candidate, each by itself.
 
     Args:
