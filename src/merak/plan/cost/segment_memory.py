@@ -23,7 +23,7 @@ from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
 from merak.graph.ir.structure import structural_key
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
-from merak.plan.cost.gpu_kernels import kernels_of
+from merak.plan.cost.gpu_kernels import graph_of, kernels_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class FakeRun:
         self.segment = segment
         self._kernels, self._device = kernels or device.type, device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._function = runnable(segment.graph)
+        self._function = runnable(graph_of(segment.graph, self._kernels, device))
         self.arguments: list[torch.Tensor] = []
         self.inputs: dict[str, torch.Tensor] = {}
         self.parameters: list[torch.Tensor] = []
