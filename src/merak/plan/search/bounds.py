@@ -45,6 +45,9 @@ class Pricing(Protocol):
     def bound_s(self, candidate: Candidate) -> float:
         """Seconds that its step takes at least."""
 
+    def quick_bound_s(self, candidate: Candidate) -> float:
+        """The same where it takes no time to find; else 0."""
+
     def state_bytes(self, candidate: Candidate) -> float:
         """Bytes that parameters, gradients and optimizer take on its fullest rank at least."""
 
@@ -113,6 +116,10 @@ class JobPricing:
             least_s = max(least_s, whole_s / shrinks)
         return least_s
 
+    def quick_bound_s(self, candidate: Candidate) -> float:
+        """The same where the graph is there already; else 0."""
+        return self.bound_s(candidate) if _key(candidate) in self._forms else 0.0
+
     def rough_s(self, candidate: Candidate) -> float:
         """Estimate of a candidate's step, without the graph of another microbatch."""
         scale = candidate.microbatch / self.base
@@ -166,7 +173,7 @@ class JobPricing:
 
     def _form(self, candidate: Candidate) -> _Form:
         split = candidate.sub_pipelining == "on"
-        key = (candidate.microbatch, candidate.tp, candidate.sequence_parallel, split)
+        key = _key(candidate)
         if key not in self._forms:
             group = group_of(self.cluster, candidate.tp, 1)
             found = [
@@ -179,6 +186,11 @@ class JobPricing:
                 min(own.largest_s for own in found),
             )
         return self._forms[key]
+
+
+def _key(candidate: Candidate) -> tuple[int, int, bool, bool]:
+    split = candidate.sub_pipelining == "on"
+    return candidate.microbatch, candidate.tp, candidate.sequence_parallel, split
 
 
 def _form(prices: tuple[SegmentPrice, ...], split: bool) -> _Form:

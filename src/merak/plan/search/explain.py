@@ -23,6 +23,13 @@ _SHARED: tuple[Callable[[Candidate], Any], ...] = (
 _NAMES = (("dp", "tp", "pp", "zero"), ("dp", "tp", "pp"), ("tp", "pp"), ("pp",), ())
 
 
+_WORDS = {
+    Cause.SAVED: "more recomputation",
+    Cause.SLOWER: "slower plans",
+    Cause.UNPRICED: "not priced",
+}
+
+
 def merge(rejections: Sequence[Rejection], regions: Iterable[Rejected] = ()) -> list[Rejected]:
     """Merge rejections into lines for people.
 
@@ -33,30 +40,32 @@ def merge(rejections: Sequence[Rejection], regions: Iterable[Rejected] = ()) -> 
         regions: that were never listed.
     """
     lines = list(regions)
-    for cause in (Cause.STATE, Cause.MEMORY, Cause.REFUSED, Cause.SCHEDULE, Cause.DEGREE):
+    for cause in (Cause.STATE, Cause.MEMORY, Cause.REFUSED):
         lines += _of_cause([own for own in rejections if own.cause is cause])
-    for cause, what in ((Cause.SLOWER, "slower plans"), (Cause.UNPRICED, "not priced")):
-        own = [one for one in rejections if one.cause is cause]
-        if own:
-            nearest = min(own, key=lambda one: one.excess)
-            lines.append(Rejected(what, f"{nearest.why}{_such_as(nearest)}", len(own)))
+    for cause, what in _WORDS.items():
+        alike = [one for one in rejections if one.cause is cause]
+        if alike:
+            nearest = min(alike, key=lambda one: one.excess)
+            lines.append(Rejected(what, f"{nearest.why}{_such_as(nearest)}", len(alike)))
     return lines
 
 
 def _of_cause(rejections: Sequence[Rejection]) -> list[Rejected]:
     """The finest lines of which there are not too many."""
     groups: dict[Any, list[Rejection]] = {}
-    for shared, names in zip(_SHARED, _NAMES, strict=True):
+    names: tuple[str, ...] = ()
+    for shared, own_names in zip(_SHARED, _NAMES, strict=True):
+        names = own_names
         groups = {}
         for own in rejections:
             groups.setdefault(shared(own.candidate), []).append(own)
         if len(groups) <= MOST_LINES // 3:
             break
     found = []
-    for key, own in groups.items():
-        nearest = min(own, key=lambda one: one.excess)
+    for key, alike in groups.items():
+        nearest = min(alike, key=lambda one: one.excess)
         what = ", ".join(f"{name}={value}" for name, value in zip(names, key, strict=True))
-        found.append(Rejected(what or "others", f"{nearest.why}{_such_as(nearest)}", len(own)))
+        found.append(Rejected(what or "others", f"{nearest.why}{_such_as(nearest)}", len(alike)))
     return found
 
 

@@ -4,13 +4,14 @@
   no less on the fullest rank than their mean over tp and pp ranks.
 - Memory: a candidate that takes no more memory was priced and does not fit: the same layout with
   a smaller microbatch, more recomputation, a higher ZeRO stage up to 2, or the sequence sharded.
+- Saved: the same layout with less recomputation was priced and fits; recomputing takes time.
 - Slower: the least time of a step is no less than that of the last plan of the ranking.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from merak.core.units import size
@@ -26,7 +27,9 @@ def state_rejection(candidate: Candidate, pricing: Pricing) -> Rejection | None:
     held, most = pricing.state_bytes(candidate), pricing.device_bytes
     if held <= most:
         return None
-    why = f"parameters, gradients and optimizer take {size(int(held))} a device of {size(int(most))}"
+    why = (
+        f"parameters, gradients and optimizer take {size(int(held))} a device of {size(int(most))}"
+    )
     return Rejection(candidate, Cause.STATE, why, held / most)
 
 
@@ -35,8 +38,7 @@ def memory_rejection(price: Price) -> Rejection | None:
     if price.fits:
         return None
     excess = [
-        peak / most
-        for peak, most in zip(price.peak_memory_bytes, price.device_bytes, strict=True)
+        peak / most for peak, most in zip(price.peak_memory_bytes, price.device_bytes, strict=True)
     ]
     rank = excess.index(max(excess))
     held, most = price.peak_memory_bytes[rank], price.device_bytes[rank]
@@ -92,8 +94,40 @@ def _memory_levels(candidate: Candidate) -> tuple[Any, tuple[int, ...]]:
     )
 
 
+@dataclass(slots=True)
+class FitSet:
+    """Candidates that fit, for the rule on those that recompute more."""
+
+    _found: dict[Any, int] = field(default_factory=dict)
+
+    def add(self, candidate: Candidate) -> None:
+        """Add one that was priced."""
+        if candidate.recompute in RECOMPUTES:
+            key, level = _without_recompute(candidate)
+            self._found[key] = min(level, self._found.get(key, level))
+
+    def find(self, candidate: Candidate) -> Rejection | None:
+        """The rejection of a candidate that recomputes more than one of them."""
+        if candidate.recompute not in RECOMPUTES:
+            return None
+        key, level = _without_recompute(candidate)
+        if self._found.get(key, level) >= level:
+            return None
+        why = "it fits without so much recomputation"
+        return Rejection(candidate, Cause.SAVED, why)
+
+
+def _without_recompute(candidate: Candidate) -> tuple[Any, int]:
+    """All choices but recomputation, and how much of that there is."""
+    level = RECOMPUTES.index(str(candidate.recompute))
+    own = {part.name: getattr(candidate, part.name) for part in fields(candidate)}
+    own["schedule_options"] = tuple(sorted(candidate.schedule_options.items()))
+    del own["recompute"]
+    return tuple(own.values()), level
+
+
 def slower_rejection(
-    candidate: Candidate, pricing: Pricing, slowest_s: float = math.inf
+    candidate: Candidate, pricing: Pricing, slowest_s: float, quick: bool = False
 ) -> Rejection | None:
     """Reject a candidate that cannot be among the plans of the ranking.
 
@@ -101,8 +135,11 @@ def slower_rejection(
         candidate: one.
         pricing: for its bound.
         slowest_s: of a step of the ranking's last plan; infinite while there are too few.
+        quick: whether to reject by bounds alone that take no time to find.
     """
-    bound_s = pricing.bound_s(candidate) if slowest_s < math.inf else 0.0
+    if slowest_s == math.inf:
+        return None
+    bound_s = pricing.quick_bound_s(candidate) if quick else pricing.bound_s(candidate)
     if bound_s < slowest_s:
         return None
     why = f"a step takes {bound_s:.3g} s at least"

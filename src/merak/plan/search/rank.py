@@ -11,6 +11,7 @@ from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.search.bounds import Pricing
 from merak.plan.search.prune import (
+    FitSet,
     MisfitSet,
     memory_rejection,
     slower_rejection,
@@ -19,7 +20,7 @@ from merak.plan.search.prune import (
 from merak.plan.search.ranking import Cause, Rejection
 from merak.plan.search.space import RECOMPUTES
 
-MOST_PRICED = 96
+MOST_PRICED = 64
 """Candidates that a search prices; what is left then is said."""
 
 
@@ -54,7 +55,7 @@ def rank(
         most_priced: candidates that may be priced; the first plan is proved where they suffice.
     """
     found = Ranked()
-    misfits = MisfitSet()
+    misfits, fitting = MisfitSet(), FitSet()
     waiting: list[Candidate] = []
     for candidate in candidates:
         rejection = state_rejection(candidate, pricing)
@@ -64,14 +65,18 @@ def rank(
             found.rejections.append(rejection)
     for candidate in _in_order(waiting, pricing, found):
         slowest_s = found.plans[top - 1].step_s if len(found.plans) >= top else float("inf")
-        if found.num_priced >= most_priced:
-            _leave_out(candidate, pricing, found)
-            continue
-        rejection = misfits.find(candidate) or slower_rejection(candidate, pricing, slowest_s)
+        rejection = (
+            misfits.find(candidate)
+            or fitting.find(candidate)
+            or slower_rejection(candidate, pricing, slowest_s, found.num_priced >= most_priced)
+        )
         if rejection is not None:
             found.rejections.append(rejection)
             continue
-        _price(candidate, pricing, found, misfits)
+        if found.num_priced >= most_priced:
+            _leave_out(candidate, pricing, found)
+        elif _price(candidate, pricing, found, misfits):
+            fitting.add(candidate)
     found.rejections += [_behind(own) for own in found.plans[top:]]
     del found.plans[top:]
     return found
@@ -95,31 +100,28 @@ def _recompute_level(candidate: Candidate) -> int:
     return RECOMPUTES.index(str(candidate.recompute)) if known else 0
 
 
-def _price(candidate: Candidate, pricing: Pricing, found: Ranked, misfits: MisfitSet) -> None:
+def _price(candidate: Candidate, pricing: Pricing, found: Ranked, misfits: MisfitSet) -> bool:
     found.num_priced += 1
     try:
         price = pricing.price(candidate)
     except MerakError as error:
         found.rejections.append(Rejection(candidate, Cause.REFUSED, str(error)))
-        return
+        return False
     rejection = memory_rejection(price)
     if rejection is None:
         bisect.insort(found.plans, price, key=lambda own: own.step_s)
-        return
+        return True
     found.misfits.append(price)
     rejection = replace(rejection, candidate=candidate)
     found.rejections.append(rejection)
     misfits.add(rejection)
+    return False
 
 
 def _leave_out(candidate: Candidate, pricing: Pricing, found: Ranked) -> None:
     """Leave out a candidate for which no price is left."""
-    bound_s = pricing.bound_s(candidate) if found.plans else 0.0
-    if found.plans and bound_s >= found.plans[0].step_s:
-        why = f"a step takes {bound_s:.3g} s at least"
-        found.rejections.append(Rejection(candidate, Cause.SLOWER, why, bound_s))
-        return
-    found.is_proved = False
+    if not found.plans or pricing.quick_bound_s(candidate) < found.plans[0].step_s:
+        found.is_proved = False
     why = "estimated slower, and not priced"
     found.rejections.append(Rejection(candidate, Cause.UNPRICED, why, pricing.rough_s(candidate)))
 

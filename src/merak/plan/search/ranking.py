@@ -12,11 +12,10 @@ from merak.plan.price.price import Price
 class Cause(Enum):
     """Cause of a rejection, by which rejections are merged for people."""
 
-    DEGREE = "degree"
-    SCHEDULE = "schedule"
     STATE = "state"
     MEMORY = "memory"
     REFUSED = "refused"
+    SAVED = "saved"
     SLOWER = "slower"
     UNPRICED = "unpriced"
 

@@ -38,15 +38,26 @@ def search(
         TraceError: the model cannot be traced.
     """
     pinned = Pinned() if pinned is None else pinned
+    pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
+    return search_job(job_of(workload, cluster, pinned), pricing, pinned, top, most_priced)
+
+
+def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
+    """What the space of a job depends on.
+
+    Args:
+        workload: the job.
+        cluster: the devices.
+        pinned: choices that are made already.
+    """
     base = pinned.microbatch or 1
-    job = Job(
+    return Job(
         num_devices=cluster.num_devices,
         devices_per_node=max(own.devices_per_node for own in cluster.nodes),
         global_batch=workload.global_batch,
         num_segments=len(workload.graph(base).segments),
         tp_problem=_tp_problem(workload, base),
     )
-    return search_job(job, JobPricing(workload, cluster, base), pinned, top, most_priced)
 
 
 def search_job(
@@ -78,8 +89,7 @@ def search_job(
 
 def _excess(price: Price) -> float:
     return max(
-        peak / most
-        for peak, most in zip(price.peak_memory_bytes, price.device_bytes, strict=True)
+        peak / most for peak, most in zip(price.peak_memory_bytes, price.device_bytes, strict=True)
     )
 
 

@@ -86,8 +86,8 @@ class Space:
     rejected: dict[str, Rejected] = field(default_factory=dict)
 
     def reject(self, what: str, why: str) -> None:
-        """Note that a region is left out."""
-        self.rejected.setdefault(what, Rejected(what, why))
+        """Note that a region is left out; of several pp from which on, the smallest says it."""
+        self.rejected.setdefault(what.partition("≥")[0] + why[-12:], Rejected(what, why))
 
 
 def space_of(job: Job, pinned: Pinned) -> Space:
@@ -250,8 +250,8 @@ def _schedules(
             if problem is None:
                 yield name, MappingProxyType(dict(options))
             else:
-                what = ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
-                space.reject(f"{what}, pp={base.pp}{problem[0]}", problem[1])
+                what = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+                space.reject(f"{what}{problem[0]}", problem[1])
 
 
 def _schedule_problem(
@@ -259,15 +259,15 @@ def _schedule_problem(
 ) -> tuple[str, str] | None:
     """The further choices and the reason why a schedule is left out."""
     chunks = options.get("chunks", 2 if name in ("zero_bubble_v", "dualpipe_v") else 1)
-    if base.partition is not None and len(base.partition) != chunks * base.pp:
-        return "", f"needs {chunks * base.pp} stages, and the partition has {len(base.partition)}"
-    if chunks * base.pp > job.num_segments:
-        return "", f"needs {chunks * base.pp} stages, and the model has {job.num_segments} segments"
-    count = base.num_microbatches
+    stages, count = chunks * base.pp, base.num_microbatches
+    if base.partition is not None and len(base.partition) != stages:
+        return f", pp={base.pp}", f"its {stages} stages are not the partition's"
+    if stages > job.num_segments:
+        return f", pp≥{base.pp}", f"{stages} stages or more for {job.num_segments} segments"
     if name in _MULTIPLE and count % base.pp:
-        return f", {count} microbatches", "its microbatches are a multiple of pp"
+        return "", "where the microbatches are no multiple of pp"
     if name == "dualpipe_v" and count < 2 * base.pp:
-        return f", {count} microbatches", "it needs 2 · pp microbatches or more"
+        return "", "where there are fewer than 2 · pp microbatches"
     if base.pp * count > registry.MOST_FORWARDS:
-        return f", {count} microbatches", "so long a schedule is not laid out"
+        return f", pp={base.pp}", f"{count} microbatches are too many to lay out"
     return None
