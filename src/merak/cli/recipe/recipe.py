@@ -198,7 +198,7 @@ def _parallel(parsed: object, plan: Any) -> Degrees:
                 f"parallel.{axis}={degree} contradicts the plan {plan}, which has "
                 f"{axis}={planned[axis]}; leave it out, or plan again."
             )
-    return dataclasses.replace(given, **planned)
+    return Degrees(planned["dp"], planned["tp"], planned["pp"], given.elastic)
 
 
 def _arguments(parsed: object) -> dict[str, Any]:
