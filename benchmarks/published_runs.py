@@ -117,7 +117,7 @@ def adam(parameters: object) -> torch.optim.Optimizer:
 
 def workload_of(row: Row, recompute: str) -> Workload:
     """The model of a row, whose attention is one operator where its scores are not saved."""
-    # Full recomputation computes scores again with the rest; they need no recomputation of their own.
+    # Full recomputation computes scores again with the rest; they need none of their own.
     in_parts = recompute == "full" and not row.has_flash
     dropout = 0.0 if row.has_flash else 0.1
     config = GPT2Config(

@@ -39,17 +39,26 @@ def test_products_on_an_a100_are_those_that_nvidia_prints(size, published):
     assert product_teraflops(preset("a100"), size, size, size) == pytest.approx(published, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("length", "forward", "backward"),
-    [(512, 252, 190), (1024, 295, 239), (2048, 308, 264), (4096, 312, 280), (8192, 310, 299)],
-)
-def test_attention_on_an_h100_is_that_of_flash_attention_2(length, forward, backward):
-    """Source: https://github.com/Dao-AILab/flash-attention/pull/2688, heads of 64, 16k tokens."""
+PUBLISHED = {
+    # (head, causal, backward): TFLOP/s of cuDNN on an H100 with 512, 1k, 2k, 4k, 8k and 16k keys
+    (128, False, False): (497, 574, 617, 609, 600, 595),
+    (128, True, False): (315, 410, 484, 518, 529, 539),
+    (64, False, False): (335, 373, 395, 408, 412, 413),
+    (64, True, False): (225, 288, 334, 363, 379, 388),
+    (128, False, True): (305, 408, 465, 499, 518, 516),
+    (64, False, True): (266, 348, 395, 417, 432, 433),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_attention_on_an_h100_is_that_of_cudnn(kind):
+    """Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6; 16k tokens, 2,048 features."""
     sheet = SHEETS["h100-sxm"]
-    shape = AttentionShape(64, length, 16384 * 32, False, False)
-    for published, own in ((forward, shape), (backward, replace(shape, is_backward=True))):
-        fraction = attention_fraction(own, sheet.efficiency, sheet.multiprocessors)
-        assert fraction * sheet.teraflops["float16"] == pytest.approx(published, rel=0.09)
+    head, is_causal, is_backward = kind
+    for power, published in enumerate(PUBLISHED[kind]):
+        shape = AttentionShape(head, 512 << power, 16384 * 2048 // head, is_causal, is_backward)
+        fraction = attention_fraction(shape, sheet.efficiency, sheet.multiprocessors)
+        assert fraction * sheet.teraflops["float16"] == pytest.approx(published, rel=0.1)
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64), st.sampled_from(sorted(SHEETS)))
@@ -85,8 +94,8 @@ def test_attention_loses_by_short_rows_and_few_of_them():
         return attention_fraction(replace(long, **changes), sheet.efficiency, 108)
 
     assert 0.7 < fraction() < sheet.efficiency.attention_forward
-    assert 0.6 < fraction(is_backward=True) < sheet.efficiency.attention_backward
-    assert fraction(keys=512) < 0.8 * fraction()
+    assert 0.55 < fraction(is_backward=True) < sheet.efficiency.attention_backward
+    assert fraction(keys=512) < 0.85 * fraction()
     assert fraction(keys=512, is_causal=True) < fraction(keys=512)
     assert fraction(rows=54 * 128) == pytest.approx(fraction() / 2)
     assert fraction(head=64) < fraction()
