@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from merak.core.elastic import Degrees, smaller_degrees
+from merak.core.elastic import Degrees, plan_degrees, smaller_degrees
 from merak.core.errors import MeshError, PlanError
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.status import waiting
-from merak.core.plan_degrees import plan_degrees
 from merak.core.rank0 import warn_on_rank0
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from merak.core.did_you_mean import did_you_mean
-from merak.core.plan_degrees import plan_degrees
+from merak.core.elastic import plan_degrees
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")

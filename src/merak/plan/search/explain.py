@@ -43,10 +43,10 @@ def merge(rejections: Sequence[Rejection], regions: Iterable[Rejected] = ()) -> 
     for cause in (Cause.STATE, Cause.MEMORY, Cause.REFUSED):
         lines += _of_cause([own for own in rejections if own.cause is cause])
     for cause, what in _WORDS.items():
-        alike = [one for one in rejections if one.cause is cause]
-        if alike:
-            nearest = min(alike, key=lambda one: one.excess)
-            lines.append(Rejected(what, f"{nearest.why}{_such_as(nearest)}", len(alike)))
+        same = [one for one in rejections if one.cause is cause]
+        if same:
+            nearest = min(same, key=lambda one: one.excess)
+            lines.append(Rejected(what, f"{nearest.why}{_such_as(nearest)}", len(same)))
     return lines
 
 
@@ -62,10 +62,10 @@ def _of_cause(rejections: Sequence[Rejection]) -> list[Rejected]:
         if len(groups) <= MOST_LINES // 3:
             break
     found = []
-    for key, alike in groups.items():
-        nearest = min(alike, key=lambda one: one.excess)
+    for key, same in groups.items():
+        nearest = min(same, key=lambda one: one.excess)
         what = ", ".join(f"{name}={value}" for name, value in zip(names, key, strict=True))
-        found.append(Rejected(what or "others", f"{nearest.why}{_such_as(nearest)}", len(alike)))
+        found.append(Rejected(what or "others", f"{nearest.why}{_such_as(nearest)}", len(same)))
     return found
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from merak.checkpoint.description import describe_model, first_difference
+from merak.core.elastic import PLAN_FORMAT, PLAN_VERSION, read_plan_content
 from merak.core.errors import PlanError
-from merak.core.plan_degrees import PLAN_FORMAT, PLAN_VERSION, read_plan_content
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import pytest
 from torch import nn
 
+from merak.core.elastic import plan_degrees
 from merak.core.errors import PlanError
-from merak.core.plan_degrees import plan_degrees
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.plan_file import plan_of, read_plan, refuse_other_model, write_plan
 from tests.unit.plan.search.doubles import Double
