@@ -196,6 +196,7 @@ class Workload:
         """The engine's options of a candidate."""
         return EngineOptions(
             schedule=candidate.schedule,
+            schedule_options=candidate.schedule_options or None,
             num_microbatches=candidate.num_microbatches,
             partition=candidate.partition,
             recompute=candidate.recompute,
