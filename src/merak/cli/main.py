@@ -11,6 +11,7 @@ import typer
 from merak.cli.check import check
 from merak.cli.export import export
 from merak.cli.memory import memory
+from merak.cli.plan.plan import plan
 from merak.cli.rehearse import rehearse
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
@@ -49,6 +50,11 @@ app.command(
     "memory",
     epilog="Example: merak memory --model GPT2LMHeadModel --pp 4 --microbatches 8 --recompute 0.5",
 )(memory)
+app.command(
+    "plan",
+    epilog="Example: merak plan --model GPT2LMHeadModel --cluster h100:8x4 --global-batch 512 "
+    "--seq 1024",
+)(plan)
 app.command(
     "rehearse",
     epilog="Example: merak rehearse --model GPT2LMHeadModel --cluster h100:8x4 --dp 4 --pp 8 "

@@ -169,7 +169,8 @@ def forecast_of(
 def _forecast(
     source: GraphSource, graph: ModelGraph, mesh: Mesh, options: EngineOptions
 ) -> Forecast:
-    plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches)
+    chosen = options.schedule_options or {}
+    plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
     if not plans.takes_costs:
         refuse_zero(plans.base.schedule, options.zero)
     num_stages = plans.base.schedule.num_stages

@@ -311,3 +311,25 @@ def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:
     if recomputed and recomputed == every - forecast.untrained:
         word = "full"
     return replace(candidate, partition=sizes, recompute=word)
+
+
+def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidate) -> Simulation:
+    """Simulate the pipeline of a candidate as its price has it, to be drawn.
+
+    Args:
+        workload: the job.
+        cluster: the devices.
+        candidate: how it is laid out.
+    """
+    laid = _lay_out(workload, cluster, candidate)
+    schedule, forecast = laid.schedule, laid.forecast
+    zero = zero_sharding(candidate, workload.master_weights, forecast.options.float32_gradients)
+    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    whole, reduction_s = [], []
+    for number, stage in enumerate(laid.stages):
+        own = stage_exchange(stage, number, cluster, candidate, schedule, zero)
+        whole.append(slower(stage.whole, own.forward_s, own.backward_s))
+        reduction_s.append(own.reduction_s)
+    links = stage_links(cluster, candidate, schedule)
+    sizes = boundary_bytes(graph, forecast.layout.partition)
+    return simulate(schedule, costs_of(whole, links, sizes, reduction_s))
