@@ -229,7 +229,7 @@ CASES = (
     ("GPT-8.3B", 64, 512, (2, 4)),
     ("GPT-20B", 64, 512, (4, 8)),
 )
-"""Figure 6: models, GPUs, batches and tensor parallel degrees, which are 1 for the two small ones by
+"""Figure 6: models, GPUs, batches and tensor parallel degrees, 1 for the two small models by
 the text. It names ranges over batches of 64 to 512 and 16 to 64 GPUs."""
 
 
