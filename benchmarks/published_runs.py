@@ -30,12 +30,14 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from merak.graph.tensor_parallel.features import Vocabulary
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.memory.ledger import Category
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.price import Price
-from merak.plan.price.step import price
+from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
@@ -111,8 +113,8 @@ def _row(fields: dict[str, str]) -> Row:
 
 
 def adam(parameters: object) -> torch.optim.Optimizer:
-    """The optimizer of all rows."""
-    return torch.optim.AdamW(parameters, lr=1e-4)  # type: ignore[arg-type]
+    """The optimizer of all rows, one kernel as Apex has it."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)  # type: ignore[arg-type]
 
 
 def workload_of(row: Row, recompute: str) -> Workload:
@@ -141,6 +143,8 @@ def workload_of(row: Row, recompute: str) -> Workload:
         optimizer=adam,
         master_weights=True,
     )
+    workload.features = {"transformer.wte.weight": Vocabulary()}
+    workload.tied_gradients = "step"
     workload.kernels = KernelChoice(fused=True, flash_attention=row.has_flash)
     return workload
 
@@ -154,16 +158,16 @@ def cluster_of(row: Row) -> Cluster:
 
 def candidates(row: Row) -> Iterator[tuple[str, Candidate]]:
     """Every layout that a row leaves open, with what its workload recomputes."""
-    microbatches = [row.microbatch] if row.microbatch else [1, 2, 4, 8]
+    microbatches = [row.microbatch] if row.microbatch else [1, 2, 4]
     recomputes = [row.recompute] if row.recompute else ["selective", "full"]
-    for microbatch, recompute in itertools.product(microbatches, recomputes):
+    for recompute, microbatch in itertools.product(recomputes, microbatches):
         count, left = divmod(row.batch, row.dp * microbatch)
         if left:
             continue
         parallel = row.sequence_parallel
         if parallel is None:
             parallel = row.tp > 1
-        for chunks in [row.chunks] if row.chunks else [1, 2, 3, 4]:
+        for chunks in [row.chunks] if row.chunks else [1, 2, 3]:
             layers, uneven = divmod(row.layers, row.pp * chunks)
             if uneven or not layers or (chunks > 1 and (row.pp == 1 or count % row.pp)):
                 continue
@@ -194,17 +198,34 @@ def _equal_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def best(row: Row) -> Price:
+@dataclass(frozen=True)
+class Found:
+    """The price of a row, and its memory as the sources count it, GiB: without temporaries."""
+
+    price: Price
+    state_gib: float
+    activations_gib: float
+
+
+def best(row: Row) -> Found:
     """The price of the row's layout, the shortest that fits where the source leaves a choice."""
     cluster = cluster_of(row)
     workloads: dict[str, Workload] = {}
     found = []
     for recompute, candidate in candidates(row):
+        if recompute not in workloads and any(own.fits for own, _ in found):
+            break  # what saves more fits
         if recompute not in workloads:
             workloads[recompute] = workload_of(row, recompute)
-        found.append(price(workloads[recompute], cluster, candidate))
-    fitting = [own for own in found if own.fits] or found
-    return min(fitting, key=lambda own: own.step_s)
+        found.append((price(workloads[recompute], cluster, candidate), workloads[recompute]))
+    fitting = [own for own in found if own[0].fits] or found
+    chosen, workload = min(fitting, key=lambda own: own[0].step_s)
+    ranks = memory_of(workload, cluster, chosen.candidate)
+    states = [sum(s.parameters + s.gradients + s.optimizer for s in own.stages) for own in ranks]
+    # The peak may be at the optimizer's step, when none are left.
+    activations = ranks[0].peak.by_category.get(Category.ACTIVATIONS, 0)
+    activations = activations or ranks[0].stages[0].activations
+    return Found(chosen, statistics.mean(states) / GIB, activations / GIB)
 
 
 def main() -> None:
@@ -219,27 +240,22 @@ def main() -> None:
     chosen = arguments.sets.split(",")
     rows = [row for row in read_rows() if row.set in chosen and arguments.row in row.model]
     start = time.perf_counter()
-    print(
-        "| set | model | layout | published s | Merak s | error | memory GiB | Merak GiB | error |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    head = [
+        "set",
+        "model",
+        "layout",
+        "published s",
+        "Merak s",
+        "error",
+        "compute/bubble/comm/update",
+    ]
+    head += ["published GiB", "Merak GiB", "error"]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     errors: dict[str, list[float]] = {}
     memory: dict[str, list[float]] = {}
     for row in rows:
         found = best(row)
-        error = found.step_s / row.seconds - 1
-        errors.setdefault(row.set, []).append(error)
-        cells = [row.set, row.model, _layout(found.candidate, row), f"{row.seconds:.2f}"]
-        cells += [f"{found.step_s:.2f}{'' if found.fits else ' (does not fit)'}", f"{error:+.1%}"]
-        peak = max(found.peak_memory_bytes) / GIB
-        cells += ["", f"{peak:.1f}", ""]
-        if row.activations_gib and row.state_gib:
-            published = row.activations_gib + row.state_gib
-            memory.setdefault(row.set, []).append(peak / published - 1)
-            cells[-3:] = [f"{published:.1f}", f"{peak:.1f}", f"{memory[row.set][-1]:+.1%}"]
-        parts = [found.compute_s, found.bubble_s, found.exposed_communication_s, found.optimizer_s]
-        cells += ["/".join(f"{part / found.step_s:.0%}" for part in parts)]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        print(f"| {' | '.join(_cells(row, found, errors, memory))} |", flush=True)
         gc.collect()
     print()
     for name, own in errors.items():
@@ -247,6 +263,31 @@ def main() -> None:
     for name, own in memory.items():
         _summary(f"{name}, memory", own, "target: 8%")
     print(f"{len(rows)} rows in {time.perf_counter() - start:.0f} s")
+
+
+def _cells(
+    row: Row, found: Found, errors: dict[str, list[float]], memory: dict[str, list[float]]
+) -> list[str]:
+    """The cells of a row; its errors are added to those of its set."""
+    own = found.price
+    error = own.step_s / row.seconds - 1
+    errors.setdefault(row.set, []).append(error)
+    cells = [row.set, row.model, _layout(own.candidate, row), f"{row.seconds:.2f}"]
+    cells += [f"{own.step_s:.2f}{'' if own.fits else ' (does not fit)'}", f"{error:+.1%}"]
+    parts = [own.compute_s, own.bubble_s, own.exposed_communication_s, own.optimizer_s]
+    cells.append("/".join(f"{part / own.step_s:.0%}" for part in parts))
+    if row.state_gib is None:
+        return [*cells, "", f"{max(own.peak_memory_bytes) / GIB:.1f} (peak)", ""]
+    if row.activations_gib is None:
+        cells += [f"{row.state_gib:.1f}", f"{found.state_gib:.1f}"]
+        off = found.state_gib / row.state_gib - 1
+    else:
+        cells += [f"{row.state_gib:.1f} + {row.activations_gib:.1f}"]
+        cells += [f"{found.state_gib:.1f} + {found.activations_gib:.1f}"]
+        published = row.state_gib + row.activations_gib
+        off = (found.state_gib + found.activations_gib) / published - 1
+    memory.setdefault(row.set, []).append(off)
+    return [*cells, f"{off:+.1%}"]
 
 
 def _layout(candidate: Candidate, row: Row) -> str:

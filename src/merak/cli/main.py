@@ -12,6 +12,7 @@ from merak.cli.check import check
 from merak.cli.export import export
 from merak.cli.memory import memory
 from merak.cli.plan.plan import plan
+from merak.cli.rehearse import rehearse
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
 from merak.cli.train import train
@@ -54,6 +55,11 @@ app.command(
     epilog="Example: merak plan --model GPT2LMHeadModel --cluster h100:8x4 --global-batch 512 "
     "--seq 1024",
 )(plan)
+app.command(
+    "rehearse",
+    epilog="Example: merak rehearse --model GPT2LMHeadModel --cluster h100:8x4 --dp 4 --pp 8 "
+    "--rank 9",
+)(rehearse)
 app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
 

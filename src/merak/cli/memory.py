@@ -142,7 +142,7 @@ def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> Engi
         offload_activations=request.offload_activations,
         host_bytes_per_s=request.host_bytes_per_s,
         memory_budget=budget,
-        optimizer=optimizer_of(request.optimizer),
+        optimizer=optimizer_factory(request.optimizer),
         zero=request.zero,
         master_weights=request.master_weights,
         sequence_parallel=request.sequence_parallel,
@@ -172,14 +172,14 @@ def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
 
 
 def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype | None]:
-    """Types of the parameters and of autocast.
+    """Return the types of the parameters and of autocast.
 
     Args:
-        dtype: of the parameters.
-        autocast: of mixed precision; None without.
+        dtype: as `--dtype`.
+        autocast: as `--autocast`.
 
     Raises:
-        CommandError: one is no such type.
+        CommandError: one of them is no such type.
     """
     import torch
 
@@ -195,11 +195,11 @@ def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype
     return known[dtype], known[autocast]
 
 
-def optimizer_of(name: str) -> OptimizerFactory:
-    """Factory of an optimizer of torch.optim.
+def optimizer_factory(name: str) -> OptimizerFactory:
+    """Return what makes the optimizer of a class of torch.optim.
 
     Args:
-        name: of its class.
+        name: as `--optimizer`.
 
     Raises:
         CommandError: there is no such class.

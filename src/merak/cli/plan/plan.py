@@ -97,7 +97,7 @@ def find_plans(request: PlanRequest) -> Planned:
 
 def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
     from merak.arguments import default_trace_cache
-    from merak.cli.memory import optimizer_of, types_of
+    from merak.cli.memory import optimizer_factory, types_of
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
     from merak.zoo.workload import example_workload
 
@@ -113,7 +113,7 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
         dtype=dtype,
         autocast=autocast,
         cache_dir=folder,
-        optimizer=optimizer_of(request.optimizer),
+        optimizer=optimizer_factory(request.optimizer),
         master_weights=request.master_weights,
     )
 

@@ -141,12 +141,14 @@ def is_view(node: fx.Node) -> bool:
 def is_fusible(node: fx.Node) -> bool:
     """Whether a compiler fuses an operator with its neighbours: pointwise ones and reductions.
 
+    Losses over many classes are kernels of their own, which pass over the classes several times.
+
     Args:
         node: an operator of torch, with shapes in its meta.
     """
     name = _name(node)
     is_torch = isinstance(node.target, torch._ops.OpOverload) or name == "dropout_sharded"
-    whole = name in GEMM_OPERANDS or name in _SPECIAL or name in RNNS
+    whole = name in GEMM_OPERANDS or name in _SPECIAL or name in RNNS or name in _LOSSES
     return is_torch and not whole and not is_view(node)
 
 

@@ -174,6 +174,9 @@ def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list
     for kind in _COLLECTIVES[node.target]:
         copies = [] if choice.fused else [Kernel(Work(2 * whole))]
         passes.append([*copies, Kernel(collective=(kind, whole))] if kind else [])
+    if node.target is collectives.gather_with_partial_grad:
+        # Only the shard is saved, and gathered again for the weight's gradient.
+        passes[1] = [*passes[0], *passes[1]]
     return passes[0], passes[1] if needs_gradient else []
 
 
@@ -319,9 +322,8 @@ class _FusedGroup:
         functions = randoms = 0.0
         for node in self.nodes:
             work = node_work(node, "cuda")
-            for kernel in work.forward if forward else work.backward:
-                functions += kernel.functions
-                randoms += kernel.randoms
+            functions += sum(k.functions for k in (work.forward if forward else work.backward))
+            randoms += _size(node) if forward and draws_mask(node) else 0
         return Work(num_bytes, functions=functions, randoms=randoms)
 
     def _is_read_again(self, node: fx.Node) -> bool:

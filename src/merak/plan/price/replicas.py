@@ -86,7 +86,8 @@ def stage_exchange(
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
         distance = (copies[1] - copies[0]) * candidate.dp * candidate.tp
-        pair = group_of(cluster, 2, distance)
+        # A pair farther apart than half of the cluster is on two nodes just as that one is.
+        pair = group_of(cluster, 2, min(distance, cluster.num_devices // 2))
         reduce_s += math.log2(len(copies)) * _bucketed("all_reduce", num_bytes, pair)
     num_buckets = max(1, math.ceil(num_bytes / BUCKET_BYTES))
     times = stage.whole
@@ -135,14 +136,15 @@ def tied_seconds(
     cluster: Cluster,
     candidate: Candidate,
     zero: ZeroSharding,
+    every_microbatch: bool,
 ) -> float:
     """Seconds of the reductions of tied parameters that nothing hides.
 
-    After every microbatch, a holder sends its gradient on to the next, and the last the sum back.
-    A microbatch takes at least as long as the transfer, and the last transfers are waited for.
+    After every microbatch, or once a step, a holder sends its gradient on to the next, and the last
+    the sum back. A microbatch takes at least as long as the transfer, and the last transfers are
+    waited for.
     """
-    schedule = layout.schedule
-    if not schedule.is_synchronous:
+    if not layout.schedule.is_synchronous:
         return 0.0
     size = candidate.dp * candidate.tp
     period_s = max(s.whole.forward_s + s.whole.recompute_s + s.whole.backward_s for s in stages)
@@ -157,8 +159,9 @@ def tied_seconds(
             _send_s(cluster, one.rank * size, other.rank * size, num_bytes)
             for one, other in pairwise(holders)
         ]
-        late = max(0.0, max(hops) - period_s) * candidate.num_microbatches
-        total += 2 * sum(hops) + late
+        total += 2 * sum(hops)
+        if every_microbatch:
+            total += max(0.0, max(hops) - period_s) * candidate.num_microbatches
     return total
 
 

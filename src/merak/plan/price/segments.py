@@ -6,7 +6,8 @@ Segments with equal graphs, such as the blocks of a model, are priced once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -23,6 +24,14 @@ from merak.plan.price.workload import Workload
 
 Pass = tuple[Step, ...]
 """Seconds of computation, and of the collective after it, in order."""
+
+
+SUSTAINED = 0.9
+"""Rate of products in a training run ÷ that in a benchmark of one product, which data sheets have.
+
+A device that multiplies for hours lowers its clock to stay within its power. Source: derived from
+the runs of arXiv 2205.05198, table 5, the same for all of them (`benchmarks/published_runs.py`).
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +113,7 @@ def price_segments(
         segments = workload.local_graph(*form).segments
         first = workload.unique(*form)
         known = {
-            index: _price(segments[index].graph, workload.kernels, device, group)
+            index: price_graph(segments[index].graph, workload.kernels, device, group)
             for index in set(first)
         }
         workload.memo[key] = (tuple(known[index] for index in first), device)
@@ -124,15 +133,32 @@ def model_flops(workload: Workload, microbatch: int) -> float:
     return flops
 
 
+def _sustained(device: DeviceProfile) -> DeviceProfile:
+    """A device of a data sheet at the rates that it sustains; a measured one as it is."""
+    if device.efficiency is None:
+        return device
+    rates = {dtype: SUSTAINED * rate for dtype, rate in device.flops_per_s.items()}
+    return replace(device, flops_per_s=MappingProxyType(rates))
+
+
 def _flops(graph: fx.Graph) -> float:
     works = [node_work(node, "cuda") for node in graph.nodes]
     return sum(kernel.flops for work in works for kernel in (*work.forward, *work.backward))
 
 
-def _price(
+def price_graph(
     graph: fx.Graph, choice: KernelChoice, device: DeviceProfile, group: Group
 ) -> SegmentPrice:
+    """Price one graph on a device.
+
+    Args:
+        graph: of a segment, rewritten for tp where there is tp.
+        choice: which kernels there are.
+        device: what computes.
+        group: the tensor parallel ranks.
+    """
     kernels = segment_kernels(graph, choice, device.device_type)
+    device = _sustained(device)
 
     def seconds(kernel: Kernel) -> Step:
         if kernel.collective is not None:

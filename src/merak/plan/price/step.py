@@ -7,18 +7,19 @@ profiles and links the seconds, the engine's own schedule their order, and the m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
-from merak.core.errors import PlanError
 from merak.plan.activations.decide import choose_policy
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload import NOTHING, parse_offload
 from merak.plan.activations.recompute import recomputing_stages
 from merak.plan.balance import balance
 from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.fit import usable_by_pp_rank
 from merak.plan.cluster.groups import group_of
 from merak.plan.constraints import refuse_zero
 from merak.plan.cost.device import DeviceProfile
@@ -50,9 +51,6 @@ from merak.plan.stage_costs import plans_from_costs
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.simulate import Simulation, durations, simulate
 
-_FILLED = 0.92
-"""Fraction of a device's memory that recompute="auto" fills."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
@@ -77,13 +75,19 @@ class _Laid:
         return self.forecast.layout.schedule
 
 
-def price(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price:
+def price(
+    workload: Workload,
+    cluster: Cluster,
+    candidate: Candidate,
+    known: Mapping[int, Stage] = MappingProxyType({}),
+) -> Price:
     """Price one way to lay a job out.
 
     Args:
         workload: the job.
         cluster: the devices; ranks are counted in the order (pp, dp, tp), tp fastest.
         candidate: how it is laid out. A plan that does not fit a device's memory has a price, too.
+        known: stages whose times are known, such as measured ones, in place of estimates.
 
     Raises:
         PlanError: more ranks than devices, or options that contradict each other.
@@ -91,13 +95,9 @@ def price(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price:
         ShardError: a tensor parallel degree that does not fit the model.
         TraceError: a model that cannot be traced.
     """
-    if candidate.world_size > cluster.num_devices:
-        raise PlanError(
-            f"dp={candidate.dp} × tp={candidate.tp} × pp={candidate.pp} takes "
-            f"{candidate.world_size} devices, but the cluster has {cluster.num_devices}; use "
-            "smaller degrees or more devices."
-        )
     laid = _lay_out(workload, cluster, candidate)
+    stages = tuple(known.get(number, stage) for number, stage in enumerate(laid.stages))
+    laid = replace(laid, stages=stages)
     samples = candidate.microbatch * candidate.num_microbatches * candidate.dp
     flops = model_flops(workload, candidate.microbatch) * candidate.num_microbatches * candidate.dp
     shares, bubble_fraction = _step(workload, cluster, candidate, laid)
@@ -114,12 +114,32 @@ def price(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price:
         tokens=samples * workload.tokens_per_sample,
         peak_memory_bytes=tuple(own.peak.total_bytes for own in laid.memory),
         memory_uncertainty=MEMORY_UNCERTAINTY,
-        device_bytes=tuple(_memory_of(device) for device in laid.devices),
+        device_bytes=_usable(cluster, candidate),
     )
+
+
+def memory_of(workload: Workload, cluster: Cluster, candidate: Candidate) -> tuple[RankMemory, ...]:
+    """Memory of every pp rank of a candidate by category, of which `price` gives the peaks.
+
+    Arguments and errors are those of `price`.
+    """
+    return _lay_out(workload, cluster, candidate).memory
+
+
+def priced_stages(workload: Workload, cluster: Cluster, candidate: Candidate) -> tuple[Stage, ...]:
+    """Price the stages of a candidate, each by itself.
+
+    Args:
+        workload: the job.
+        cluster: the devices.
+        candidate: how it is laid out.
+    """
+    return _lay_out(workload, cluster, candidate).stages
 
 
 def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Laid:
     """Balance the stages, and choose the schedule and the activation policy, as the engine does."""
+    budget = min(_usable(cluster, candidate))
     devices = tuple(_slowest_device(cluster, candidate, rank) for rank in range(candidate.pp))
     group = group_of(cluster, candidate.tp, 1)
     priced = {id(device): price_segments(workload, candidate, device, group) for device in devices}
@@ -128,11 +148,8 @@ def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Lai
     num_stages = plans.base.schedule.num_stages
     check_stages(len(segments[0]), num_stages, candidate.pp)
     partition = _partition(workload, candidate, segments[0], num_stages)
-    budget = min(map(_memory_of, devices))
-    fills = None if math.isinf(budget) else int(_FILLED * budget)
-    forecast = workload.forecast(candidate, partition, fills)
-    options = replace(forecast.options, device_profile=devices[0])
-    forecast = replace(forecast, options=options)
+    fills = None if math.isinf(budget) else int(budget)
+    forecast = workload.forecast(candidate, partition, fills, devices[0])
     if plans.takes_costs:
         plans = plans_from_costs(forecast, lambda: segments[0])
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
@@ -207,7 +224,8 @@ def _step(
     compute = _busy(simulation, durations(schedule, simulation.table, alone))
     rank = int(np.argmax(busy))
     ends_s = float(simulation.end.max(initial=0.0))
-    late_s = tied_seconds(forecast.layout, stages, cluster, candidate, zero)
+    exact = forecast.options.exact_tied_gradients
+    late_s = tied_seconds(forecast.layout, stages, cluster, candidate, zero, exact)
     late_s += exposed_gather_s(stages, exchanges)
     optimizer_s = max(
         update_seconds(
@@ -276,8 +294,8 @@ def _slowest_device(cluster: Cluster, candidate: Candidate, rank: int) -> Device
     return min(found, key=lambda device: max(device.flops_per_s.values()))
 
 
-def _memory_of(device: DeviceProfile) -> float:
-    return math.inf if device.memory_bytes is None else float(device.memory_bytes)
+def _usable(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
+    return usable_by_pp_rank(cluster, candidate.dp, candidate.tp, candidate.pp)
 
 
 def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:

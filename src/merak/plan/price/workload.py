@@ -46,6 +46,7 @@ class Workload:
         optimizer: makes the optimizer; None forecasts no state.
         master_weights: whether parameters of a lower precision have float32 masters.
         features: tensor parallel attributes that override those derived from the model.
+        tied_gradients: as the option of this name, "microbatch" or "step".
         kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
         memo: what others derive from the workload and want to have once.
     """
@@ -58,6 +59,7 @@ class Workload:
     optimizer: OptimizerFactory | None = None
     master_weights: bool = False
     features: Features | None = None
+    tied_gradients: str = "microbatch"
     kernels: KernelChoice = field(default_factory=KernelChoice)
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
     _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
@@ -205,6 +207,7 @@ class Workload:
             sequence_parallel=candidate.sequence_parallel,
             sub_pipelining=candidate.sub_pipelining,
             master_weights=self.master_weights,
+            tied_gradients=self.tied_gradients,
             optimizer=self.optimizer,
             memory_budget=memory_budget,
             device_profile=device_profile,

@@ -1,0 +1,155 @@
+"""Kernels of a segment by itself and on a tensor parallel rank, with expectations by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind
+from merak.ops.collectives import copy_to, gather_with_partial_grad, reduce_from, reduce_scatter_to
+from merak.plan.cluster.cluster import Cluster, Link, Nodes
+from merak.plan.cluster.groups import group_of
+from merak.plan.cost.device import DeviceProfile
+from merak.plan.price.kernels import Kernel, KernelChoice, segment_kernels
+from merak.plan.price.segments import SegmentPrice, pass_seconds, price_graph
+
+aten = torch.ops.aten
+ROWS, WIDTH, INNER = 4, 8, 16
+X, H, WEIGHT = 4 * ROWS * WIDTH, 4 * ROWS * INNER, 4 * WIDTH * INNER
+FLOPS = 2.0 * ROWS * WIDTH * INNER
+PRODUCT = (X + WEIGHT + H, FLOPS)
+
+FUSED = KernelChoice(fused=True)
+
+
+class Block:
+    """A feed-forward block, (rows, width) in float32: x + down(2 sigmoid(up(x)))."""
+
+    def __init__(self, *, tp: bool = False) -> None:
+        self.graph = fx.Graph()
+        x = self.placeholder("x", Kind.VALUE, (ROWS, WIDTH))
+        up = self.placeholder("up", Kind.PARAMETER, (INNER, WIDTH))
+        down = self.placeholder("down", Kind.PARAMETER, (WIDTH, INNER))
+        entered = self.call(copy_to, (x, "tp"), (ROWS, WIDTH)) if tp else x
+        inner = self.call(aten.linear.default, (entered, up), (ROWS, INNER))
+        inner = self.call(aten.sigmoid.default, (inner,), (ROWS, INNER))
+        inner = self.call(aten.mul.Tensor, (inner, 2.0), (ROWS, INNER))
+        out = self.call(aten.linear.default, (inner, down), (ROWS, WIDTH))
+        if tp:
+            out = self.call(reduce_from, (out, "tp"), (ROWS, WIDTH))
+        self.graph.output((self.call(aten.add.Tensor, (out, x), (ROWS, WIDTH)),))
+
+    def placeholder(self, name: str, kind: Kind, shape: tuple[int, ...]) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta = {"tensor": TensorMeta(shape, torch.float32, True), "kind": kind, "name": name}
+        return node
+
+    def call(self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {"tensor": TensorMeta(shape, torch.float32, True)}
+        return node
+
+
+def sizes(kernels: Sequence[Kernel]) -> list[tuple[float, float]]:
+    """Bytes and FLOPs of every kernel."""
+    return [(k.work.num_bytes, k.work.flops) for k in kernels if k.work is not None]
+
+
+def test_the_traces_operators_run_one_by_one() -> None:
+    found = segment_kernels(Block().graph, KernelChoice(), "cuda")
+    pointwise = (2 * H, 0)
+    assert sizes(found.forward) == [PRODUCT, pointwise, pointwise, PRODUCT, (3 * X, 0)]
+    # The input's two gradients are added, and each weight's to that of earlier microbatches.
+    added = [(3 * X, 0), (3 * WEIGHT, 0), (3 * WEIGHT, 0)]
+    pointwise = (3 * H, 0)
+    expected = [PRODUCT, PRODUCT, pointwise, pointwise, PRODUCT, PRODUCT, *added]
+    assert sizes(found.backward) == expected
+    deferred = [k for k in found.backward if k.is_weight_gradient]
+    assert sorted(sizes(deferred)) == sorted([PRODUCT, PRODUCT, *added[1:]])
+
+
+def test_fused_kernels_write_no_inner_value() -> None:
+    found = segment_kernels(Block().graph, FUSED, "cuda")
+    assert sizes(found.forward) == [PRODUCT, (2 * H, 0), PRODUCT, (3 * X, 0)]
+    assert len(found.forward[1].nodes) == 2
+    # Weights' gradients are added by their products: read, and written as a gradient is anyway.
+    weight = (PRODUCT[0] + WEIGHT, FLOPS)
+    products = [weight, PRODUCT]
+    gradients = [*products, (3 * H, 0), *products, (3 * X, 0)]
+    assert sorted(sizes(found.backward)) == sorted(gradients)
+
+
+def test_gradients_of_low_precision_are_added_in_float32() -> None:
+    block = Block()
+    for node in block.graph.nodes:
+        if "tensor" in node.meta:
+            node.meta["tensor"] = TensorMeta(node.meta["tensor"].shape, torch.bfloat16, True)
+    num_bytes = sum(
+        size for size, _ in sizes(segment_kernels(block.graph, KernelChoice(), "cuda").backward)
+    )
+    own = KernelChoice(float32_gradients=False)
+    less = sum(size for size, _ in sizes(segment_kernels(block.graph, own, "cuda").backward))
+    assert num_bytes - less == 2 * (2 * WEIGHT // 2)
+
+
+DEVICE = DeviceProfile(
+    name="round",
+    device_type="cuda",
+    flops_per_s={"float32": FLOPS},  # a product takes a second, nothing else takes time
+    memory_bytes_per_s=1e15,
+    functions_per_s=1e15,
+    randoms_per_s=1e15,
+    overhead_s=0.0,
+    host_bytes_per_s=1e15,
+)
+SECOND = Link("an activation takes a second", 0.0, X)
+
+
+def priced(graph: fx.Graph, choice: KernelChoice, degree: int) -> SegmentPrice:
+    cluster = Cluster((Nodes(DEVICE, degree, 1, SECOND, SECOND),))
+    return price_graph(graph, choice, DEVICE, group_of(cluster, degree, 1))
+
+
+def test_collectives_over_tp_are_those_of_the_graph() -> None:
+    graph = Block(tp=True).graph
+    found = segment_kernels(graph, FUSED, "cuda")
+    assert [k.collective for k in found.forward if k.collective] == [("all_reduce", X)]
+    assert [k.collective for k in found.backward if k.collective] == [("all_reduce", X)]
+    # A ring of two ranks passes half of the activation on twice: a second.
+    price = priced(graph, FUSED, 2)
+    assert price.forward_s == pytest.approx(3.0)
+    assert sum(collective_s for _, collective_s in price.forward) == pytest.approx(1.0)
+    assert price.backward_s == pytest.approx(5.0)
+    assert pass_seconds(price.input_gradient) == pytest.approx(3.0)
+    assert pass_seconds(price.weight_gradient) == pytest.approx(2.0)
+
+
+def test_sequence_parallel_gathers_again_for_the_weights_gradient() -> None:
+    block = Block()
+    nodes = {node.name: node for node in block.graph.nodes}
+    with block.graph.inserting_before(nodes["linear_default"]):
+        args = (nodes["x"], 0, (ROWS,), "tp")
+        gathered = block.call(gather_with_partial_grad, args, (2 * ROWS, WIDTH))
+    nodes["linear_default"].update_arg(0, gathered)
+    with block.graph.inserting_after(nodes["linear_default_1"]):
+        scattered = block.call(
+            reduce_scatter_to, (nodes["linear_default_1"], 0, (ROWS,), "tp"), (2, WIDTH)
+        )
+    nodes["add_tensor"].update_arg(0, scattered)
+    found = segment_kernels(block.graph, FUSED, "cuda")
+    kinds = [k.collective[0] for k in found.forward if k.collective]
+    assert kinds == ["all_gather", "reduce_scatter"]
+    kinds = [k.collective[0] for k in found.backward if k.collective]
+    assert kinds == ["all_gather", "all_gather", "reduce_scatter"]
+
+
+def test_a_replay_leaves_out_saved_operators() -> None:
+    graph = Block().graph
+    price = priced(graph, KernelChoice(), 1)
+    assert pass_seconds(price.replay(graph, frozenset())) == price.forward_s == pytest.approx(2.0)
+    assert pass_seconds(price.replay(graph, frozenset({"linear_default"}))) == pytest.approx(1.0)
