@@ -132,8 +132,13 @@ class _Player(TorchDispatchMode):
 
 
 def _is_pure(func: Any) -> bool:
-    """Whether a kernel yields new tensors, without mutation or aliasing."""
+    """Whether a kernel yields new tensors, without mutation or aliasing.
+
+    A query such as `prim.device` yields none, and a replay may make others than the recorded call.
+    """
     schema = func._schema
+    if func.namespace == "prim":
+        return False
     return not schema.is_mutable and not any(r.alias_info for r in schema.returns)
 
 
