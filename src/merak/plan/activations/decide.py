@@ -67,7 +67,7 @@ def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> F
         budget = min(known, default=None)
         policy = None
         try:
-            policy = _choose(forecast, spec, times, profile, budget)
+            policy = choose_policy(forecast, spec, times, profile, budget)
             _refuse_misfit(forecast, policy, budget, times)
         except PlanError:
             raise
@@ -127,7 +127,7 @@ def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
     return found
 
 
-def _choose(
+def choose_policy(
     forecast: Forecast, spec: RecomputeSpec, times: Times, profile: Profile, budget: int | None
 ) -> ActivationPolicy:
     """The activation policy by the options `recompute` and `offload_activations`."""

@@ -21,6 +21,8 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.operators import (
     ACTIVATIONS,
+    ATTENTIONS,
+    CONVERSIONS,
     CROSS_ENTROPIES,
     DROPOUTS,
     GEMM_OPERANDS,
@@ -87,6 +89,20 @@ _EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
 _GRADIENT_PASSES_ON = frozenset(("add", "sub", "clone", "contiguous"))
 """Operators whose backward hands the gradient on, unless an operand was broadcast."""
 
+_SCALED = frozenset(("mul", "div"))
+"""Operators whose backward reads no input where the other operand is a number."""
+
+_MASKED = DROPOUTS | {"dropout_sharded"}
+
+_LINEAR = _GRADIENT_PASSES_ON | _MASKED | CONVERSIONS | {"neg", "sum", "mean", "masked_fill"}
+
+_SPECIAL = frozenset(
+    "einsum bilinear opaque_call embedding vocab_parallel_embedding "
+    "vocab_parallel_cross_entropy".split()
+)
+_SPECIAL |= ATTENTIONS
+"""Operators with work of their own kind."""
+
 _CUTTING_VIEWS = NARROWS | {"select", "diagonal"}
 
 _VARIANTS = ("native_", "unsafe_", "_unsafe_")
@@ -111,6 +127,43 @@ def node_work(node: fx.Node, device_type: str) -> NodeWork:
         return NodeWork()
     work = _work(node, _name(node), device_type)
     return work if any(meta.requires_grad for meta in outputs(node)) else NodeWork(work.forward)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operator computes nothing: its output is its input's storage, or a tuple's item.
+
+    Args:
+        node: an operator, with shapes in its meta.
+    """
+    return node.target is operator.getitem or _does_nothing(node, _name(node))
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a compiler fuses an operator with its neighbours: pointwise ones and reductions.
+
+    Args:
+        node: an operator of torch, with shapes in its meta.
+    """
+    name = _name(node)
+    is_torch = isinstance(node.target, torch._ops.OpOverload) or name == "dropout_sharded"
+    whole = name in GEMM_OPERANDS or name in _SPECIAL or name in RNNS
+    return is_torch and not whole and not is_view(node)
+
+
+def is_linear(node: fx.Node) -> bool:
+    """Whether the backward of a fusible operator reads no input of its forward but a mask."""
+    others = [source for source in node.all_input_nodes if outputs(source)]
+    return _name(node) in _LINEAR or (_name(node) in _SCALED and len(others) == 1)
+
+
+def hands_gradient_on(node: fx.Node) -> bool:
+    """Whether an input's gradient is the output's, the same tensor."""
+    return is_view(node) or _name(node) in _GRADIENT_PASSES_ON
+
+
+def draws_mask(node: fx.Node) -> bool:
+    """Whether an operator draws a random mask, a byte an element, which its backward reads."""
+    return _name(node) in _MASKED and not is_view(node)
 
 
 def tensors(value: Any) -> tuple[TensorMeta, ...]:
@@ -140,7 +193,8 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
         "opaque_call": _opaque_call,
         "embedding": _embedding,
         "vocab_parallel_embedding": _embedding,
-        "scaled_dot_product_attention": lambda node: _attention(node, device_type),
+        **dict.fromkeys(ATTENTIONS, lambda node: _attention(node, device_type)),
+        "dropout_sharded": _dropout_sharded,
     }
     if name in special:
         return special[name](node)
@@ -184,7 +238,7 @@ def _gradients(operands: tuple[TensorMeta | None, ...]) -> list[TensorMeta]:
 
 def _does_nothing(node: fx.Node, name: str) -> bool:
     """Whether the output is a view of the input. Reshapes are assumed not to copy."""
-    if name == "dropout":
+    if name in ("dropout", "dropout_sharded"):
         return not _argument(node, 2, "train") or _argument(node, 1, "p") == 0
     if name in ("detach", "contiguous"):
         return name == "detach"
@@ -342,6 +396,17 @@ def _embedding(node: fx.Node) -> NodeWork:
     (rows,) = outputs(node)
     scatter = (Work(_num_bytes(table)), Work(_num_bytes(indices) + 3 * rows.num_bytes))
     return NodeWork((Work(_num_bytes(indices) + 2 * rows.num_bytes),), scatter)
+
+
+def _dropout_sharded(node: fx.Node) -> NodeWork:
+    """Dropout by the rank's slice of a pattern that every rank draws whole."""
+    (x,) = outputs(node)
+    layout = _argument(node, 3, "layout")
+    whole = 1 if layout is None else sum(layout[1]) // max(x.shape[layout[0]], 1)
+    drawn = _size(x) * whole
+    pattern = Work(drawn * (2 * x.dtype.itemsize + 1), randoms=drawn)
+    passes = Work(7 * x.num_bytes)
+    return NodeWork((pattern, passes), (Work(3 * x.num_bytes),))
 
 
 def _elementwise(node: fx.Node, name: str) -> NodeWork:

@@ -24,6 +24,7 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
+from merak.plan.price.kernels import KernelChoice
 from merak.plan.step_plans import StepPlans
 
 
@@ -42,6 +43,8 @@ class Workload:
         optimizer: makes the optimizer; None forecasts no state.
         master_weights: whether parameters of a lower precision have float32 masters.
         features: tensor parallel attributes that override those derived from the model.
+        kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
+        memo: what others derive from the workload and want to have once.
     """
 
     source: GraphSource
@@ -52,6 +55,8 @@ class Workload:
     optimizer: OptimizerFactory | None = None
     master_weights: bool = False
     features: Features | None = None
+    kernels: KernelChoice = field(default_factory=KernelChoice)
+    memo: dict[Any, Any] = field(init=False, default_factory=dict)
     _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
     _parallel: dict[Any, TensorParallel] = field(init=False, default_factory=dict)
     _local: dict[Any, ModelGraph] = field(init=False, default_factory=dict)

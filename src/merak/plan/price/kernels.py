@@ -1,0 +1,410 @@
+"""The kernels and tensor parallel collectives of a segment, forward and backward, in order.
+
+By default a device runs what Merak's trace has: every operator is a kernel that reads its inputs
+and writes its outputs. Many published runs had fused kernels, by hand or by a compiler. One rule
+stands for them: operators between matrix products that are pointwise or reductions, and follow one
+another, are one kernel. It reads what comes from outside, writes what is read outside, and a byte
+an element for every dropout's mask. Its backward computes inner values again.
+
+Sources: NVFuser and torch.compile fuse so (Ansel et al., ASPLOS 2024, section 4.2; its
+partitioner recomputes what is fused, section 4.3); Megatron-LM by hand (arXiv 2104.04473, 4.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind
+from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, SPLIT_GEMMS, family
+from merak.ops import collectives
+from merak.plan.cost.efficiency import ProductShape
+from merak.plan.cost.operators import (
+    Work,
+    draws_mask,
+    hands_gradient_on,
+    is_fusible,
+    is_linear,
+    is_view,
+    node_work,
+    outputs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """Which kernels a job runs.
+
+    Args:
+        fused: whether pointwise operators and reductions between products are fused.
+        flash_attention: whether attention of one operator leaves its scores on the chip. Else they
+            are written to memory, and computed again for the backward.
+        float32_gradients: whether gradients of a low precision are accumulated in float32.
+    """
+
+    fused: bool = False
+    flash_attention: bool = True
+    float32_gradients: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel, or a collective over tp.
+
+    Args:
+        work: of the kernel; None for a collective.
+        collective: kind and bytes of the collective, as `collective_seconds` takes them.
+        nodes: names of the operators whose values it computes, in a forward.
+        is_weight_gradient: whether a split backward leaves it to the W.
+    """
+
+    work: Work | None = None
+    collective: tuple[str, float] | None = None
+    nodes: frozenset[str] = frozenset()
+    is_weight_gradient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentKernels:
+    """What a segment runs for one microbatch.
+
+    Args:
+        forward: in order.
+        backward: in order, sums of gradients included.
+        parameters: by name, the rank's shard of every parameter.
+    """
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    parameters: Mapping[str, TensorMeta]
+
+
+_COLLECTIVES: Mapping[Any, tuple[str | None, str | None]] = MappingProxyType(
+    {
+        collectives.copy_to: (None, "all_reduce"),
+        collectives.copy_parts_to: (None, "all_reduce"),
+        collectives.reduce_from: ("all_reduce", None),
+        collectives.gather_from: ("all_gather", None),
+        collectives.slice_to: (None, "all_gather"),
+        collectives.reduce_scatter_to: ("reduce_scatter", "all_gather"),
+        collectives.gather_with_partial_grad: ("all_gather", "reduce_scatter"),
+    }
+)
+"""Collectives of rewritten graphs, forward and backward."""
+
+
+def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> SegmentKernels:
+    """Kernels and collectives of a segment, rewritten for tp where there is tp.
+
+    Args:
+        graph: of the segment.
+        choice: which kernels there are.
+        device_type: "cpu" or "cuda".
+    """
+    groups = _fused_groups(graph) if choice.fused else {}
+    forward: list[Kernel] = []
+    backward: list[Kernel] = []
+    last = {id(group): group.nodes[-1] for group in groups.values()}
+    for node in graph.nodes:
+        group = groups.get(node)
+        if group is not None:
+            if last[id(group)] is node:
+                forward.append(group.forward())
+                backward += group.backward()
+            continue
+        there, back = _kernels(node, choice, device_type)
+        forward += there
+        backward += reversed(back)
+    backward.reverse()
+    backward += _gradient_sums(graph, groups, choice)
+    parameters = {
+        node.meta["name"]: node.meta["tensor"]
+        for node in graph.find_nodes(op="placeholder")
+        if node.meta["kind"] is Kind.PARAMETER
+    }
+    return SegmentKernels(tuple(forward), tuple(backward), parameters)
+
+
+def _kernels(
+    node: fx.Node, choice: KernelChoice, device_type: str
+) -> tuple[list[Kernel], list[Kernel]]:
+    """What one operator runs by itself, forward and backward."""
+    if node.target in _COLLECTIVES:
+        return _collective(node, choice)
+    if family(node.target) in ATTENTIONS and not choice.flash_attention:
+        return _unfused_attention(node, choice)
+    work = node_work(node, device_type)
+    nodes = frozenset((node.name,))
+    forward = [Kernel(kernel, nodes=nodes) for kernel in work.forward]
+    if family(node.target) == "vocab_parallel_cross_entropy":
+        target = node.args[1]
+        assert isinstance(target, fx.Node)
+        positions = _size(target) * 4
+        forward += [Kernel(collective=("all_reduce", size)) for size in (positions, 2 * positions)]
+    backward = [Kernel(kernel) for kernel in work.backward]
+    index = _weight_gradient(node)
+    if index is not None and index < len(backward):
+        own = backward[index]
+        weight = node.args[GEMM_OPERANDS[family(node.target)].weight]
+        assert own.work is not None
+        if choice.fused and isinstance(weight, fx.Node) and weight.op == "placeholder":
+            # It is added to the gradient of earlier microbatches by the product itself.
+            meta = weight.meta["tensor"]
+            added = 2 * _gradient_bytes(meta, choice) - meta.num_bytes
+            own = replace(own, work=replace(own.work, num_bytes=own.work.num_bytes + added))
+        is_split = node.target in SPLIT_GEMMS and not node.kwargs
+        backward[index] = replace(own, is_weight_gradient=is_split)
+    return forward, backward
+
+
+def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list[Kernel]]:
+    """A collective, and the copies that torch's interface makes of its tensors."""
+    whole = max(
+        (meta.num_bytes for n in (node, *node.all_input_nodes) for meta in outputs(n)), default=0
+    )
+    needs_gradient = any(meta.requires_grad for meta in outputs(node))
+    passes = []
+    for kind in _COLLECTIVES[node.target]:
+        copies = [] if choice.fused else [Kernel(Work(2 * whole))]
+        passes.append([*copies, Kernel(collective=(kind, whole))] if kind else [])
+    return passes[0], passes[1] if needs_gradient else []
+
+
+def _weight_gradient(node: fx.Node) -> int | None:
+    """Place of the weight's gradient among a product's backward kernels; None if it has none."""
+    operands = GEMM_OPERANDS.get(family(node.target)) if node.op == "call_function" else None
+    if operands is None:
+        return None
+    x, weight = node.args[operands.x], node.args[operands.weight]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    if not any(meta.requires_grad for meta in outputs(weight)):
+        return None
+    source = weight
+    while source.op == "call_function" and (is_view(source) or family(source.target) == "to"):
+        source = source.all_input_nodes[0]
+    if source.op != "placeholder" or source.meta["kind"] is not Kind.PARAMETER:
+        return None
+    return int(any(meta.requires_grad for meta in outputs(x)))
+
+
+def _gradient_bytes(meta: TensorMeta, choice: KernelChoice) -> int:
+    low = meta.dtype in (torch.bfloat16, torch.float16) and choice.float32_gradients
+    return meta.num_bytes * (2 if low else 1)
+
+
+def _unfused_attention(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list[Kernel]]:
+    """Attention that writes its scores to memory, and computes them again for the backward."""
+    query, key, value = (outputs(node.args[index])[0] for index in range(3))  # type: ignore[arg-type]
+    rows = query.num_bytes // query.dtype.itemsize // query.shape[-1]
+    scores = rows * key.shape[-2]
+    size = scores * query.dtype.itemsize
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    mask = scores if dropout else 0
+
+    batch = rows // query.shape[-2]
+    shape = ProductShape(query.shape[-2], key.shape[-2], query.shape[-1], batch)
+
+    def product(operand: TensorMeta, other: TensorMeta) -> Work:
+        num_bytes = operand.num_bytes + other.num_bytes + size
+        return Work(num_bytes, 2.0 * scores * operand.shape[-1], query.dtype, shape=shape)
+
+    def passes(count: int) -> list[Work]:
+        """Scaling and masking, softmax, dropout: so many reads and writes of the scores."""
+        functions, randoms = float(scores), float(mask)
+        if choice.fused:
+            return [Work(count // 2 * size + mask, functions=functions, randoms=randoms)]
+        kinds = [Work(2 * size), Work(2 * size, functions=functions)]
+        return kinds + ([Work(2 * size + mask, randoms=randoms)] if dropout else [])
+
+    whole = [product(query, key), *passes(4), product(value, query)]
+    there = [Kernel(work, nodes=frozenset((node.name,))) for work in whole]
+    if not any(meta.requires_grad for meta in outputs(node)):
+        return there, []
+    back = [
+        *whole[:-1],
+        product(value, query),
+        product(value, query),
+        *passes(6),
+        product(query, key),
+        product(query, key),
+    ]
+    # `segment_kernels` lists backwards in reverse.
+    return there, [Kernel(work) for work in reversed(back)]
+
+
+# Sums of gradients
+
+
+def _gradient_sums(
+    graph: fx.Graph, groups: Mapping[fx.Node, _FusedGroup], choice: KernelChoice
+) -> Iterator[Kernel]:
+    """Sums of a value's gradients from several readers, and with those of earlier microbatches."""
+    for node in graph.nodes:
+        found = outputs(node)
+        if len(found) != 1 or not found[0].requires_grad:
+            continue
+        (meta,) = found
+        readers = {
+            id(groups[user]) if user in groups else id(user)
+            for user in node.users
+            if user.op != "output" and any(m.requires_grad for m in outputs(user))
+        }
+        readers.discard(id(groups.get(node)))
+        for _ in range(len(readers) - 1):
+            yield Kernel(Work(3 * meta.num_bytes))
+        if node.meta.get("kind") is not Kind.PARAMETER or not readers:
+            continue
+        adds = not (choice.fused and all(_accumulates(user, node) for user in node.users))
+        if adds:
+            deferred = any(u.target in SPLIT_GEMMS and _accumulates(u, node) for u in node.users)
+            size = meta.num_bytes + 2 * _gradient_bytes(meta, choice)
+            yield Kernel(Work(size), is_weight_gradient=deferred)
+
+
+def _accumulates(user: fx.Node, weight: fx.Node) -> bool:
+    operands = GEMM_OPERANDS.get(family(user.target)) if user.op == "call_function" else None
+    return operands is not None and user.args[operands.weight] is weight
+
+
+# Fusion
+
+
+class _FusedGroup:
+    """Operators that one kernel computes.
+
+    Args:
+        nodes: in order.
+    """
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self.nodes = nodes
+        inside = set(nodes)
+        self._inputs: dict[fx.Node, list[fx.Node]] = {}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                if _producer(source) not in inside:
+                    self._inputs.setdefault(source, []).append(node)
+        self._written = [
+            node for node in nodes if any(user not in inside for user in _readers(node))
+        ]
+
+    def forward(self) -> Kernel:
+        """The kernel of the forward."""
+        masks = sum(_size(node) for node in self.nodes if draws_mask(node))
+        work = self._work(_bytes(self._inputs) + _bytes(self._written) + masks, forward=True)
+        return Kernel(work, nodes=frozenset(node.name for node in self.nodes))
+
+    def backward(self) -> list[Kernel]:
+        """The kernel of the backward, where it has one."""
+        trained = [node for node in self._inputs if _requires_grad(node)]
+        if not any(_requires_grad(node) for node in self.nodes) or not trained:
+            return []
+        read = [node for node in self._inputs if self._is_read_again(node)]
+        made = [node for node in trained if not self._passes(node)]
+        if not made:
+            return []
+        gradients = [node for node in self._written if _requires_grad(node)]
+        masks = sum(_size(node) for node in self.nodes if draws_mask(node))
+        size = _bytes(read) + _bytes(gradients) + _bytes(made) + masks
+        return [Kernel(self._work(size, forward=False))]
+
+    def _work(self, num_bytes: float, *, forward: bool) -> Work:
+        functions = randoms = 0.0
+        for node in self.nodes:
+            work = node_work(node, "cuda")
+            for kernel in work.forward if forward else work.backward:
+                functions += kernel.functions
+                randoms += kernel.randoms
+        return Work(num_bytes, functions=functions, randoms=randoms)
+
+    def _is_read_again(self, node: fx.Node) -> bool:
+        """Whether the backward reads an input of the forward."""
+        return any(not is_linear(user) and _requires_grad(user) for user in self._after(node))
+
+    def _passes(self, node: fx.Node) -> bool:
+        """Whether an input's gradient is that of the output, unchanged."""
+        return all(hands_gradient_on(user) and _same_size(node, user) for user in self._after(node))
+
+    def _after(self, node: fx.Node) -> set[fx.Node]:
+        """Operators of the group that compute with an input."""
+        found: set[fx.Node] = set(self._inputs[node])
+        for user in self.nodes:
+            if any(_producer(source) in found for source in user.all_input_nodes):
+                found.add(user)
+        return found
+
+
+def _fused_groups(graph: fx.Graph) -> dict[fx.Node, _FusedGroup]:
+    """The group of every operator that is fused.
+
+    Operators are in one group if they follow one another and as many other kernels lie before them,
+    on the longest way from the inputs: so no group waits for another that waits for it.
+    """
+    level: dict[fx.Node, int] = {}
+    member: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        before = [level[source] for source in node.all_input_nodes]
+        level[node] = max(before, default=0)
+        if node.op != "call_function" or is_view(node):
+            continue
+        if not is_fusible(node):
+            level[node] += 1
+            continue
+        own = [node]
+        for source in map(_producer, node.all_input_nodes):
+            # What only parameters go into, such as their conversion, is a kernel of its own.
+            other = member.get(source)
+            if other is None or other is own or level[source] != level[node]:
+                continue
+            other += [n for n in own if n not in other]
+            for n in own:
+                member[n] = other
+            own = other
+        member[node] = own
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    made: dict[int, _FusedGroup] = {}
+    for own in member.values():
+        if id(own) not in made:
+            made[id(own)] = _FusedGroup(sorted(own, key=order.__getitem__))
+    return {node: made[id(own)] for node, own in member.items()}
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """What computes a node's values, seen through views."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads a node's values, seen through views."""
+    for user in node.users:
+        if user.op == "call_function" and is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return any(meta.requires_grad for meta in outputs(node))
+
+
+def _bytes(nodes: Any) -> int:
+    return sum(meta.num_bytes for node in nodes for meta in outputs(node))
+
+
+def _size(node: fx.Node) -> int:
+    return sum(meta.num_bytes // meta.dtype.itemsize for meta in outputs(node))
+
+
+def _same_size(node: fx.Node, other: fx.Node) -> bool:
+    return Counter(m.num_bytes for m in outputs(node)) == Counter(
+        m.num_bytes for m in outputs(other)
+    )

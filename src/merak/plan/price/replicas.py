@@ -1,0 +1,175 @@
+"""What replicas exchange: gradients, parameters, and the gradients of tied parameters.
+
+Gradients are reduced in buckets beside the last backward of a stage, updated parameters gathered
+beside the first forward, and ZeRO-3's parameters beside every action. A collective beside
+computation slows it down: its kernels take some of the device's units and of its memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.collectives import collective_seconds
+from merak.plan.cluster.groups import Group, group_of, send_link
+from merak.plan.layout import Layout
+from merak.plan.memory.zero import ZeroSharding, total_bytes
+from merak.plan.options import BUCKET_BYTES
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.stages import Stage
+from merak.plan.tied_parameters import find_holders
+from merak.schedule.ir import Schedule
+
+INTERFERENCE = 0.15
+"""Part of a hidden collective's time that the computation beside it takes longer.
+
+Source: arXiv 2401.16677, figure 4: matrix products beside a reduce-scatter or all-reduce of an
+MI210 run 1.1 to 1.2 times as long.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StageExchange:
+    """Seconds that a stage's exchanges between replicas add.
+
+    Args:
+        reduction_s: of its gradients, after the last backward, and what they slow it down.
+        forward_s: added to every forward.
+        backward_s: added to every backward.
+        gather_s: of updated parameters, which the first forward waits for.
+    """
+
+    reduction_s: float
+    forward_s: float
+    backward_s: float
+    gather_s: float
+
+
+def zero_sharding(candidate: Candidate, master_weights: bool, float32: bool) -> ZeroSharding:
+    """What replicas of a candidate shard."""
+    return ZeroSharding(
+        degree=candidate.dp if candidate.zero else 1,
+        gradients=candidate.zero >= 2 and candidate.dp > 1,
+        master_weights=master_weights,
+        float32_gradients=float32,
+        parameters=candidate.zero == 3 and candidate.dp > 1,
+    )
+
+
+def stage_exchange(
+    stage: Stage,
+    number: int,
+    cluster: Cluster,
+    candidate: Candidate,
+    schedule: Schedule,
+    zero: ZeroSharding,
+) -> StageExchange:
+    """Price what the replicas of a stage exchange.
+
+    Args:
+        stage: its times and parameters.
+        number: of the stage.
+        cluster: the devices.
+        candidate: the degrees.
+        schedule: with the stage's ranks.
+        zero: what replicas shard.
+    """
+    trained = {name: meta for name, meta in stage.parameters.items() if meta.requires_grad}
+    num_bytes = sum(zero.gradient_bytes(trained).values())
+    held = total_bytes(stage.parameters.values())
+    kind = "reduce_scatter" if candidate.zero else "all_reduce"
+    replicas = group_of(cluster, candidate.dp, candidate.tp)
+    reduce_s = _bucketed(kind, num_bytes, replicas)
+    copies = schedule.ranks_of(number)
+    if len(copies) > 1:
+        distance = (copies[1] - copies[0]) * candidate.dp * candidate.tp
+        pair = group_of(cluster, 2, distance)
+        reduce_s += math.log2(len(copies)) * _bucketed("all_reduce", num_bytes, pair)
+    num_buckets = max(1, math.ceil(num_bytes / BUCKET_BYTES))
+    times = stage.whole
+    beside = times.backward_s * (1 - 1 / num_buckets)
+    if zero.parameters:
+        gather_s = _bucketed("all_gather", held, replicas)
+        return StageExchange(
+            reduction_s=beside_s(0.0, reduce_s / num_buckets),
+            forward_s=beside_s(times.forward_s, gather_s),
+            backward_s=beside_s(times.backward_s, gather_s + reduce_s),
+            gather_s=0.0,
+        )
+    gather_s = _bucketed("all_gather", held, replicas) if zero.is_sharded else 0.0
+    every = beside_s(times.backward_s, reduce_s) if zero.gradients else 0.0
+    last = reduce_s / num_buckets
+    return StageExchange(
+        reduction_s=last if zero.gradients else max(last, beside_s(beside, reduce_s)),
+        forward_s=0.0,
+        backward_s=every,
+        gather_s=gather_s,
+    )
+
+
+def beside_s(compute_s: float, collective_s: float) -> float:
+    """Seconds that a collective adds to the computation beside it."""
+    hidden = min(compute_s, collective_s)
+    return collective_s - hidden + INTERFERENCE * hidden
+
+
+def exposed_gather_s(stages: Sequence[Stage], exchanges: Sequence[StageExchange]) -> float:
+    """Seconds that a step waits for updated parameters.
+
+    A stage's forward waits for those of its own; earlier stages compute meanwhile.
+    """
+    before, worst = 0.0, 0.0
+    for stage, exchange in zip(stages, exchanges, strict=True):
+        before += stage.whole.forward_s
+        if exchange.gather_s:
+            worst = max(worst, beside_s(before, exchange.gather_s))
+    return worst
+
+
+def tied_seconds(
+    layout: Layout,
+    stages: Sequence[Stage],
+    cluster: Cluster,
+    candidate: Candidate,
+    zero: ZeroSharding,
+) -> float:
+    """Seconds of the reductions of tied parameters that nothing hides.
+
+    After every microbatch, a holder sends its gradient on to the next, and the last the sum back.
+    A microbatch takes at least as long as the transfer, and the last transfers are waited for.
+    """
+    schedule = layout.schedule
+    if not schedule.is_synchronous:
+        return 0.0
+    size = candidate.dp * candidate.tp
+    period_s = max(s.whole.forward_s + s.whole.recompute_s + s.whole.backward_s for s in stages)
+    total = 0.0
+    for name, holders in find_holders(layout.readers(0)).items():
+        metas = [stages[h.stage].parameters.get(name) for h in holders]
+        meta = next((m for m in metas if m is not None and m.requires_grad), None)
+        if meta is None or len(holders) < 2:
+            continue
+        num_bytes = sum(zero.gradient_bytes({name: meta}).values())
+        hops = [
+            _send_s(cluster, one.rank * size, other.rank * size, num_bytes)
+            for one, other in pairwise(holders)
+        ]
+        late = max(0.0, max(hops) - period_s) * candidate.num_microbatches
+        total += 2 * sum(hops) + late
+    return total
+
+
+def _send_s(cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
+    link = send_link(cluster, source, target)
+    return link.latency_s + num_bytes / link.bytes_per_s
+
+
+def _bucketed(kind: str, num_bytes: float, group: Group) -> float:
+    """Seconds of a collective that goes in buckets, one after another."""
+    if group.size == 1 or not num_bytes:
+        return 0.0
+    count = math.ceil(num_bytes / BUCKET_BYTES)
+    return count * collective_seconds(kind, num_bytes / count, group)

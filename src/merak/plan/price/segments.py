@@ -1,0 +1,155 @@
+"""Seconds of a workload's segments on a device: computation and tensor parallel collectives apart.
+
+Segments with equal graphs, such as the blocks of a model, are priced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from merak.core.tensor_meta import TensorMeta
+from merak.plan.cluster.collectives import collective_seconds
+from merak.plan.cluster.groups import Group
+from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.operators import node_work
+from merak.plan.cost.overlap import Step
+from merak.plan.cost.segment_time import work_seconds
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.kernels import Kernel, KernelChoice, SegmentKernels, segment_kernels
+from merak.plan.price.workload import Workload
+
+Pass = tuple[Step, ...]
+"""Seconds of computation, and of the collective after it, in order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentPrice:
+    """Seconds of a segment for one microbatch.
+
+    Args:
+        graph: of the segment that was priced, which this one is equal to.
+        forward: of the forward.
+        backward: of the backward without recomputation.
+        input_gradient: of a split backward's I.
+        weight_gradient: of its W.
+        launch_s: of the forward and the backward, overheads of kernels.
+        kernels: what runs.
+        seconds: of every kernel of the forward.
+    """
+
+    graph: fx.Graph
+    forward: Pass
+    backward: Pass
+    input_gradient: Pass
+    weight_gradient: Pass
+    launch_s: float
+    kernels: SegmentKernels
+    seconds: tuple[Step, ...]
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of a forward."""
+        return pass_seconds(self.forward)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of a backward without recomputation."""
+        return pass_seconds(self.backward)
+
+    @property
+    def parameters(self) -> Mapping[str, TensorMeta]:
+        """The rank's shard of every parameter of the segment that was priced, by name."""
+        return self.kernels.parameters
+
+    def replay(self, own: fx.Graph, saved: frozenset[str]) -> Pass:
+        """Recomputation that leaves out operators whose results are saved.
+
+        Args:
+            own: graph of the segment, equal to `graph` but for names.
+            saved: names of its operators.
+        """
+        if not saved:
+            return self.forward
+        names = {mine.name: like.name for mine, like in zip(own.nodes, self.graph.nodes)}
+        left_out = {names[name] for name in saved if name in names}
+        kept = zip(self.kernels.forward, self.seconds, strict=True)
+        return tuple(step for kernel, step in kept if not kernel.nodes or kernel.nodes - left_out)
+
+
+def pass_seconds(steps: Iterable[Step]) -> float:
+    """Seconds of a pass whose computation waits for every collective."""
+    return sum(compute_s + collective_s for compute_s, collective_s in steps)
+
+
+def price_segments(
+    workload: Workload, candidate: Candidate, device: DeviceProfile, group: Group
+) -> tuple[SegmentPrice, ...]:
+    """Price every segment on a device.
+
+    Args:
+        workload: the model.
+        candidate: its microbatch, tensor and sequence parallelism.
+        device: what computes.
+        group: the tensor parallel ranks.
+
+    Returns:
+        A price per segment; equal segments have one object.
+    """
+    form = (candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    key = ("segments", form, workload.kernels, device.name, id(device), group)
+    if key not in workload.memo:
+        segments = workload.local_graph(*form).segments
+        first = workload.unique(*form)
+        known = {
+            index: _price(segments[index].graph, workload.kernels, device, group)
+            for index in set(first)
+        }
+        workload.memo[key] = (tuple(known[index] for index in first), device)
+    found: tuple[SegmentPrice, ...] = workload.memo[key][0]
+    return found
+
+
+def model_flops(workload: Workload, microbatch: int) -> float:
+    """FLOPs of the whole model for one microbatch, forward and backward, without recomputation."""
+    key = ("flops", microbatch)
+    if key not in workload.memo:
+        segments = workload.local_graph(microbatch, 1).segments
+        first = workload.unique(microbatch, 1)
+        known = {index: _flops(segments[index].graph) for index in set(first)}
+        workload.memo[key] = sum(known[index] for index in first)
+    flops: float = workload.memo[key]
+    return flops
+
+
+def _flops(graph: fx.Graph) -> float:
+    works = [node_work(node, "cuda") for node in graph.nodes]
+    return sum(kernel.flops for work in works for kernel in (*work.forward, *work.backward))
+
+
+def _price(
+    graph: fx.Graph, choice: KernelChoice, device: DeviceProfile, group: Group
+) -> SegmentPrice:
+    kernels = segment_kernels(graph, choice, device.device_type)
+
+    def seconds(kernel: Kernel) -> Step:
+        if kernel.collective is not None:
+            return 0.0, collective_seconds(*kernel.collective, group)
+        assert kernel.work is not None
+        return work_seconds(kernel.work, device), 0.0
+
+    forward = tuple(map(seconds, kernels.forward))
+    backward = [(kernel, seconds(kernel)) for kernel in kernels.backward]
+    works = [k.work for k in (*kernels.forward, *kernels.backward) if k.work is not None]
+    return SegmentPrice(
+        graph=graph,
+        forward=forward,
+        backward=tuple(step for _, step in backward),
+        input_gradient=tuple(s for kernel, s in backward if not kernel.is_weight_gradient),
+        weight_gradient=tuple(s for kernel, s in backward if kernel.is_weight_gradient),
+        launch_s=device.overhead_s * sum(work.kernels for work in works),
+        kernels=kernels,
+        seconds=forward,
+    )

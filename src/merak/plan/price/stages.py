@@ -1,0 +1,186 @@
+"""Costs of a candidate's stages for the simulator: whole actions, and their computation alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import ModelGraph
+from merak.plan.activation_policy import ActivationPolicy
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.groups import send_link
+from merak.plan.cost.overlap import interleaved_s
+from merak.plan.partition import Partition
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.segments import Pass, SegmentPrice, pass_seconds
+from merak.schedule.costs import Costs, Link, stage_costs
+from merak.schedule.ir import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of a stage's actions for one microbatch.
+
+    Args:
+        forward_s: of an F.
+        recompute_s: of an R, or of a recomputation inside a B or I.
+        backward_s: of a B without recomputation.
+        input_gradient_s: of an I.
+        weight_gradient_s: of a W.
+    """
+
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage: its times, and the parameters that it holds.
+
+    Args:
+        whole: its actions with collectives over tp.
+        compute: the same without them.
+        parameters: by name, the rank's shards.
+    """
+
+    whole: StageTimes
+    compute: StageTimes
+    parameters: Mapping[str, TensorMeta]
+
+
+def price_stages(
+    graph: ModelGraph,
+    segments: Sequence[Sequence[SegmentPrice]],
+    partition: Partition,
+    policy: ActivationPolicy,
+    split: bool,
+) -> tuple[Stage, ...]:
+    """Price the stages of a layout.
+
+    Args:
+        graph: of a tensor parallel rank.
+        segments: for every stage, the prices of all segments on its device.
+        partition: segments of every stage.
+        policy: what is saved and recomputed.
+        split: whether microbatches run as two sub-microbatches.
+    """
+    return tuple(
+        _stage(graph, prices, own, policy, split)
+        for prices, own in zip(segments, partition.stages, strict=True)
+    )
+
+
+def _stage(
+    graph: ModelGraph,
+    prices: Sequence[SegmentPrice],
+    own: Iterable[int],
+    policy: ActivationPolicy,
+    split: bool,
+) -> Stage:
+    passes: dict[str, list[Pass]] = {own.name: [] for own in fields(StageTimes)}
+    parameters: dict[str, TensorMeta] = {}
+    for index in own:
+        price, segment = prices[index], graph.segments[index]
+        passes["forward_s"].append(price.forward)
+        passes["backward_s"].append(price.backward)
+        passes["input_gradient_s"].append(price.input_gradient)
+        passes["weight_gradient_s"].append(price.weight_gradient)
+        if index not in policy.saved:
+            selective = policy.selective.get(index)
+            names = selective.names if selective is not None else frozenset[str]()
+            passes["recompute_s"].append(price.replay(segment.graph, names))
+        parameters |= dict(zip(segment.parameters, price.parameters.values(), strict=True))
+    whole = {name: _seconds(found, split) for name, found in passes.items()}
+    compute = {name: sum(c for own in found for c, _ in own) for name, found in passes.items()}
+    return Stage(StageTimes(**whole), StageTimes(**compute), parameters)
+
+
+def _seconds(passes: Sequence[Pass], split: bool) -> float:
+    if split:
+        return interleaved_s([step for own in passes for step in own])
+    return sum(map(pass_seconds, passes))
+
+
+def costs_of(
+    times: Sequence[StageTimes],
+    links: Sequence[Link],
+    boundary_bytes: Sequence[float],
+    reduction_s: Sequence[float],
+) -> Costs:
+    """Costs for the simulator.
+
+    Args:
+        times: of every stage.
+        links: between neighbouring stages.
+        boundary_bytes: of what crosses each boundary.
+        reduction_s: of every stage's gradients, what its last backward does not hide.
+    """
+    recompute_s = tuple(own.recompute_s for own in times)
+    return stage_costs(
+        tuple(own.forward_s for own in times),
+        tuple(own.backward_s for own in times),
+        recompute_s=recompute_s,
+        input_gradient_s=tuple(own.input_gradient_s for own in times),
+        weight_gradient_s=tuple(own.weight_gradient_s for own in times),
+        links=tuple(links),
+        boundary_bytes=tuple(boundary_bytes),
+        reduction_s=tuple(reduction_s),
+    )
+
+
+def boundary_bytes(graph: ModelGraph, partition: Partition) -> tuple[float, ...]:
+    """Bytes that cross each boundary between stages, for one microbatch and one rank of tp."""
+    crossing = graph.boundaries()
+    return tuple(
+        float(sum(graph.values[name].num_bytes for name in crossing[cut - 1]))
+        for cut in partition.cuts
+    )
+
+
+def stage_links(cluster: Cluster, candidate: Candidate, schedule: Schedule) -> tuple[Link, ...]:
+    """The slowest link between each two neighbouring stages, over all replicas and pipes."""
+    found = []
+    size = candidate.dp * candidate.tp
+    known: dict[tuple[int, int], Link] = {}
+    for stage in range(schedule.num_stages - 1):
+        pairs = {(pipe[stage], pipe[stage + 1]) for pipe in schedule.pipes}
+        for pair in pairs - known.keys():
+            known[pair] = _slowest(cluster, pair[0] * size, pair[1] * size, size)
+        found.append(max((known[pair] for pair in pairs), key=_send_s))
+    return tuple(found)
+
+
+def _slowest(cluster: Cluster, start: int, other: int, size: int) -> Link:
+    if start == other:
+        return Link()
+    pairs = {(start, other), (start + size - 1, other + size - 1)}
+    links = {send_link(cluster, *pair) for pair in pairs}
+    return max((Link(link.latency_s, link.bytes_per_s) for link in links), key=_send_s)
+
+
+_USUAL_MESSAGE = 16 * 2**20
+
+
+def _send_s(link: Link) -> float:
+    return link.latency_s + _USUAL_MESSAGE / link.bandwidth_bytes_per_s
+
+
+def slower(times: StageTimes, forward_s: float, backward_s: float) -> StageTimes:
+    """Times with seconds added that forwards and backwards wait.
+
+    Args:
+        times: of a stage.
+        forward_s: added to every forward and recomputation.
+        backward_s: added to every backward.
+    """
+    return replace(
+        times,
+        forward_s=times.forward_s + forward_s,
+        recompute_s=times.recompute_s + (forward_s if times.recompute_s else 0.0),
+        backward_s=times.backward_s + backward_s,
+        input_gradient_s=times.input_gradient_s + backward_s,
+    )

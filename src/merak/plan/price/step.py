@@ -1,0 +1,295 @@
+"""The price of a candidate: a step simulated with the costs of its stages, and its memory.
+
+Nothing runs, and no device is needed: the graph gives FLOPs, bytes and collectives, the devices'
+profiles and links the seconds, the engine's own schedule their order, and the memory model peaks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from merak.core.errors import PlanError
+from merak.plan.activations.decide import choose_policy
+from merak.plan.activations.forecast import Forecast
+from merak.plan.activations.offload import NOTHING, parse_offload
+from merak.plan.activations.recompute import recomputing_stages
+from merak.plan.balance import balance
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.groups import group_of
+from merak.plan.constraints import refuse_zero
+from merak.plan.cost.device import DeviceProfile
+from merak.plan.layout import check_stages
+from merak.plan.memory.model import RankMemory
+from merak.plan.partition import Partition, from_sizes
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.price import Price
+from merak.plan.price.replicas import (
+    exposed_gather_s,
+    stage_exchange,
+    tied_seconds,
+    zero_sharding,
+)
+from merak.plan.price.segments import SegmentPrice, model_flops, price_segments
+from merak.plan.price.stages import (
+    Stage,
+    boundary_bytes,
+    costs_of,
+    price_stages,
+    slower,
+    stage_links,
+)
+from merak.plan.price.uncertainty import MEMORY_UNCERTAINTY, Shares, uncertainty
+from merak.plan.price.update import norm_seconds, update_seconds
+from merak.plan.price.workload import Workload
+from merak.plan.recompute_spec import Mode, parse_recompute
+from merak.plan.stage_costs import plans_from_costs
+from merak.schedule.ir import Schedule
+from merak.schedule.simulator.simulate import Simulation, durations, simulate
+
+_FILLED = 0.92
+"""Fraction of a device's memory that recompute="auto" fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """A candidate that is laid out.
+
+    Args:
+        forecast: its layout with its policy and schedule.
+        devices: of every pp rank.
+        segments: for every pp rank, the prices of all segments.
+        stages: prices of its stages.
+        memory: of every pp rank.
+    """
+
+    forecast: Forecast
+    devices: tuple[DeviceProfile, ...]
+    segments: tuple[tuple[SegmentPrice, ...], ...]
+    stages: tuple[Stage, ...]
+    memory: tuple[RankMemory, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.forecast.layout.schedule
+
+
+def price(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price:
+    """Price one way to lay a job out.
+
+    Args:
+        workload: the job.
+        cluster: the devices; ranks are counted in the order (pp, dp, tp), tp fastest.
+        candidate: how it is laid out. A plan that does not fit a device's memory has a price, too.
+
+    Raises:
+        PlanError: more ranks than devices, or options that contradict each other.
+        ScheduleError: a schedule that is not defined for these counts.
+        ShardError: a tensor parallel degree that does not fit the model.
+        TraceError: a model that cannot be traced.
+    """
+    if candidate.world_size > cluster.num_devices:
+        raise PlanError(
+            f"dp={candidate.dp} × tp={candidate.tp} × pp={candidate.pp} takes "
+            f"{candidate.world_size} devices, but the cluster has {cluster.num_devices}; use "
+            "smaller degrees or more devices."
+        )
+    laid = _lay_out(workload, cluster, candidate)
+    samples = candidate.microbatch * candidate.num_microbatches * candidate.dp
+    flops = model_flops(workload, candidate.microbatch) * candidate.num_microbatches * candidate.dp
+    shares, bubble_fraction = _step(workload, cluster, candidate, laid)
+    return Price(
+        candidate=_chosen(candidate, laid.forecast),
+        step_s=shares.total_s,
+        uncertainty=uncertainty(shares),
+        compute_s=shares.compute_s,
+        bubble_s=shares.bubble_s,
+        exposed_communication_s=shares.communication_s,
+        optimizer_s=shares.optimizer_s,
+        bubble_fraction=bubble_fraction,
+        model_flops=flops,
+        tokens=samples * workload.tokens_per_sample,
+        peak_memory_bytes=tuple(own.peak.total_bytes for own in laid.memory),
+        memory_uncertainty=MEMORY_UNCERTAINTY,
+        device_bytes=tuple(_memory_of(device) for device in laid.devices),
+    )
+
+
+def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Laid:
+    """Balance the stages, and choose the schedule and the activation policy, as the engine does."""
+    devices = tuple(_slowest_device(cluster, candidate, rank) for rank in range(candidate.pp))
+    group = group_of(cluster, candidate.tp, 1)
+    priced = {id(device): price_segments(workload, candidate, device, group) for device in devices}
+    segments = tuple(priced[id(device)] for device in devices)
+    plans = workload.plans(candidate)
+    num_stages = plans.base.schedule.num_stages
+    check_stages(len(segments[0]), num_stages, candidate.pp)
+    partition = _partition(workload, candidate, segments[0], num_stages)
+    budget = min(map(_memory_of, devices))
+    fills = None if math.isinf(budget) else int(_FILLED * budget)
+    forecast = workload.forecast(candidate, partition, fills)
+    options = replace(forecast.options, device_profile=devices[0])
+    forecast = replace(forecast, options=options)
+    if plans.takes_costs:
+        plans = plans_from_costs(forecast, lambda: segments[0])
+        forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
+    refuse_zero(forecast.layout.schedule, candidate.zero)
+    forecast = _with_policy(forecast, segments[0], devices[0], fills)
+    layout = forecast.layout
+    ranks = layout.stage_rank
+    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    stages = price_stages(
+        graph,
+        [segments[rank] for rank in ranks],
+        partition,
+        forecast.policy,
+        candidate.sub_pipelining == "on" and candidate.tp > 1,
+    )
+    return _Laid(forecast, devices, segments, stages, forecast.ranks(layout.schedule))
+
+
+def _partition(
+    workload: Workload, candidate: Candidate, prices: Sequence[SegmentPrice], num_stages: int
+) -> Partition:
+    if candidate.partition is not None:
+        return from_sizes(candidate.partition, len(prices))
+    if num_stages == 1:
+        return Partition(len(prices), ())
+    times = tuple((own.forward_s, own.backward_s) for own in prices)
+    key = ("balance", times, num_stages, candidate.num_microbatches)
+    if key not in workload.memo:
+        workload.memo[key] = balance(prices, num_stages, candidate.num_microbatches)
+    found: Partition = workload.memo[key]
+    return found
+
+
+def _with_policy(
+    forecast: Forecast, times: Sequence[SegmentPrice], device: DeviceProfile, budget: int | None
+) -> Forecast:
+    """The forecast with the activation policy of its options."""
+    options, layout = forecast.options, forecast.layout
+    spec = parse_recompute(options.recompute)
+    if spec.mode is Mode.SCHEDULE and parse_offload(options.offload_activations) == NOTHING:
+        return forecast
+    policy = choose_policy(forecast, spec, lambda: times, lambda: device, budget)
+    plans = layout.plans.recomputing(recomputing_stages(layout.partition, policy.saved))
+    return replace(forecast, layout=replace(layout, plans=plans, activations=policy))
+
+
+def _step(
+    workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid
+) -> tuple[Shares, float]:
+    """The seconds of a step by cause, and the bubble fraction."""
+    schedule, stages, forecast = laid.schedule, laid.stages, laid.forecast
+    zero = zero_sharding(candidate, workload.master_weights, forecast.options.float32_gradients)
+    exchanges = [
+        stage_exchange(stage, number, cluster, candidate, schedule, zero)
+        for number, stage in enumerate(stages)
+    ]
+    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    links = stage_links(cluster, candidate, schedule)
+    sizes = boundary_bytes(graph, forecast.layout.partition)
+    reduction_s = [exchange.reduction_s for exchange in exchanges]
+    offload_s = _offload_waits(laid)
+    whole = [
+        slower(stage.whole, exchange.forward_s + wait_s, exchange.backward_s + wait_s)
+        for stage, exchange, wait_s in zip(stages, exchanges, offload_s, strict=True)
+    ]
+    simulation = simulate(schedule, costs_of(whole, links, sizes, reduction_s))
+    busy = _busy(
+        simulation,
+        durations(schedule, simulation.table, costs_of(whole, links, sizes, reduction_s)),
+    )
+    alone = costs_of([stage.compute for stage in stages], links, sizes, reduction_s)
+    compute = _busy(simulation, durations(schedule, simulation.table, alone))
+    rank = int(np.argmax(busy))
+    ends_s = float(simulation.end.max(initial=0.0))
+    late_s = tied_seconds(forecast.layout, stages, cluster, candidate, zero)
+    late_s += exposed_gather_s(stages, exchanges)
+    optimizer_s = max(
+        update_seconds(
+            [stages[number] for number in schedule.stages_of(own)],
+            laid.memory[own],
+            laid.devices[own],
+            zero,
+            workload.kernels,
+        )
+        for own in range(candidate.pp)
+    ) + norm_seconds(cluster, candidate)
+    launch_s = _launch_seconds(laid, schedule, rank, candidate)
+    shares = Shares(
+        compute_s=float(compute[rank]),
+        bubble_s=ends_s - float(busy[rank]),
+        communication_s=float(busy[rank] - compute[rank]) + simulation.makespan - ends_s + late_s,
+        optimizer_s=optimizer_s,
+        launch_s=launch_s,
+    )
+    return shares, simulation.bubble_fraction
+
+
+def _busy(simulation: Simulation, seconds: np.ndarray) -> np.ndarray:
+    """Seconds of the actions of every pp rank."""
+    return np.bincount(
+        simulation.table.rank, weights=seconds, minlength=simulation.schedule.num_ranks
+    )
+
+
+def _launch_seconds(laid: _Laid, schedule: Schedule, rank: int, candidate: Candidate) -> float:
+    """Seconds of a step in which a pp rank's device waits for kernels to start."""
+    own = [
+        i
+        for stage in schedule.stages_of(rank)
+        for i in laid.forecast.layout.partition.stages[stage]
+    ]
+    return candidate.num_microbatches * sum(laid.segments[rank][i].launch_s for i in own)
+
+
+def _offload_waits(laid: _Laid) -> list[float]:
+    """Seconds of every stage that copies of offloaded activations take beyond its computation."""
+    layout = laid.forecast.layout
+    stages = layout.partition.stages
+    offloaded = layout.activations.offloaded
+    if not offloaded:
+        return [0.0] * len(stages)
+    sizes = laid.forecast.offload_bytes()
+    return [
+        max(
+            0.0,
+            sum(sizes[i] for i in own if i in offloaded) / laid.devices[rank].host_bytes_per_s
+            - stage.whole.forward_s,
+        )
+        for own, stage, rank in zip(stages, laid.stages, layout.stage_rank, strict=True)
+    ]
+
+
+def _slowest_device(cluster: Cluster, candidate: Candidate, rank: int) -> DeviceProfile:
+    """The slowest device of a pp rank's, over all replicas."""
+    size = candidate.dp * candidate.tp
+    start, found, before = rank * size, [], 0
+    for own in cluster.nodes:
+        if before < start + size and start < before + own.num_devices:
+            found.append(own.device)
+        before += own.num_devices
+    return min(found, key=lambda device: max(device.flops_per_s.values()))
+
+
+def _memory_of(device: DeviceProfile) -> float:
+    return math.inf if device.memory_bytes is None else float(device.memory_bytes)
+
+
+def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:
+    """The candidate with its partition, and what "auto" recomputes where one word says it."""
+    layout = forecast.layout
+    policy = layout.activations
+    sizes = layout.partition.sizes
+    if candidate.recompute != "auto" or policy.selective or policy.offloaded:
+        return replace(candidate, partition=sizes)
+    every = frozenset(range(layout.partition.num_segments))
+    recomputed = every - policy.saved
+    word = ",".join(map(str, sorted(recomputed))) + "," if recomputed else "off"
+    if recomputed and recomputed == every - forecast.untrained:
+        word = "full"
+    return replace(candidate, partition=sizes, recompute=word)

@@ -1,0 +1,57 @@
+"""How sure a price is: what the parts of a step are known to, from the residuals of published runs.
+
+A benchmark prices runs whose times are published. The errors there, by what most
+of a run's step goes into, are the fractions below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEMORY_UNCERTAINTY = 0.08
+
+_COMPUTE, _COMMUNICATION, _BUBBLE, _OPTIMIZER = 0.10, 0.30, 0.15, 0.50
+_LAUNCH = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The seconds of a step by cause.
+
+    Args:
+        compute_s: computation of the busiest pp rank.
+        bubble_s: its waits for other pp ranks.
+        communication_s: collectives that nothing hides.
+        optimizer_s: the optimizer's step.
+        launch_s: of the computation, overheads of kernels.
+    """
+
+    compute_s: float
+    bubble_s: float
+    communication_s: float
+    optimizer_s: float
+    launch_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the step."""
+        return self.compute_s + self.bubble_s + self.communication_s + self.optimizer_s
+
+
+def uncertainty(shares: Shares) -> float:
+    """Fraction by which the true time is likely off at most.
+
+    Args:
+        shares: the seconds of a step.
+    """
+    if not shares.total_s:
+        return _COMPUTE
+    launch_s = min(shares.launch_s, shares.compute_s)
+    seconds = (
+        _COMPUTE * (shares.compute_s - launch_s)
+        + _LAUNCH * launch_s
+        + _COMMUNICATION * shares.communication_s
+        + _BUBBLE * shares.bubble_s
+        + _OPTIMIZER * shares.optimizer_s
+    )
+    return seconds / shares.total_s

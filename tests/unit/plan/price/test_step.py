@@ -1,0 +1,98 @@
+"""The price of a candidate: its parts, and how it follows from speeds and degrees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from merak.core.errors import PlanError
+from merak.plan.cluster.cluster import Cluster, Link, Nodes
+from merak.plan.cost.device import preset
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.step import price
+from merak.plan.price.workload import Workload
+from merak.zoo.model_source import ModelSource
+from merak.zoo.workload import example_workload
+
+LLAMA = ModelSource(
+    LlamaForCausalLM,
+    LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=160,
+        max_position_embeddings=64,
+    ),
+    None,
+)
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Workload:
+    return example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
+
+
+SLOW = Link("slow", 1e-5, 1e8)
+FAST = Link("fast", 1e-6, 1e11)
+
+
+def cluster(*, network: Link = SLOW, per_node: int = 2, count: int = 4) -> Cluster:
+    return Cluster((Nodes(preset("a100-80gb"), per_node, count, FAST, network),))
+
+
+CANDIDATES = [
+    Candidate(microbatch=4, num_microbatches=8),
+    Candidate(dp=2, microbatch=4, num_microbatches=4),
+    Candidate(tp=2, microbatch=4, num_microbatches=8),
+    Candidate(pp=2, microbatch=4, num_microbatches=8, recompute="full"),
+    Candidate(dp=2, pp=2, tp=2, microbatch=2, num_microbatches=8, zero=1),
+    Candidate(dp=2, pp=2, tp=2, microbatch=2, num_microbatches=8, sub_pipelining="on"),
+    Candidate(dp=2, tp=2, microbatch=2, num_microbatches=8, sequence_parallel=True, zero=2),
+    Candidate(dp=2, pp=2, microbatch=2, num_microbatches=8, zero=3, recompute="0.5"),
+    Candidate(pp=2, microbatch=4, num_microbatches=8, schedule="zero_bubble_h1"),
+    Candidate(pp=2, microbatch=4, num_microbatches=8, schedule="interleaved_1f1b",
+              recompute="selective"),
+    Candidate(pp=2, microbatch=4, num_microbatches=8, recompute="auto"),
+    Candidate(pp=2, microbatch=4, num_microbatches=8, offload="full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_parts_add_up_to_the_step(llama: Workload, candidate: Candidate) -> None:
+    found = price(llama, cluster(), candidate)
+    parts = (found.compute_s, found.bubble_s, found.exposed_communication_s, found.optimizer_s)
+    assert sum(parts) == pytest.approx(found.step_s)
+    assert min(parts) >= -1e-12
+    assert found.compute_s > 0 and found.optimizer_s > 0
+    assert 0 < found.uncertainty < 1
+    assert found.tokens == 32 * 16
+    assert len(found.peak_memory_bytes) == len(found.device_bytes) == candidate.pp
+    assert found.fits
+    assert found.candidate.partition is not None
+    assert (found.bubble_s > 0) == (candidate.pp > 1)
+
+
+def test_flops_do_not_depend_on_the_layout(llama: Workload) -> None:
+    assert len({price(llama, cluster(), own).model_flops for own in CANDIDATES[:7]}) == 1
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES[1:7])
+def test_a_slower_link_makes_no_step_shorter(llama: Workload, candidate: Candidate) -> None:
+    slower = replace(SLOW, bytes_per_s=SLOW.bytes_per_s / 4)
+    one, other = (price(llama, cluster(network=own), candidate) for own in (SLOW, slower))
+    assert other.step_s >= one.step_s
+    assert other.compute_s == one.compute_s
+
+
+def test_too_few_devices_are_refused(llama: Workload) -> None:
+    with pytest.raises(PlanError, match="takes 16 devices, but the cluster has 8"):
+        price(llama, cluster(), Candidate(dp=16))
