@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.nn import functional
@@ -92,21 +92,53 @@ def attend_sharded(
     Returns:
         The attention's result, shaped like `query`.
     """
-    if kv_whole:
-        assert layout is not None
-        key, value = (_heads_for(query, x, layout) for x in (key, value))
-    if dropout_p == 0.0:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if query.device.type == "cpu":
+    if dropout_p and query.device.type == "cpu":
+        if kv_whole:
+            assert layout is not None
+            key, value = (_heads_for(query, x, layout) for x in (key, value))
         weights = _attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
         dropped = weights * _noise_slice(weights, dropout_p, layout, rows)
         return (dropped @ _repeat_heads(value, query, enable_gqa).to(dropped.dtype)).to(query.dtype)
-    with _own_draws(query.device, layout, rows):
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    draws = _own_draws(query.device, layout, rows) if dropout_p else nullcontext()
+    with draws:
+        return attend_by_kernel(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            layout=layout,
+            kv_whole=kv_whole,
         )
+
+
+def attend_by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+    layout: Layout | None,
+    kv_whole: bool = False,
+    rows: Rows | None = None,
+) -> torch.Tensor:
+    """Attention over the rank's own heads with a pattern that torch's kernel draws.
+
+    Arguments are those of `attend_sharded`.
+    """
+    if kv_whole:
+        assert layout is not None
+        key, value = (_heads_for(query, x, layout) for x in (key, value))
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
-from merak.graph.program.codegen import BranchValues, branch_values, runnable
+from merak.graph.program.codegen import BranchValues, Function, branch_values, runnable
 from merak.graph.program.index_ranges import IndexRange
 from merak.graph.program.selective import SavedOps, save_operators
 from merak.graph.segment.buffer_kinds import written_buffers
@@ -284,6 +284,7 @@ def compile_program(
     rewrites: Mapping[int, Sequence[Rewrite]],
     choices: ActivationChoices = RECOMPUTE_ALL,
     arrange: Arrange = arrange_whole,
+    compiler: Compiler | None = None,
 ) -> Program:
     """Program of a rank: its segments turned into functions.
 
@@ -293,7 +294,9 @@ def compile_program(
         rewrites: the stages this rank holds, and what is done in turn to the segments of each.
         choices: what segments do with their activations.
         arrange: gives the order of work of a stage.
+        compiler: of the graph's segments; None for one of its own.
     """
+    compiler = Compiler(graph) if compiler is None else compiler
     crossing = ((), *graph.boundaries(), ())
     shards: dict[str, ParameterShard] = {}
     stages: dict[int, StageProgram] = {}
@@ -302,19 +305,12 @@ def compile_program(
         first, stop = bounds[stage], bounds[stage + 1]
         programs = []
         for segment in graph.segments[first:stop]:
-            draws = has_draws(
-                segment
-            )  # which its rewritten form, of operators of our own, may hide
-            local = segment
-            for rewrite in own_rewrites:
-                local, split = rewrite(local)
-                shards |= split
-            batch_only.update(local.batch_only)
-            selective, is_saved = None, segment.index in choices.saved
-            if segment.index in choices.selective and not is_saved:
-                local, selective = save_operators(local, choices.selective[segment.index])
-            program = compile_segment(local, graph.values, draws)
-            programs.append(replace(program, saved=is_saved, selective=selective))
+            is_saved = segment.index in choices.saved
+            selective = None if is_saved else choices.selective.get(segment.index)
+            program, split = compiler.segment(segment, own_rewrites, selective)
+            shards |= split
+            batch_only.update(program.segment.batch_only)
+            programs.append(replace(program, saved=is_saved))
         programs = with_offloading(programs, choices.offloaded)
         made = {name for p in programs for name in p.segment.outputs}
         results = {name: value for name, value in graph.outputs.items() if value in made}
@@ -323,7 +319,7 @@ def compile_program(
         stages[stage] = StageProgram(
             tuple(programs), runs, crossing[first], crossing[stop], results
         )
-    fixed, varying = _prologues(graph.prologue, batch_only, graph.values)
+    fixed, varying = compiler.prologues(frozenset(batch_only))
     return Program(
         stages=stages,
         fixed=fixed,
@@ -337,13 +333,64 @@ def compile_program(
     )
 
 
+class Compiler:
+    """Compiles the segments of a graph into functions.
+
+    Args:
+        graph: the whole model, cut into segments.
+    """
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+
+    def segment(
+        self,
+        segment: Segment,
+        rewrites: Sequence[Rewrite],
+        selective: Container[str] | None = None,
+    ) -> tuple[SegmentProgram, dict[str, ParameterShard]]:
+        """Program of a segment, and how its parameters are split over tp.
+
+        Args:
+            segment: of the graph.
+            rewrites: what is done to it in turn.
+            selective: its operators whose results are saved where it recomputes; None for none.
+        """
+        draws = has_draws(segment)  # which its rewritten form, of operators of our own, may hide
+        shards: dict[str, ParameterShard] = {}
+        local, saved_ops = segment, None
+        for rewrite in rewrites:
+            local, split = rewrite(local)
+            shards |= split
+        if selective is not None:
+            local, saved_ops = save_operators(local, selective)
+        program = compile_segment(local, self.graph.values, draws)
+        return replace(program, selective=saved_ops), shards
+
+    def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
+        """Prologues of a rank: first the batch-only values that no column or draw changes.
+
+        Args:
+            names: batch-only values that the rank reads.
+        """
+        prologue, values = self.graph.prologue, self.graph.values
+        varying = _depends_on_columns(prologue.graph)
+        wanted = [name for name in prologue.outputs if name in names]
+        fixed = slice_outputs(prologue, [n for n in wanted if n not in varying])
+        rest = slice_outputs(prologue, [n for n in wanted if n in varying])
+        return compile_segment(fixed, values), compile_segment(rest, values)
+
+
 def compile_segment(
-    segment: Segment, values: Mapping[str, TensorMeta], draws: bool = False
+    segment: Segment,
+    values: Mapping[str, TensorMeta],
+    draws: bool = False,
+    make: Callable[[fx.Graph], Function] = runnable,
 ) -> SegmentProgram:
     """Program of a segment: a Python function that runs its operators one after another."""
     return SegmentProgram(
         segment=segment,
-        function=runnable(segment.graph),
+        function=make(segment.graph),
         gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
         trains=any(values[name].requires_grad for name in segment.outputs),
         draws=draws,
@@ -380,17 +427,6 @@ def with_offloading(
 def has_draws(segment: Segment) -> bool:
     """Whether a segment as traced draws random numbers."""
     return any(is_random(n) for n in segment.graph.nodes if n.op == "call_function")
-
-
-def _prologues(
-    prologue: Segment, names: set[str], values: Mapping[str, TensorMeta]
-) -> tuple[SegmentProgram, SegmentProgram]:
-    """Prologues of a rank: first the batch-only values that no column or draw changes."""
-    varying = _depends_on_columns(prologue.graph)
-    wanted = [name for name in prologue.outputs if name in names]
-    fixed = slice_outputs(prologue, [n for n in wanted if n not in varying])
-    rest = slice_outputs(prologue, [n for n in wanted if n in varying])
-    return compile_segment(fixed, values), compile_segment(rest, values)
 
 
 def _depends_on_columns(graph: fx.Graph) -> set[str]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
-from merak.graph.program.program import Program, Rewrite, compile_program
+from merak.graph.program.program import Program
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.recompute import (
@@ -21,11 +21,13 @@ from merak.plan.activations.recompute import (
     recomputing_stages,
 )
 from merak.plan.balance import Timed
+from merak.plan.cost.optimizer_memory import OptimizerMemories
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout, stage_bounds, stages_of_parameters
 from merak.plan.memory.context import TiedParameter
-from merak.plan.memory.model import Job, MemoryModel, RankMemory
+from merak.plan.memory.local_model import LocalModel
+from merak.plan.memory.model import Job, MemoryModel, RankMemory, fake_device
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.tied_parameters import Holder, find_holders
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
@@ -50,6 +52,7 @@ class Forecast:
         mesh: the degrees and the device.
         rewrite: the tensor parallel rewrite of segments; None without tensor parallelism.
         options: the engine's, for the optimizer, ZeRO and the reduction of gradients.
+        local: the model as a tensor parallel rank runs it, where other layouts share it.
     """
 
     model: nn.Module
@@ -57,6 +60,7 @@ class Forecast:
     mesh: Mesh
     rewrite: TensorParallel | None
     options: EngineOptions
+    local: LocalModel | None = None
 
     @property
     def saved(self) -> frozenset[int]:
@@ -212,19 +216,12 @@ class Forecast:
     def _job(self) -> Job:
         layout, mesh, profile = self.layout, self.mesh, self.options.device_profile
         graph, partition = layout.graph, layout.partition
+        kernels = None if profile is None else profile.device_type
         owners = stages_of_parameters(graph, partition)
         bounds = stage_bounds(graph, owners, partition)
-        rewrites: list[Rewrite] = []
-        if self.rewrite is not None:
-            graph, rewrite = self.rewrite.fit(graph)
-            rewrites = [rewrite]
+        local = self._local_model()
         programs = tuple(
-            compile_program(
-                graph,
-                bounds,
-                {stage: rewrites for stage in layout.schedule.stages_of(rank)},
-            )
-            for rank in range(mesh.pp)
+            local.program(bounds, layout.schedule.stages_of(rank)) for rank in range(mesh.pp)
         )
         return Job(
             programs=programs,
@@ -241,8 +238,24 @@ class Forecast:
                 float32_gradients=self.options.float32_gradients,
                 parameters=self.options.zero == 3 and mesh.dp > 1,
             ),
-            kernels=None if profile is None else profile.device_type,
+            kernels=kernels,
+            measured=local.measured(self.options.float32_gradients, kernels),
         )
+
+    def _local_model(self) -> LocalModel:
+        """The model as a tensor parallel rank runs it: the shared one where it is of this job."""
+        graph, shared, options = self.layout.graph, self.local, self.options
+        device = fake_device(self.mesh.device)
+        if (
+            shared is not None
+            and shared.whole is graph
+            and shared.rewrite is self.rewrite
+            and shared.optimizers.factory is options.optimizer
+            and shared.device == device
+        ):
+            return shared
+        optimizers = OptimizerMemories(options.optimizer, device)
+        return LocalModel(graph, self.rewrite, device, optimizers)
 
     def _tied(self, rank: int) -> dict[tuple[str, int], TiedParameter]:
         """Tied parameters of a pp rank, by name and pipe."""

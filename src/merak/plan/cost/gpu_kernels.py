@@ -16,8 +16,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from merak.graph.segment.cut import copy_graph
+from merak.ops.sharded_dropout import attend_by_kernel, attend_sharded
 
 _aten = torch.ops.aten
 
@@ -36,6 +40,23 @@ def kernels_of(device_type: str, fake: torch.device) -> AbstractContextManager[o
         fake: the device of the fake tensors.
     """
     return _GpuKernels() if (device_type, fake.type) == ("cuda", "cpu") else nullcontext()
+
+
+def graph_of(graph: fx.Graph, device_type: str, fake: torch.device) -> fx.Graph:
+    """Graph whose own operators of Merak choose the kernels of a type of device, too.
+
+    Args:
+        graph: of a segment; left as it is.
+        device_type: "cpu" or "cuda".
+        fake: the device of the fake tensors.
+    """
+    is_other = (device_type, fake.type) == ("cuda", "cpu")
+    if not is_other or not graph.find_nodes(op="call_function", target=attend_sharded):
+        return graph
+    copy, _ = copy_graph(graph)
+    for node in copy.find_nodes(op="call_function", target=attend_sharded):
+        node.target = attend_by_kernel
+    return copy
 
 
 class _GpuKernels(TorchFunctionMode):

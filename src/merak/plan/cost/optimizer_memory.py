@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,78 @@ def optimizer_memory(
             _UNKNOWN_COPIES,
         )
         return OptimizerMemory(tuple(_UNKNOWN_COPIES * meta.num_bytes for meta in parameters), 0)
+
+
+class OptimizerMemories:
+    """Measures the memory of one optimizer's class; for equal kinds of parameters only once.
+
+    Args:
+        factory: makes the optimizer; None where there is none.
+        device: where the parameters are.
+    """
+
+    def __init__(self, factory: OptimizerFactory | None, device: torch.device) -> None:
+        self.factory = factory
+        self.device = device
+        self._lists: dict[tuple[str | None, tuple[TensorMeta, ...]], OptimizerMemory] = {}
+        self._kinds: dict[tuple[str | None, frozenset[TensorMeta]], _Kinds | None] = {}
+
+    def __call__(
+        self, parameters: Sequence[TensorMeta], kernels: str | None = None
+    ) -> OptimizerMemory:
+        """Memory of the optimizer for some parameters; arguments as of `optimizer_memory`."""
+        if self.factory is None or not parameters:
+            return optimizer_memory(None, parameters, self.device)
+        key = (kernels, frozenset(parameters))
+        if key not in self._kinds:
+            self._kinds[key] = self._measure_kinds(tuple(dict.fromkeys(parameters)), kernels)
+        kinds = self._kinds[key]
+        if kinds is not None:
+            return kinds.of(parameters)
+        every = (kernels, tuple(parameters))
+        if every not in self._lists:
+            self._lists[every] = optimizer_memory(self.factory, parameters, self.device, kernels)
+        return self._lists[every]
+
+    def _measure_kinds(self, metas: tuple[TensorMeta, ...], kernels: str | None) -> _Kinds | None:
+        """Memory by kind of parameter; None for an optimizer that is neither sort of `_Kinds`."""
+        factory, device = self.factory, self.device
+        assert factory is not None
+        try:
+            once = measure_step(factory, metas, device, kernels)
+            twice = measure_step(factory, (*metas, *metas), device, kernels)
+            if twice.state_bytes != once.state_bytes * 2:
+                return None
+            states = dict(zip(metas, once.state_bytes, strict=True))
+            if twice.taken_bytes == once.taken_bytes:
+                return _Kinds(states, once.taken_bytes, None)
+            own = {m: measure_step(factory, (m,), device, kernels).taken_bytes for m in metas}
+        except Exception:  # the measurement of the whole list warns of it
+            return None
+        if not twice.taken_bytes == 2 * once.taken_bytes == 2 * sum(own.values()):
+            return None
+        return _Kinds(states, 0, own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Memory of an optimizer that steps parameters one after another, or all at the same time.
+
+    Args:
+        state_bytes: by kind of parameter.
+        taken_bytes: of the step, where equal parameters take no more than one of them.
+        added_bytes: of the step, by kind, where every parameter adds its own; else None.
+    """
+
+    state_bytes: Mapping[TensorMeta, int]
+    taken_bytes: int
+    added_bytes: Mapping[TensorMeta, int] | None
+
+    def of(self, parameters: Sequence[TensorMeta]) -> OptimizerMemory:
+        """Memory for parameters of all these kinds."""
+        added = self.added_bytes
+        taken = self.taken_bytes if added is None else sum(added[meta] for meta in parameters)
+        return OptimizerMemory(tuple(self.state_bytes[meta] for meta in parameters), taken)
 
 
 def measure_step(

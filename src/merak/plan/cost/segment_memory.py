@@ -22,7 +22,7 @@ from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
-from merak.plan.cost.gpu_kernels import kernels_of
+from merak.plan.cost.gpu_kernels import graph_of, kernels_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class SegmentMemories:
         float32_gradients: bool = True,
         kernels: str | None = None,
     ) -> None:
-        self._device = device
+        self.device = device
         self._kernels = kernels
         self._float32_gradients = float32_gradients
         self._known: dict[Any, tuple[SegmentMemory, Segment]] = {}
@@ -111,7 +111,7 @@ class SegmentMemories:
         return replace(found, outputs=outputs, offload_values=offloadable)
 
     def _measure(self, segment: Segment) -> SegmentMemory:
-        run = FakeRun(segment, self._device, self._kernels)
+        run = FakeRun(segment, self.device, self._kernels)
         if self._float32_gradients:
             sum_in_float32(run.parameters)
         return _measure(run)
@@ -139,7 +139,7 @@ class FakeRun:
         self.segment = segment
         self._kernels, self._device = kernels or device.type, device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._function = runnable(segment.graph)
+        self._function = runnable(graph_of(segment.graph, self._kernels, device))
         self.arguments: list[torch.Tensor] = []
         self.inputs: dict[str, torch.Tensor] = {}
         self.parameters: list[torch.Tensor] = []

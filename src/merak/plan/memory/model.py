@@ -15,12 +15,13 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.program.program import Program, with_offloading
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemory, optimizer_memory
-from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory, storage_bytes
+from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories, OptimizerMemory
+from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory
 from merak.plan.cost.selective_ops import SelectiveOps, find_selective_ops
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
 from merak.plan.memory.ledger import Category, Ledger, Peak
+from merak.plan.memory.measured import Measured
 from merak.plan.memory.timeline import MemoryTimeline
 from merak.plan.memory.zero import ZeroSharding, total_bytes
 from merak.schedule.ir import Schedule
@@ -86,6 +87,7 @@ class Job:
         every_microbatch: whether gradients of tied parameters are exchanged after every microbatch.
         bucket_bytes: size of the buckets in which gradients are reduced over replicas.
         zero: what replicas shard of parameters, gradients and optimizer state.
+        measured: memory of its segments and optimizer, where other layouts of the model share it.
         kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
     """
 
@@ -97,6 +99,7 @@ class Job:
     every_microbatch: bool = True
     bucket_bytes: int = 25 * 2**20
     zero: ZeroSharding = field(default_factory=ZeroSharding)
+    measured: Measured | None = None
     kernels: str | None = None
 
 
@@ -109,17 +112,20 @@ class MemoryModel:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._device = device = _fake_device(job.mesh.device)
+        self._device = device = fake_device(job.mesh.device)
+        measured = job.measured or Measured(
+            SegmentMemories(device, job.zero.float32_gradients, job.kernels),
+            OptimizerMemories(job.optimizer, device),
+        )
         with pretended(replace(job.mesh, rank=0, device_mesh=None)):
-            measure = SegmentMemories(device, job.zero.float32_gradients, job.kernels)
             self.segments: dict[int, SegmentMemory] = {
-                segment.segment.index: measure(segment.segment)
+                segment.segment.index: measured.segment(segment.segment)
                 for program in job.programs
                 for stage in program.stages.values()
                 for segment in stage.segments
             }
-            self._derived = [_prologue_bytes(p, device) for p in job.programs]
-        self._optimizers = [_optimizer(job, program, device) for program in job.programs]
+            self._derived = [measured.prologue_bytes(program) for program in job.programs]
+        self._optimizers = [_optimizer(job, p, measured.optimizers) for p in job.programs]
 
     def find_selective_ops(self, profile: DeviceProfile) -> dict[int, SelectiveOps]:
         """By segment, the operators that are worth saving where it recomputes.
@@ -241,8 +247,8 @@ def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:
     )
 
 
-def _fake_device(device: torch.device) -> torch.device:
-    """Device type of fake tensors: the job's, if this machine has such a device."""
+def fake_device(device: torch.device) -> torch.device:
+    """Type of the device of fake tensors: the job's, if this machine has such a device."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return torch.device("cpu")
     return device
@@ -256,14 +262,14 @@ def _with_policy(program: Program, policy: ActivationPolicy) -> Program:
     return replace(program, stages=stages)
 
 
-def _optimizer(job: Job, program: Program, device: torch.device) -> tuple[dict[str, int], int]:
+def _optimizer(
+    job: Job, program: Program, measure: OptimizerMemories
+) -> tuple[dict[str, int], int]:
     """Optimizer state by parameter, masters included, and temporaries of its step."""
     metas = _trained(parameters_of(program))
     stepped = job.zero.optimizer_tensors(metas)
     some = {name: meta for name, meta in stepped.items() if meta.num_bytes}
-    found: OptimizerMemory = optimizer_memory(
-        job.optimizer, list(some.values()), device, job.kernels
-    )
+    found: OptimizerMemory = measure(list(some.values()), job.kernels)
     state = dict(zip(some, found.state_bytes, strict=True))
     masters = {name: job.zero.master_bytes(metas[name], stepped[name]) for name in metas}
     return {name: state.get(name, 0) + masters[name] for name in metas}, found.taken_bytes
@@ -282,15 +288,6 @@ def _gathered_bytes(job: Job, metas: Mapping[str, TensorMeta]) -> int:
 
 def _trained(metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
     return {name: meta for name, meta in metas.items() if meta.requires_grad}
-
-
-def _prologue_bytes(program: Program, device: torch.device) -> tuple[int, int]:
-    """Bytes of batch-only values that are held throughout, and of those of one microbatch."""
-    fixed, varying = (
-        sum(storage_bytes(prologue.segment, device).values()) if prologue.segment.outputs else 0
-        for prologue in (program.fixed, program.batch_only)
-    )
-    return fixed, varying
 
 
 def _columns(program: Program) -> list[TensorMeta]:

@@ -5,8 +5,11 @@ Source: arXiv:1910.02054 (ZeRO), sections 5.1 and 5.2.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -41,11 +44,12 @@ class ZeroSharding:
 
     def optimizer_tensors(self, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
         """Tensors that the optimizer steps, on the replica with the largest shards."""
-        shards = [
-            {name: self._rows(meta, index) for name, meta in metas.items()}
-            for index in range(self.degree)
-        ]
-        return max(shards, key=lambda shard: sum(meta.num_bytes for meta in shard.values()))
+        whole = Counter(
+            (m.shape[0] if m.shape else 1, math.prod(m.shape[1:]) * self._dtype(m).itemsize)
+            for m in metas.values()
+        )
+        index = _largest_replica(frozenset(whole.items()), self.degree)
+        return {name: self._rows(meta, index) for name, meta in metas.items()}
 
     def gradient_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
         """Bytes of the unsharded gradients of some parameters."""
@@ -67,14 +71,29 @@ class ZeroSharding:
         """Bytes of a parameter's float32 master on a replica."""
         return stepped.num_bytes if stepped.dtype != parameter.dtype else 0
 
+    def _dtype(self, meta: TensorMeta) -> torch.dtype:
+        is_low = meta.dtype in _LOW_PRECISION
+        return torch.float32 if self.master_weights and is_low else meta.dtype
+
     def _rows(self, meta: TensorMeta, index: int) -> TensorMeta:
-        dtype = (
-            torch.float32 if self.master_weights and meta.dtype in _LOW_PRECISION else meta.dtype
-        )
+        dtype = self._dtype(meta)
         if not self.is_sharded:
             return replace(meta, dtype=dtype)
         rows = row_shard(meta.shape, self.degree, index)
         return replace(meta, dtype=dtype, shape=(rows.stop - rows.start, *meta.shape[1:]))
+
+
+@lru_cache(maxsize=4096)
+def _largest_replica(tensors: frozenset[tuple[tuple[int, int], int]], degree: int) -> int:
+    """The first replica with the most bytes of some tensors: ((rows, bytes of a row), times)."""
+
+    def size(index: int) -> int:
+        return sum(
+            times * row_bytes * (rows * (index + 1) // degree - rows * index // degree)
+            for (rows, row_bytes), times in tensors
+        )
+
+    return max(range(degree), key=size)
 
 
 def total_bytes(metas: Iterable[TensorMeta]) -> int:

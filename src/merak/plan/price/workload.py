@@ -18,10 +18,12 @@ from merak.graph.tensor_parallel.features import Features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.optimizer_memory import OptimizerFactory
+from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories
 from merak.plan.cost.segment_memory import structural_key
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
+from merak.plan.memory.local_model import LocalModel
+from merak.plan.memory.model import fake_device
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.kernels import KernelChoice
@@ -60,6 +62,8 @@ class Workload:
     _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
     _parallel: dict[Any, TensorParallel] = field(init=False, default_factory=dict)
     _local: dict[Any, ModelGraph] = field(init=False, default_factory=dict)
+    _models: dict[Any, LocalModel] = field(init=False, default_factory=dict)
+    _optimizers: OptimizerMemories | None = field(init=False, default=None)
     _unique: dict[Any, tuple[int, ...]] = field(init=False, default_factory=dict)
     _plans: dict[Any, StepPlans] = field(init=False, default_factory=dict)
 
@@ -115,10 +119,27 @@ class Workload:
         """
         key = (microbatch, tp, sequence_parallel and tp > 1)
         if key not in self._local:
-            graph, rewrite = self.rewrite(*key).fit(self.graph(microbatch))
-            segments = tuple(rewrite(segment)[0] for segment in graph.segments)
-            self._local[key] = replace(graph, segments=segments)
+            local = self.local_model(*key)
+            self._local[key] = replace(local.graph, segments=local.segments)
         return self._local[key]
+
+    def local_model(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> LocalModel:
+        """The model as a tensor parallel rank runs it, with the memory of its segments.
+
+        Args:
+            microbatch: samples of one microbatch.
+            tp: tensor parallel degree.
+            sequence_parallel: as of `local_graph`.
+        """
+        key = (microbatch, tp, sequence_parallel and tp > 1)
+        if key not in self._models:
+            device = fake_device(self.device)
+            if self._optimizers is None:
+                self._optimizers = OptimizerMemories(self.optimizer, device)
+            rewrite = self.rewrite(*key) if tp > 1 else None
+            graph = self.graph(microbatch)
+            self._models[key] = LocalModel(graph, rewrite, device, self._optimizers)
+        return self._models[key]
 
     def unique(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> tuple[int, ...]:
         """For each segment of `local_graph`, the number of the first segment with an equal graph.
@@ -206,6 +227,6 @@ class Workload:
         key = (candidate.microbatch, candidate.tp, candidate.sequence_parallel)
         mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, 0, self.device, None)
         layout = Layout(self.graph(candidate.microbatch), partition, self.plans(candidate))
-        rewrite = self.rewrite(*key) if candidate.tp > 1 else None
+        local = self.local_model(*key)
         options = self.options(candidate, memory_budget, device_profile)
-        return Forecast(self.model, layout, mesh, rewrite, options)
+        return Forecast(self.model, layout, mesh, local.rewrite, options, local)

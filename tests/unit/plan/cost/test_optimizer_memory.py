@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from merak.core.tensor_meta import TensorMeta
-from merak.plan.cost.optimizer_memory import optimizer_memory
+from merak.plan.cost.optimizer_memory import OptimizerMemories, optimizer_memory
 
 PARAMETERS = [TensorMeta((100, 10), torch.float32, True), TensorMeta((7,), torch.float32, True)]
 CPU = torch.device("cpu")
@@ -64,3 +64,22 @@ def test_one_that_looks_at_numbers_counts_two_copies(caplog):
 
 def test_no_optimizer_holds_nothing():
     assert optimizer_memory(None, PARAMETERS, CPU).state_bytes == (0, 0)
+
+
+@pytest.mark.parametrize("kernels", [None, "cuda"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+        lambda p: torch.optim.LBFGS(p, lr=0.1),
+    ],
+)
+def test_a_list_is_forecast_from_its_kinds(factory, kernels):
+    low = TensorMeta((100, 10), torch.bfloat16, True)
+    memories = OptimizerMemories(factory, CPU)
+    for own in (PARAMETERS, [*PARAMETERS, *PARAMETERS[1:] * 3], [low, *PARAMETERS, low]):
+        assert memories(own, kernels) == optimizer_memory(factory, own, CPU, kernels)
+        assert memories(own, kernels) == optimizer_memory(factory, own, CPU, kernels)  # known

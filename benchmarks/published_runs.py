@@ -1,0 +1,270 @@
+"""Published training runs beside the price that Merak gives them, from data sheets alone.
+
+    python benchmarks/published_runs.py [--sets S1,S2] [--row TEXT] [--split]
+
+Every row of `data/published_runs.csv` is a model, a layout and the time of an iteration on A100 or
+H100 GPUs, as its authors printed them. The model is built as an ordinary transformers model without
+weights, and priced under that layout on the cluster that the source describes. What a source does
+not print is chosen as its authors would: of microbatches, interleaving and recomputation, the
+choice with the shortest step that fits the memory.
+
+The runs had fused kernels, and those of 2022 and before no flash attention (`KernelChoice`): one
+rule for all rows. Their selective recomputation is that of the attention's scores alone (arXiv
+2205.05198, section 5), which is what an attention operator without flash attention does; so rows
+with it save everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.parse import parse_cluster
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.kernels import KernelChoice
+from merak.plan.price.price import Price
+from merak.plan.price.step import price
+from merak.plan.price.workload import Workload
+from merak.zoo.model_source import ModelSource
+from merak.zoo.workload import example_workload
+
+TABLE = Path(__file__).parent / "data" / "published_runs.csv"
+GIB = 2**30
+
+DEVICES = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-sxm"}
+TARGETS = {"S1": 0.15, "S2": 0.10, "S3": 0.15, "S4": 0.15}
+"""Mean errors of the times of each set that Merak is to stay within."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run. Fields that its source does not print are None."""
+
+    set: str
+    model: str
+    device: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    dp: int
+    tp: int
+    pp: int
+    batch: int
+    chunks: int | None
+    microbatch: int | None
+    recompute: str | None
+    sequence_parallel: bool | None
+    seconds: float
+    state_gib: float | None
+    activations_gib: float | None
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether its framework had flash attention when it ran: Megatron-LM from 2023 on."""
+        return self.device == "H100-80GB"
+
+
+def read_rows() -> list[Row]:
+    """The table."""
+    with TABLE.open() as file:
+        lines = [line for line in file if not line.startswith("#")]
+    return [_row(fields) for fields in csv.DictReader(lines)]
+
+
+def _row(fields: dict[str, str]) -> Row:
+    def number(name: str) -> int | None:
+        return int(fields[name]) if fields[name] else None
+
+    def gib(name: str) -> float | None:
+        return float(fields[name]) if fields[name] else None
+
+    sizes = {n: int(fields[n]) for n in ("layers", "hidden", "heads", "vocab", "seq")}
+    degrees = {n: int(fields[n]) for n in ("dp", "tp", "pp", "batch")}
+    return Row(
+        set=fields["set"],
+        model=fields["model"],
+        device=fields["device"],
+        **sizes,
+        **degrees,
+        chunks=number("chunks_per_rank"),
+        microbatch=number("microbatch"),
+        recompute=fields["recompute"] or None,
+        sequence_parallel={"yes": True, "no": False}.get(fields["sequence_parallel"]),
+        seconds=float(fields["seconds"]),
+        state_gib=gib("weights_optimizer_gib"),
+        activations_gib=gib("activations_gib"),
+    )
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    """The optimizer of all rows."""
+    return torch.optim.AdamW(parameters, lr=1e-4)  # type: ignore[arg-type]
+
+
+def workload_of(row: Row, recompute: str) -> Workload:
+    """The model of a row, whose attention is one operator where its scores are not saved."""
+    # Full recomputation computes scores again with the rest; they need none of their own.
+    in_parts = recompute == "full" and not row.has_flash
+    dropout = 0.0 if row.has_flash else 0.1
+    config = GPT2Config(
+        n_layer=row.layers,
+        n_embd=row.hidden,
+        n_head=row.heads,
+        vocab_size=row.vocab,
+        n_positions=row.seq,
+        activation_function="gelu_pytorch_tanh",
+        attn_pdrop=dropout,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_implementation="eager" if in_parts else "sdpa",
+        use_cache=False,
+    )
+    workload = example_workload(
+        ModelSource(GPT2LMHeadModel, config, None),
+        global_batch=row.batch,
+        sequence=row.seq,
+        dtype=torch.bfloat16,
+        optimizer=adam,
+        master_weights=True,
+    )
+    workload.kernels = KernelChoice(fused=True, flash_attention=row.has_flash)
+    return workload
+
+
+def cluster_of(row: Row) -> Cluster:
+    """Nodes of eight: A100s with eight adapters of HDR each (Selene), H100s with eight of NDR."""
+    devices = row.dp * row.tp * row.pp
+    size = min(devices, 8)
+    return parse_cluster(f"{DEVICES[row.device]}:{size}x{devices // size}")
+
+
+def candidates(row: Row) -> Iterator[tuple[str, Candidate]]:
+    """Every layout that a row leaves open, with what its workload recomputes."""
+    microbatches = [row.microbatch] if row.microbatch else [1, 2, 4, 8]
+    recomputes = [row.recompute] if row.recompute else ["selective", "full"]
+    for microbatch, recompute in itertools.product(microbatches, recomputes):
+        count, left = divmod(row.batch, row.dp * microbatch)
+        if left:
+            continue
+        parallel = row.sequence_parallel
+        if parallel is None:
+            parallel = row.tp > 1
+        for chunks in [row.chunks] if row.chunks else [1, 2, 3, 4]:
+            layers, uneven = divmod(row.layers, row.pp * chunks)
+            if uneven or not layers or (chunks > 1 and (row.pp == 1 or count % row.pp)):
+                continue
+            interleaved = chunks > 1
+            yield (
+                recompute,
+                Candidate(
+                    dp=row.dp,
+                    tp=row.tp,
+                    pp=row.pp,
+                    microbatch=microbatch,
+                    num_microbatches=count,
+                    schedule="interleaved_1f1b" if interleaved else "1f1b",
+                    schedule_options={"chunks": chunks} if interleaved else {},
+                    recompute="full" if recompute == "full" else "off",
+                    sequence_parallel=parallel and row.tp > 1,
+                    zero=1 if row.has_flash and row.dp > 1 else 0,
+                    partition=_equal_layers(layers, row.pp * chunks),
+                ),
+            )
+
+
+def _equal_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers on every stage, of two segments each; the embedding first, the head last."""
+    sizes = [2 * layers] * stages
+    sizes[0] += 1
+    sizes[-1] += 1
+    return tuple(sizes)
+
+
+def best(row: Row) -> Price:
+    """The price of the row's layout, the shortest that fits where the source leaves a choice."""
+    cluster = cluster_of(row)
+    workloads: dict[str, Workload] = {}
+    found = []
+    for recompute, candidate in candidates(row):
+        if recompute not in workloads:
+            workloads[recompute] = workload_of(row, recompute)
+        found.append(price(workloads[recompute], cluster, candidate))
+    fitting = [own for own in found if own.fits] or found
+    return min(fitting, key=lambda own: own.step_s)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sets", default="S1,S2,S3,S4")
+    parser.add_argument("--row", default="", help="rows whose model has this text alone")
+    arguments = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    chosen = arguments.sets.split(",")
+    rows = [row for row in read_rows() if row.set in chosen and arguments.row in row.model]
+    start = time.perf_counter()
+    print(
+        "| set | model | layout | published s | Merak s | error | memory GiB | Merak GiB | error |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    errors: dict[str, list[float]] = {}
+    memory: dict[str, list[float]] = {}
+    for row in rows:
+        found = best(row)
+        error = found.step_s / row.seconds - 1
+        errors.setdefault(row.set, []).append(error)
+        cells = [row.set, row.model, _layout(found.candidate, row), f"{row.seconds:.2f}"]
+        cells += [f"{found.step_s:.2f}{'' if found.fits else ' (does not fit)'}", f"{error:+.1%}"]
+        peak = max(found.peak_memory_bytes) / GIB
+        cells += ["", f"{peak:.1f}", ""]
+        if row.activations_gib and row.state_gib:
+            published = row.activations_gib + row.state_gib
+            memory.setdefault(row.set, []).append(peak / published - 1)
+            cells[-3:] = [f"{published:.1f}", f"{peak:.1f}", f"{memory[row.set][-1]:+.1%}"]
+        parts = [found.compute_s, found.bubble_s, found.exposed_communication_s, found.optimizer_s]
+        cells += ["/".join(f"{part / found.step_s:.0%}" for part in parts)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+        gc.collect()
+    print()
+    for name, own in errors.items():
+        _summary(f"{name}, time", own, f"target: mean {TARGETS[name]:.0%}")
+    for name, own in memory.items():
+        _summary(f"{name}, memory", own, "target: 8%")
+    print(f"{len(rows)} rows in {time.perf_counter() - start:.0f} s")
+
+
+def _layout(candidate: Candidate, row: Row) -> str:
+    words = [f"{candidate.dp}×{candidate.tp}×{candidate.pp}", f"microbatch {candidate.microbatch}"]
+    if candidate.schedule_options:
+        words.append(f"{candidate.schedule_options['chunks']} chunks")
+    selective = "selective" if candidate.recompute == "off" and not row.has_flash else "nothing"
+    words.append(f"recompute {'full' if candidate.recompute == 'full' else selective}")
+    return ", ".join([*words, *(["SP"] if candidate.sequence_parallel else [])])
+
+
+def _summary(what: str, errors: Sequence[float], target: str) -> None:
+    sizes = [abs(error) for error in errors]
+    print(
+        f"{what}: mean {statistics.mean(sizes):.1%}, worst {max(sizes):.1%}, "
+        f"bias {statistics.mean(errors):+.1%} ({target})"
+    )
+
+
+if __name__ == "__main__":
+    main()

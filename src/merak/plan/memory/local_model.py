@@ -1,0 +1,123 @@
+"""A model as a tensor parallel rank runs it, compiled and measured once for all its layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from functools import cache
+
+import torch
+from torch import fx
+
+from merak.core.shards import ParameterShard
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.program.codegen import Function, runnable
+from merak.graph.program.program import (
+    Compiler,
+    Program,
+    Rewrite,
+    SegmentProgram,
+    compile_program,
+    compile_segment,
+    has_draws,
+)
+from merak.graph.tensor_parallel.apply import TensorParallel
+from merak.plan.cost.optimizer_memory import OptimizerMemories
+from merak.plan.cost.segment_memory import SegmentMemories
+from merak.plan.memory.measured import Measured
+
+
+class LocalModel:
+    """Segments of a tensor parallel rank, which all layouts with the same shards have in common.
+
+    Args:
+        graph: the whole model at one microbatch.
+        rewrite: the tensor parallel rewrite of its segments; None without tensor parallelism.
+        device: of fake tensors.
+        optimizers: measures the optimizer.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        rewrite: TensorParallel | None,
+        device: torch.device,
+        optimizers: OptimizerMemories,
+    ) -> None:
+        self.whole = graph
+        self.rewrite = rewrite
+        self._rewrites: list[Rewrite] = []
+        self.graph = graph
+        if rewrite is not None:
+            self.graph, fitted = rewrite.fit(graph)
+            self._rewrites = [fitted]
+        self._compiler = _CompilerOnce(self.graph)
+        self.device = device
+        self.optimizers = optimizers
+        self._measured: dict[tuple[bool, str | None], Measured] = {}
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments, of the rank's shapes."""
+        compiled = (self._compiler.segment(s, self._rewrites) for s in self.graph.segments)
+        return tuple(program.segment for program, _ in compiled)
+
+    def program(self, bounds: Sequence[int], stages: Sequence[int]) -> Program:
+        """Program of a pp rank, whose functions are made when they are first called.
+
+        Args:
+            bounds: first segment of each stage, and the number of segments at the end.
+            stages: those of the rank.
+        """
+        rewrites = {stage: self._rewrites for stage in stages}
+        return compile_program(self.graph, bounds, rewrites, compiler=self._compiler)
+
+    def measured(self, float32_gradients: bool, kernels: str | None = None) -> Measured:
+        """Memory of the segments and the optimizer.
+
+        Args:
+            float32_gradients: whether gradients of low precision are accumulated in float32.
+            kernels: type of the device whose kernels run; None for `device`'s.
+        """
+        key = (float32_gradients, kernels)
+        if key not in self._measured:
+            segments = SegmentMemories(self.device, float32_gradients, kernels)
+            self._measured[key] = Measured(segments, self.optimizers)
+        return self._measured[key]
+
+
+class _CompilerOnce(Compiler):
+    """Compiler that compiles every segment of a graph once, under the same rewrites."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        super().__init__(graph)
+        self._segments: dict[int, tuple[SegmentProgram, dict[str, ParameterShard]]] = {}
+        self._prologues: dict[frozenset[str], tuple[SegmentProgram, SegmentProgram]] = {}
+
+    def segment(
+        self,
+        segment: Segment,
+        rewrites: Sequence[Rewrite],
+        selective: Container[str] | None = None,
+    ) -> tuple[SegmentProgram, dict[str, ParameterShard]]:
+        """Program of a segment, and how its parameters are split over tp."""
+        assert selective is None, "a forecast has the operators that are saved apart"
+        if segment.index not in self._segments:
+            local, shards = segment, dict[str, ParameterShard]()
+            for rewrite in rewrites:
+                local, split = rewrite(local)
+                shards |= split
+            draws, values = has_draws(segment), self.graph.values
+            self._segments[segment.index] = compile_segment(local, values, draws, _lazy), shards
+        return self._segments[segment.index]
+
+    def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
+        """Prologues of a rank that reads some batch-only values."""
+        if names not in self._prologues:
+            self._prologues[names] = super().prologues(names)
+        return self._prologues[names]
+
+
+def _lazy(graph: fx.Graph) -> Function:
+    """Function that runs a graph's operators, made when it is first called."""
+    made: Callable[[], Function] = cache(lambda: runnable(graph))
+    return lambda *args: made()(*args)

@@ -1,0 +1,45 @@
+"""Measured memory of segments, prologues and optimizers, each once for all layouts of a model."""
+
+from __future__ import annotations
+
+from merak.graph.ir.ir import Segment
+from merak.graph.program.program import Program, SegmentProgram
+from merak.plan.cost.optimizer_memory import OptimizerMemories
+from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory, storage_bytes
+
+
+class Measured:
+    """Memory of the segments that a tensor parallel rank may hold, measured when first asked for.
+
+    Segments are told apart by their number, so all of them are those of one graph.
+
+    Args:
+        segments: measures a segment, on the device of the job.
+        optimizers: measures the optimizer.
+    """
+
+    def __init__(self, segments: SegmentMemories, optimizers: OptimizerMemories) -> None:
+        self.optimizers = optimizers
+        self._measure = segments
+        self._segments: dict[int, SegmentMemory] = {}
+        self._prologues: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, int]] = {}
+
+    def segment(self, segment: Segment) -> SegmentMemory:
+        """Memory of a segment for one microbatch."""
+        if segment.index not in self._segments:
+            self._segments[segment.index] = self._measure(segment)
+        return self._segments[segment.index]
+
+    def prologue_bytes(self, program: Program) -> tuple[int, int]:
+        """Bytes of batch-only values that are held throughout, and of those of one microbatch."""
+        key = (program.fixed.segment.outputs, program.batch_only.segment.outputs)
+        if key not in self._prologues:
+            fixed, varying = map(self._outputs_bytes, (program.fixed, program.batch_only))
+            self._prologues[key] = fixed, varying
+        return self._prologues[key]
+
+    def _outputs_bytes(self, prologue: SegmentProgram) -> int:
+        segment = prologue.segment
+        if not segment.outputs:
+            return 0
+        return sum(storage_bytes(segment, self._measure.device).values())
