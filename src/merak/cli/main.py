@@ -11,6 +11,7 @@ import typer
 from merak.cli.check import check
 from merak.cli.export import export
 from merak.cli.memory import memory
+from merak.cli.profile import profile
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
 from merak.cli.train import train
@@ -48,6 +49,10 @@ app.command(
     "memory",
     epilog="Example: merak memory --model GPT2LMHeadModel --pp 4 --microbatches 8 --recompute 0.5",
 )(memory)
+app.command(
+    "profile",
+    epilog="Example: merak profile --model GPT2LMHeadModel --dp 2 --output gpt2.json",
+)(profile)
 app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
 
