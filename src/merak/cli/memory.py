@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from merak.cli.memory_report import MemoryReport, page, report_on
 from merak.cli.options import JobRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
-from merak.launch.devices import planned_device
+from merak.launch.devices import planned_device, planning_device
 from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
 from merak.plan.options import RANGES, range_problem
@@ -47,6 +48,12 @@ class MemoryRequest(JobRequest):
         "What ranks compute on; what the machine has. A GPU by its data sheet need not be here: "
         f"{', '.join(SHEETS)}.",
     )
+    cluster: str | None = option(
+        None,
+        "--cluster",
+        "DEVICE:PER_NODExNODES|FILE",
+        "Devices that need not be here, such as h100:8x4, or a YAML file of them.",
+    )
     autocast: str | None = option(
         None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
     )
@@ -77,7 +84,7 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
     from merak.zoo.batches.batch import example_arguments
     from merak.zoo.workload import empty_model, example_signature
 
-    device, sheet = planned_device(request.device)
+    device, sheet, usable = _devices(request)
     mesh = _mesh(request, device)
     dtype, autocast = _types(request)
     engine_options = _engine_options(request, sheet)
@@ -92,7 +99,31 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
         autocast=autocast,
     )
     forecast = forecast_of(graph_source, signature, mesh, engine_options)
-    return report_on(source.name, forecast, folder)
+    return report_on(source.name, forecast, folder, usable)
+
+
+def _devices(
+    request: MemoryRequest,
+) -> tuple[torch.device, DeviceProfile | None, tuple[float, ...] | None]:
+    """Where to trace, the profile that times rest on, and bytes that each pp rank may fill."""
+    from merak.plan.cluster.fit import usable_by_pp_rank
+    from merak.plan.cluster.parse import parse_cluster
+    from merak.plan.cost.device import usable_bytes
+
+    if request.cluster is None:
+        device, sheet = planned_device(request.device)
+        memory = None if sheet is None else sheet.memory_bytes
+        usable = None if memory is None else (float(usable_bytes(memory)),) * request.pp
+        return device, sheet, usable
+    if request.device is not None:
+        raise CommandError(
+            f"--device {request.device} and --cluster {request.cluster} both name devices; "
+            "give one of them."
+        )
+    cluster = parse_cluster(request.cluster)
+    usable = usable_by_pp_rank(cluster, request.dp, request.tp, request.pp)
+    smallest = min(cluster.devices, key=lambda profile: profile.memory_bytes or math.inf)
+    return planning_device(smallest), smallest, usable
 
 
 def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> EngineOptions:

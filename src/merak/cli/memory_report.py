@@ -83,6 +83,8 @@ class MemoryReport:
         device: whose figures they are.
         assumed: what is not of this machine but assumed, for people to read; None for nothing.
         device_bytes: memory of the device by its data sheet; None where it has none.
+        usable_bytes: of each pp rank's device, what is left for tensors; None where unknown.
+        fits: whether every pp rank's peak is at most that; None where it is unknown.
     """
 
     model: str
@@ -96,15 +98,23 @@ class MemoryReport:
     device: str
     assumed: str | None = None
     device_bytes: int | None = None
+    usable_bytes: list[int] | None = None
+    fits: bool | None = None
 
 
-def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport:
+def report_on(
+    name: str,
+    forecast: Forecast,
+    cache: Path | None,
+    usable: tuple[float, ...] | None = None,
+) -> MemoryReport:
     """Report a forecast.
 
     Args:
         name: of the model.
         forecast: of the job.
         cache: where measured speeds of this machine are cached.
+        usable: bytes that each pp rank's tensors may fill; None where they are not known.
     """
     from merak.plan.activations.fit import simulated
     from merak.plan.layout import segment_times, speeds
@@ -119,6 +129,8 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
     found = simulated(forecast, policy, times, speed)
     schedule = forecast.recomputing(layout.schedule, policy.saved)
     ranks = forecast.ranks(schedule)
+    if usable is not None and math.inf in usable:
+        usable = None
     return MemoryReport(
         model=name,
         schedule=layout.schedule.name,
@@ -131,6 +143,10 @@ def report_on(name: str, forecast: Forecast, cache: Path | None) -> MemoryReport
         device=forecast.mesh.device.type if sheet is None else sheet.name,
         assumed=None if sheet is None else _assumed(sheet, forecast.mesh.device.type),
         device_bytes=None if sheet is None else sheet.memory_bytes,
+        usable_bytes=None if usable is None else [int(most) for most in usable],
+        fits=None
+        if usable is None
+        else all(rank.peak.total_bytes <= most for rank, most in zip(ranks, usable, strict=True)),
     )
 
 
@@ -208,11 +224,15 @@ def page(report: MemoryReport) -> str:
 
 def _fit(report: MemoryReport) -> list[str]:
     """Tell whether the job fits the device, where its memory is known."""
-    if report.device_bytes is None:
+    usable = report.usable_bytes
+    if report.device_bytes is None or usable is None:
         return []
-    has = f"  {report.device} has {size(report.device_bytes)}:"
-    short = [rank.rank for rank in report.ranks if rank.peak > report.device_bytes]
-    if not short:
+    has = (
+        f"  {report.device} has {size(report.device_bytes)}, {size(min(usable))} of it for tensors:"
+    )
+    if report.fits:
         return ["", f"{has} the job fits"]
-    ranks = ", ".join(map(str, short))
-    return ["", f"{has} the job does not fit (pp rank{'s' * (len(short) > 1)} {ranks})"]
+    short = [
+        str(rank.rank) for rank, most in zip(report.ranks, usable, strict=True) if rank.peak > most
+    ]
+    return ["", f"{has} the job does not fit (pp rank{'s' * (len(short) > 1)} {', '.join(short)})"]

@@ -50,8 +50,7 @@ def planned_device(wanted: str | None) -> tuple[torch.device, DeviceProfile | No
     named = None if wanted is None else sheet_name(wanted)
     if named is not None or (wanted == "cuda" and not torch.cuda.is_available()):
         sheet = preset(named or USUAL_GPU)
-        # Without torch's own part for GPUs, not even fake tensors can be on one.
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu"), sheet
+        return planning_device(sheet), sheet
     if wanted not in (None, *DEVICES):
         suggestion = did_you_mean(str(wanted), [*PRESETS, *ALIASES])
         known = f"; use cpu, cuda, or one of {', '.join(PRESETS)}."
@@ -59,6 +58,13 @@ def planned_device(wanted: str | None) -> tuple[torch.device, DeviceProfile | No
             f"--device {wanted} is not known{known if suggestion == '.' else suggestion}"
         )
     return device_of(wanted), None
+
+
+def planning_device(profile: DeviceProfile) -> torch.device:
+    """Device that a job for another one is traced for: of its type where torch has that."""
+    # Without torch's own part for GPUs, not even fake tensors can be on one.
+    on_gpu = profile.device_type == "cuda" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def check_backend(wanted: str | None, device: torch.device) -> None:

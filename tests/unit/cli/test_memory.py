@@ -192,12 +192,42 @@ def test_a_job_fits_the_memory_of_its_data_sheet_or_not(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main([*MODEL[:-1], "h100", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["device"], report["device_bytes"]) == ("h100-sxm", 80 * 10**9)
+    assert (report["device"], report["device_bytes"]) == ("h100-sxm", preset("h100").memory_bytes)
+    (usable,) = report["usable_bytes"]
+    assert report["fits"] and 0.9 * report["device_bytes"] < usable < report["device_bytes"]
     assert main([*MODEL[:-1], "H100"]) == 0
-    assert "h100-sxm has 80.0 GB: the job fits\n" in capsys.readouterr().out
-    small = replace(preset("h100"), memory_bytes=10_000)
+    assert "h100-sxm has 84.9 GB, 79.8 GB of it for tensors: the job fits\n" in (
+        capsys.readouterr().out
+    )
+    small = replace(preset("h100"), memory_bytes=20_000)
     monkeypatch.setattr("merak.launch.devices.preset", lambda _: small)
     assert main([*MODEL[:-1], "h100", "--pp", "2"]) == 0  # it is shown all the same
-    assert "10.0 kB: the job does not fit (pp ranks 0, 1)\n" in capsys.readouterr().out
+    assert "10.0 kB of it for tensors: the job does not fit (pp ranks 0, 1)\n" in (
+        capsys.readouterr().out
+    )
     assert main([*MODEL[:-1], "h100", "--recompute", "auto"]) == 2
-    assert "but may hold 10.00 kB" in capsys.readouterr().err
+    assert "but may hold 20.00 kB" in capsys.readouterr().err
+
+
+def test_a_job_on_a_cluster(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    job = [*MODEL[:-2], "--pp", "2", "--dp", "2"]
+    assert main([*job, "--cluster", "a100:4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["device"] == "a100-80gb" and report["fits"]
+    path = tmp_path / "uneven.yaml"
+    path.write_text(
+        "nodes:\n- {device: h200, devices_per_node: 2}\n- {device: l4, devices_per_node: 2}\n"
+    )
+    assert main([*job, "--cluster", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["usable_bytes"][0] > 5 * report["usable_bytes"][1]
+    assert main([*job, "--cluster", "a100:2"]) == 2
+    assert "dp=2 × tp=1 × pp=2 are 4 ranks, but the cluster has 2 devices" in (
+        capsys.readouterr().err
+    )
+    assert main([*MODEL[:-1], "h100", "--cluster", "h100:8"]) == 2
+    assert "both name devices; give one of them" in capsys.readouterr().err
+    path.write_text("nodes:\n- {device: h2, devices_per_node: 2}\n")
+    assert main([*job, "--cluster", str(path)]) == 2
+    assert "line 2: nodes[0].device is 'h2'" in capsys.readouterr().err

@@ -25,15 +25,12 @@ from merak.plan.activations.offload_spec import Times, require_saved, resolve_of
 from merak.plan.activations.recompute import recomputing_stages, save_fraction
 from merak.plan.activations.suggest_degrees import find_fitting_degrees
 from merak.plan.balance import balance
-from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.device import DeviceProfile, usable_bytes
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.engine_options import EngineOptions
 from merak.plan.memory.model import RankMemory
 from merak.plan.recompute_spec import Mode, Recompute, RecomputeSpec, parse_recompute
 from merak.plan.step_plans import StepPlans
-
-_AUTO_FRACTION = 0.92
-"""Fraction of a GPU's memory that `auto` fills; its context, libraries and fragments need some."""
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +113,7 @@ def common_budget(options: EngineOptions, mesh: Mesh) -> int | None:
     least = min(known, default=None)
     if least is None or options.memory_budget is not None:
         return least
-    return int(_AUTO_FRACTION * least)
+    return usable_bytes(least)
 
 
 def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
@@ -158,7 +155,7 @@ def _to_fill(forecast: Forecast, argument: str, budget: int | None) -> int:
             "memory_budget in bytes."
         )
     given = forecast.options.memory_budget is not None
-    return budget if given else int(_AUTO_FRACTION * budget)
+    return budget if given else usable_bytes(budget)
 
 
 def _with_auto_offload(

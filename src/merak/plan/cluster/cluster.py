@@ -105,6 +105,11 @@ class Cluster:
     nodes: tuple[Nodes, ...]
 
     @property
+    def devices(self) -> tuple[DeviceProfile, ...]:
+        """The kinds of devices, in the order of ranks."""
+        return tuple(own.device for own in self.nodes)
+
+    @property
     def dollars_per_hour(self) -> float | None:
         """Price of all devices for one hour; None where that of one is not known."""
         prices = [own.dollars_per_hour for own in self.nodes]

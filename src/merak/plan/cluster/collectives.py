@@ -2,7 +2,8 @@
 
 A ring passes n − 1 shards of every rank on, an all-reduce twice as many; on several nodes it enters
 and leaves each node through as many adapters as the group has ranks there. A double binary tree
-takes as many bytes in fewer messages. By hierarchy, the ranks of a node reduce first, those of
+takes as many bytes in fewer messages, and so do binomial trees of all ranks for an all-gather or
+reduce-scatter of ranks on different nodes. By hierarchy, the ranks of a node reduce first, those of
 equal numbers on all nodes then exchange a shard each, at the same time, and the nodes gather last.
 A switch that can reduce takes every tensor once. The fastest is taken, as NCCL does.
 
@@ -21,7 +22,10 @@ from merak.core.errors import PlanError
 from merak.plan.cluster.cluster import Link, MeasuredCollective
 from merak.plan.cluster.groups import Group
 
-_TREE_FRACTION = 0.92
+_AT_ONCE = 8
+"""Peers to which NCCL sends at a time. Source: NCCL, src/include/device.h."""
+
+_TREE_FRACTION, _PAT_FRACTION = 0.92, 0.75
 """Of the bandwidth of a ring. Source: NCCL, src/graph/tuning.cc."""
 
 
@@ -103,6 +107,11 @@ def _all_reduce(num_bytes: float, group: Group) -> Iterator[float]:
 def _gather(num_bytes: float, group: Group) -> Iterator[float]:
     for latency, rate in _group_protocols(group):
         yield _ring(1, num_bytes, group, latency, rate)
+    if group.network is not None and group.most_on_node == 1:
+        # Binomial trees of all ranks at once, "PAT", which NCCL has for one rank on each node.
+        passed = (group.size - 1) / group.size * num_bytes
+        latency_s = math.ceil(math.log2(group.size)) * group.network.latency_s
+        yield _start(group) + latency_s + passed / (group.bytes_per_s * _PAT_FRACTION)
 
 
 def _broadcast(num_bytes: float, group: Group) -> Iterator[float]:
@@ -112,16 +121,16 @@ def _broadcast(num_bytes: float, group: Group) -> Iterator[float]:
 
 
 def _all_to_all(num_bytes: float, group: Group) -> Iterator[float]:
-    """Every rank sends a different piece of its shard to every other."""
+    """Every rank sends a different piece of its shard to every other, to eight at a time."""
     shard = num_bytes / group.size
     inside = group.most_on_node
     seconds = 0.0
     if group.link is not None:
-        seconds = (inside - 1) * group.link.latency_s
+        seconds = math.ceil((inside - 1) / _AT_ONCE) * group.link.latency_s
         seconds += shard * (inside - 1) / group.size / group.link.bytes_per_s
     if group.network is not None:
         others = group.size - group.fewest_on_node
-        outside = group.network.latency_s * min(others, group.num_nodes - 1)
+        outside = group.network.latency_s * math.ceil(others / _AT_ONCE)
         outside += shard * others / group.size / group.network.bytes_per_s
         seconds = max(seconds, outside)
     yield _start(group) + seconds

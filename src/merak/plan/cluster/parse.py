@@ -185,7 +185,7 @@ def _device(field: Field, folder: Path) -> tuple[DeviceProfile, DataSheet | None
         fields["name"].text() if "name" in fields else "own",
         rates,
         _generation(fields.get("generation")),
-        memory_gigabytes=numbers["memory_gigabytes"],
+        memory_bytes=int(numbers["memory_gigabytes"] * 1e9),
         memory_gigabytes_per_s=numbers["memory_gigabytes_per_s"],
         host_gigabytes_per_s=numbers.get("host_gigabytes_per_s", _USUAL_HOST),
         multiprocessors=fields["multiprocessors"].count() if "multiprocessors" in fields else 0,

@@ -1,13 +1,17 @@
 """Library of data sheets: peaks of GPUs and of the links between them, each with its source.
 
 FLOPs are those of dense matrix products. Makers also print twice as many for structured sparsity
-(NVIDIA: "with sparsity"), which training does not use. Gigabytes are 10^9 bytes; torch reports up
-to 7 % more memory on some devices, whose makers mean 2^30. Bandwidths of links are those of one
-direction, while makers print the sum of both.
+(NVIDIA: "with sparsity"), which training does not use. Bandwidths are in 10^9 bytes per second;
+those of links are of one direction, while makers print the sum of both. Memory is what torch can
+allocate from: makers' gigabytes are 2^30 bytes on some devices and 10^9 on others, and drivers
+keep 1 to 2 % of them, or 8 % for error correction. The figures are those of torch's own messages
+("GPU 0 has a total capacity of …"), as public reports of each device quote them.
 
-Figures were compared with makers' pages, or with tables that cite them: "Machine Learning
-Engineering" (S. Bekman, https://github.com/stas00/ml-engineering, compute/accelerator and network).
-A source that ends in "not compared" is from memory of the named document.
+Figures were compared with tables that cite the makers' pages: "Machine Learning Engineering"
+(S. Bekman, https://github.com/stas00/ml-engineering, compute/accelerator and network), and for
+V100, T4, A10, RTX 3090 and 4090 and B200 with lists of GPUs (https://sysrqmts.com,
+https://hmc-tech.com, https://waredb.com). A source that ends in "not compared" is from memory of
+the named document.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class DataSheet:
     Args:
         teraflops: by element type, accumulating in float32; float32 without TF32, which has the
             name "tfloat32".
-        memory_gigabytes: of the device's own memory.
+        memory_gibibytes: that programs may allocate, which is less than the maker's gigabytes.
         memory_gigabytes_per_s: of that memory.
         multiprocessors: that compute tiles of a product; 0 where their number does not matter.
         link: name of the link to the other devices of its node, one of `LINKS`.
@@ -61,7 +65,7 @@ class DataSheet:
     """
 
     teraflops: Mapping[str, float]
-    memory_gigabytes: float
+    memory_gibibytes: float
     memory_gigabytes_per_s: float
     multiprocessors: int
     link: str
@@ -181,16 +185,18 @@ _DEPTH = "depth: NVIDIA A100, cuBLAS by size (figure 6 of Machine Learning Engin
 _USUAL = "the rest: estimates, until a profile of the device replaces them"
 _AMPERE = Efficiency(
     product=0.87, product_depth=128, tile=128,
-    attention_forward=0.73, attention_backward=0.63, attention_small_head=0.86,
-    attention_length=150, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=6e-6,
+    attention_forward=0.73, attention_backward=0.63,
+    attention_small_head=0.86, attention_small_head_backward=0.88,
+    attention_length=110, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=6e-6,
     source=f"attention: FlashAttention-2, arXiv 2307.08691, section 4.1; {_MAMF}; {_DEPTH}; "
     + _USUAL,
 )  # fmt: skip
 _HOPPER = replace(
     _AMPERE, product=0.80, product_depth=192,
-    attention_forward=0.34, attention_backward=0.32, attention_small_head=0.93,
-    source="attention: FlashAttention-2, which torch runs, on an H100, "
-    f"https://github.com/Dao-AILab/flash-attention/pull/2688; {_MAMF}; {_USUAL}",
+    attention_forward=0.617, attention_backward=0.535,
+    attention_small_head=0.68, attention_small_head_backward=0.84,
+    source="attention: cuDNN, which torch takes from 2.11 on (sdp_utils.cpp), on an H100, arXiv "
+    f"2407.08608, figures 5 and 6; {_MAMF}; {_USUAL}",
 )  # fmt: skip
 GENERATIONS: Mapping[str, Efficiency] = MappingProxyType(
     {
@@ -205,12 +211,15 @@ GENERATIONS: Mapping[str, Efficiency] = MappingProxyType(
         ),
         "hopper": _HOPPER,
         "blackwell": replace(
-            _HOPPER, product=0.775, attention_forward=0.17, attention_backward=0.15,
-            source="attention: FlashAttention-2 on a B200, "
-            f"https://github.com/Dao-AILab/flash-attention/issues/1589; {_MAMF}; {_USUAL}",
+            _HOPPER, product=0.775, attention_forward=0.68, attention_backward=0.5,
+            attention_length=200,
+            source="attention forward: cuDNN, which torch takes, "
+            "https://github.com/Dao-AILab/flash-attention/pull/2605, backward an estimate; "
+            f"{_MAMF}; {_USUAL}",
         ),
         "cdna3": replace(
-            _HOPPER, product=0.51, attention_forward=0.3, attention_backward=0.22,
+            _AMPERE, product=0.51, product_depth=192,
+            attention_forward=0.3, attention_backward=0.22,
             source=f"{_MAMF}; {_USUAL}, attention too",
         ),
     }
@@ -228,31 +237,33 @@ def _rates(
 
 _SITE = "https://www.nvidia.com/en-us/data-center"
 _A100 = DataSheet(
-    _rates(19.5, 312, tf32=156), 80, 2039, 108, "nvlink3", "pcie4", "infiniband-hdr", 1, "ampere",
+    _rates(19.5, 312, tf32=156), 79.15, 2039, 108, "nvlink3", "pcie4", "infiniband-hdr", 1,
+    "ampere",
     f"NVIDIA A100 data sheet, {_SITE}/a100/",
 )  # fmt: skip
 _H100 = DataSheet(
-    _rates(67, 989, tf32=494.5, fp8=1979), 80, 3350, 132, "nvlink4", "pcie5", "infiniband-ndr", 1,
+    _rates(67, 989, tf32=494.5, fp8=1979), 79.1, 3350, 132, "nvlink4", "pcie5", "infiniband-ndr", 1,
     "hopper", f"NVIDIA H100 data sheet, {_SITE}/h100/",
 )  # fmt: skip
 _GH200 = replace(
-    _H100, memory_gigabytes=96, memory_gigabytes_per_s=4000, host_link="nvlink-c2c",
+    _H100, memory_gibibytes=94.5, memory_gigabytes_per_s=4000, host_link="nvlink-c2c",
     source=f"NVIDIA GH200 data sheet, {_SITE}/grace-hopper-superchip/",
 )  # fmt: skip
 _V100 = DataSheet(
-    _rates(15.7, 125, bf16=False), 16, 900, 80, "nvlink2", "pcie3", "infiniband-edr", 2, "older",
-    f"NVIDIA V100 data sheet, {_SITE}/v100/ (SXM2); not compared",
+    _rates(15.7, 125, bf16=False), 15.77, 900, 80, "nvlink2", "pcie3", "infiniband-edr", 2, "older",
+    f"NVIDIA V100 data sheet, {_SITE}/v100/ (SXM2)",
 )  # fmt: skip
 
 SHEETS: Mapping[str, DataSheet] = MappingProxyType(
     {
         "a10": DataSheet(
-            _rates(31.2, 125, tf32=62.5), 24, 600, 72, "pcie4", "pcie4", "ethernet-25", 8, "ampere",
-            f"NVIDIA A10 data sheet, {_SITE}/products/a10-gpu/; not compared",
+            _rates(31.2, 125, tf32=62.5), 22.0, 600, 72, "pcie4", "pcie4", "ethernet-25", 8,
+            "ampere",
+            f"NVIDIA A10 data sheet, {_SITE}/products/a10-gpu/",
         ),
-        "a100-40gb": replace(_A100, memory_gigabytes=40, memory_gigabytes_per_s=1555),
+        "a100-40gb": replace(_A100, memory_gibibytes=39.4, memory_gigabytes_per_s=1555),
         "a100-40gb-pcie": replace(
-            _A100, memory_gigabytes=40, memory_gigabytes_per_s=1555, link="pcie4",
+            _A100, memory_gibibytes=39.4, memory_gigabytes_per_s=1555, link="pcie4",
             devices_per_adapter=4,
         ),
         "a100-80gb": _A100,
@@ -260,50 +271,56 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
             _A100, memory_gigabytes_per_s=1935, link="pcie4", devices_per_adapter=4
         ),
         "b200": DataSheet(
-            _rates(75, 2250, tf32=1125, fp8=4500), 180, 8000, 148, "nvlink5", "pcie5",
+            _rates(75, 2250, tf32=1125, fp8=4500), 178.35, 8000, 148, "nvlink5", "pcie5",
             "infiniband-ndr", 1, "blackwell",
             "NVIDIA DGX B200 data sheet, an eighth: 1,440 GB and 64 TB/s. NVIDIA's HGX page says "
-            "62 TB/s; float32: 600 TFLOP/s of 8 (others print 80 each); not compared",
+            "62 TB/s; float32: 600 TFLOP/s of 8 (others print 80 each)",
         ),
         "gh200-96gb": _GH200,
-        "gh200-144gb": replace(_GH200, memory_gigabytes=144, memory_gigabytes_per_s=4900),
+        "gh200-144gb": replace(
+            _GH200, memory_gibibytes=139.8, memory_gigabytes_per_s=4900,
+            source=f"{_GH200.source}; memory not compared",
+        ),
         "h100-pcie": DataSheet(
-            _rates(51, 756, tf32=378, fp8=1513), 80, 2000, 114, "pcie5", "pcie5", "infiniband-ndr",
+            _rates(51, 756, tf32=378, fp8=1513), 79.1, 2000, 114, "pcie5", "pcie5",
+            "infiniband-ndr",
             4, "hopper", _H100.source,
         ),
         "h100-sxm": _H100,
         "h200": replace(
-            _H100, memory_gigabytes=141, memory_gigabytes_per_s=4800,
+            _H100, memory_gibibytes=139.8, memory_gigabytes_per_s=4800,
             source=f"NVIDIA H200 data sheet, {_SITE}/h200/",
         ),
         "l4": DataSheet(
-            _rates(30.3, 121, tf32=60, fp8=242), 24, 300, 58, "pcie4", "pcie4", "ethernet-25", 8,
+            _rates(30.3, 121, tf32=60, fp8=242), 22.0, 300, 58, "pcie4", "pcie4", "ethernet-25", 8,
             "ada", f"NVIDIA L4 data sheet, {_SITE}/l4/; not compared",
         ),
         "l40s": DataSheet(
-            _rates(91.6, 362, tf32=183, fp8=733), 48, 864, 142, "pcie4", "pcie4", "roce-200", 4,
+            _rates(91.6, 362, tf32=183, fp8=733), 44.4, 864, 142, "pcie4", "pcie4", "roce-200", 4,
             "ada", f"NVIDIA L40S data sheet, {_SITE}/l40s/",
         ),
         "mi300x": DataSheet(
-            _rates(163.4, 1307, tf32=653.7, fp8=2614.9), 192, 5300, 304, "infinity-fabric", "pcie5",
+            _rates(163.4, 1307, tf32=653.7, fp8=2614.9), 191.98, 5300, 304, "infinity-fabric",
+            "pcie5",
             "roce-400", 1, "cdna3", "AMD Instinct MI300X data sheet, "
             "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
         ),
         "rtx-3090": DataSheet(
-            _rates(35.6, 71, tf32=35.6), 24, 936, 82, "pcie4-host", "pcie4", "infiniband-edr", 8,
-            "ampere", "NVIDIA Ampere GA102 whitepaper v2.1, appendix A; not compared",
+            _rates(35.6, 71, tf32=35.6), 23.69, 936, 82, "pcie4-host", "pcie4", "infiniband-edr", 8,
+            "ampere", "NVIDIA Ampere GA102 whitepaper v2.1, appendix A",
         ),
         "rtx-4090": DataSheet(
-            _rates(82.6, 165.2, tf32=82.6, fp8=330.3), 24, 1008, 128, "pcie4-host", "pcie4",
+            _rates(82.6, 165.2, tf32=82.6, fp8=330.3), 23.64, 1008, 128, "pcie4-host", "pcie4",
             "infiniband-edr", 8, "ada",
-            "NVIDIA Ada GPU architecture whitepaper v2.1, appendix A; not compared",
+            "NVIDIA Ada GPU architecture whitepaper v2.1, appendix A",
         ),
         "t4": DataSheet(
-            _rates(8.1, 65, bf16=False), 16, 320, 40, "pcie3", "pcie3", "ethernet-25", 8, "older",
-            f"NVIDIA T4 data sheet, {_SITE}/tesla-t4/; not compared",
+            _rates(8.1, 65, bf16=False), 14.56, 320, 40, "pcie3", "pcie3", "ethernet-25", 8,
+            "older",
+            f"NVIDIA T4 data sheet, {_SITE}/tesla-t4/",
         ),
         "v100": _V100,
-        "v100-32gb": replace(_V100, memory_gigabytes=32),
+        "v100-32gb": replace(_V100, memory_gibibytes=31.73),
     }
 )  # fmt: skip
 """Data sheets by name."""

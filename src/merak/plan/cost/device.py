@@ -130,7 +130,7 @@ def preset(name: str) -> DeviceProfile:
         known,
         sheet.teraflops,
         sheet.generation,
-        memory_gigabytes=sheet.memory_gigabytes,
+        memory_bytes=int(sheet.memory_gibibytes * 2**30),
         memory_gigabytes_per_s=sheet.memory_gigabytes_per_s,
         host_gigabytes_per_s=sheet.host_gigabytes_per_s,
         multiprocessors=sheet.multiprocessors,
@@ -142,7 +142,7 @@ def of_sheet(
     teraflops: Mapping[str, float],
     generation: str,
     *,
-    memory_gigabytes: float,
+    memory_bytes: int,
     memory_gigabytes_per_s: float,
     host_gigabytes_per_s: float,
     multiprocessors: int,
@@ -153,7 +153,7 @@ def of_sheet(
         name: the device, for people to read.
         teraflops: of dense matrix products by element type, "float32" among them.
         generation: one of `GENERATIONS`.
-        memory_gigabytes: of the device's own memory.
+        memory_bytes: that programs may allocate.
         memory_gigabytes_per_s: of that memory.
         host_gigabytes_per_s: of the link to the host, in one direction.
         multiprocessors: that compute tiles of a product; 0 where their number does not matter.
@@ -170,10 +170,30 @@ def of_sheet(
         randoms_per_s=functions_per_s,
         overhead_s=curve.kernel_s,
         host_bytes_per_s=host_gigabytes_per_s * 1e9 * curve.host,
-        memory_bytes=int(memory_gigabytes * 1e9),
+        memory_bytes=memory_bytes,
         efficiency=curve,
         multiprocessors=multiprocessors,
     )
+
+
+def usable_bytes(memory_bytes: int) -> int:
+    """Bytes of a device's memory that tensors may fill, as a forecast counts them.
+
+    A forecast counts tensors alone. Beside them are a context with the code of kernels (0.6 GiB),
+    buffers and channels of NCCL's communicators and workspaces of matrix products (1 GiB), and gaps
+    between blocks of torch's allocator (4 %). These are estimates; half of a memory is left at
+    least.
+
+    Args:
+        memory_bytes: that programs may allocate.
+    """
+    fixed = (_CONTEXT_GIB + _COMMUNICATORS_GIB) * 2**30
+    return int(max(memory_bytes * (1 - _GAPS) - fixed, memory_bytes / 2))
+
+
+_CONTEXT_GIB = 0.6
+_COMMUNICATORS_GIB = 1.0
+_GAPS = 0.04
 
 
 def sheet_name(name: str) -> str | None:

@@ -18,7 +18,8 @@ class Efficiency:
         tile: side of the square of results that one multiprocessor computes at a time.
         attention_forward: of the peak FLOPs, in fused attention forward, heads of 128 features.
         attention_backward: the same of its backward.
-        attention_small_head: factor of both for heads of 64 features and fewer.
+        attention_small_head: factor of the forward for heads of 64 features and fewer.
+        attention_small_head_backward: the same of the backward.
         attention_length: keys at which the start and end of a row of tiles take as long as its
             sums, forward.
         copy: of the memory's bandwidth, in a large kernel that is bound by it.
@@ -35,6 +36,7 @@ class Efficiency:
     attention_forward: float
     attention_backward: float
     attention_small_head: float
+    attention_small_head_backward: float
     attention_length: float
     copy: float
     function: float
@@ -119,20 +121,28 @@ _LEAST_DEPTH = 512
 def attention_fraction(shape: AttentionShape, curve: Efficiency, multiprocessors: int) -> float:
     """Fraction of the peak FLOPs that fused attention achieves.
 
-    Source of the shape of the curve: throughputs by length of FlashAttention-2 and -4 on H100 and
-    B200, https://github.com/Dao-AILab/flash-attention pull requests 2688 and 2605: a backward needs
-    twice the length of a forward, and a causal row counts as a quarter of its keys.
+    Source of the shape of the curve: figures 5 and 6 of FlashAttention-3, arXiv 2407.08608, with
+    FlashAttention-2 and cuDNN on an H100. A backward needs three times the length of a forward; a
+    causal row counts as a third of its keys, and reaches 0.9 of a whole one's rate at most.
     """
-    top = curve.attention_backward if shape.is_backward else curve.attention_forward
+    top, length = curve.attention_forward, curve.attention_length
+    small = curve.attention_small_head
+    if shape.is_backward:
+        top, length = curve.attention_backward, _BACKWARD_LENGTH * curve.attention_length
+        small = curve.attention_small_head_backward
     if shape.head <= _SMALL_HEAD:
-        top *= curve.attention_small_head
-    keys = shape.keys / 4 if shape.is_causal else shape.keys
-    length = curve.attention_length * (2 if shape.is_backward else 1)
+        top *= small
+    keys = float(shape.keys)
+    if shape.is_causal:
+        top, keys = _CAUSAL_TOP * top, keys / _CAUSAL_KEYS
     fraction = top * keys / (keys + length)
     blocks = math.ceil(shape.rows / _ROW_BLOCK)
     return fraction * min(1.0, blocks / multiprocessors) if multiprocessors else fraction
 
 
+_BACKWARD_LENGTH = 3.0
+_CAUSAL_TOP = 0.9
+_CAUSAL_KEYS = 3.0
 _SMALL_HEAD = 64
 _ROW_BLOCK = 128
 """Rows of scores that one multiprocessor computes at a time."""

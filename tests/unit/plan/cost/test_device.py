@@ -146,7 +146,7 @@ def test_every_name_of_a_device_gives_its_profile():
     for name, sheet in PRESETS.items():
         device = preset(name.upper())
         assert device.device_type == "cuda"
-        assert device.memory_bytes == sheet.memory_gigabytes * 1e9
+        assert device.memory_bytes == int(sheet.memory_gibibytes * 2**30)
         assert from_json(to_json(device), "file") == device
 
 
