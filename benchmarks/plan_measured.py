@@ -120,11 +120,13 @@ def fall_asleep(million_s: float) -> None:
     call, propagate, add = run_segment.call, run_segment._propagate, WeightGradients.add
 
     def seconds(program: Any) -> float:
-        sizes: dict[str, list[torch.Size]] = {"parameter": [], "value": [], "column": []}
+        shapes: dict[str, list[torch.Size]] = {"parameter": [], "value": []}
         for node in program.segment.graph.find_nodes(op="placeholder"):
-            sizes.setdefault(node.meta["kind"].value, []).append(node.meta["tensor"].shape)
-        samples = (sizes["value"] or sizes["column"])[0][0]
-        return million_s * samples * sum(map(math.prod, sizes["parameter"])) / 1e6
+            shapes.setdefault(node.meta["kind"].value, []).append(node.meta["tensor"].shape)
+        (end,) = program.segment.graph.find_nodes(op="output")
+        made = [node.meta["tensor"].shape for node in end.all_input_nodes]
+        samples = (shapes["value"] or made)[0][0]
+        return million_s * samples * sum(map(math.prod, shapes["parameter"])) / 1e6
 
     def slow_call(program: Any, inputs: Any, ctx: Any, *others: Any, **named: Any) -> Any:
         with lasting(seconds(program)):

@@ -221,7 +221,7 @@ def whole_gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def optimizer_of(kind: str, model: nn.Module, held: list[str]) -> Optimizer:
+def optimizer_factory(kind: str, model: nn.Module, held: list[str]) -> Optimizer:
     parameters = {first_name(name): model.get_parameter(name) for name in held}
     decayed = [p for name, p in parameters.items() if p.dim() > 1]
     others = [p for name, p in parameters.items() if p.dim() <= 1]
@@ -265,7 +265,7 @@ def save_in(layout: Layout, folder: str, kind: str) -> None:
         model = gpt2()
     laid = laid_out(layout, model)
     mesh, held, shards = laid
-    optimizer = optimizer_of(kind, model, held)
+    optimizer = optimizer_factory(kind, model, held)
     steps(laid, model, optimizer, range(2))
     optimizer.param_groups[0]["lr"] = 0.003
     save_state(folder, RankState(model, optimizer, held, shards, mesh))
@@ -276,7 +276,7 @@ def load_in(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
     model = gpt2()
     laid = laid_out(layout, model)
     mesh, held, shards = laid
-    optimizer = optimizer_of(kind, model, held)
+    optimizer = optimizer_factory(kind, model, held)
     load_state(folder, RankState(model, optimizer, held, shards, mesh))
     steps(laid, model, optimizer, range(2, 4))
     return values_of(laid, model, optimizer)
@@ -289,7 +289,7 @@ def without_a_break() -> dict[str, Any]:
     names = [name for name, _ in model.named_parameters()]
     materialize(model, names, device=CPU, seed=3, shards={}, shard_index=0)
     laid = (Mesh(1, 1, 1, 0, CPU, None), names, {})
-    optimizer = optimizer_of("adamw", model, names)
+    optimizer = optimizer_factory("adamw", model, names)
     steps(laid, model, optimizer, range(2))
     optimizer.param_groups[0]["lr"] = 0.003
     steps(laid, model, optimizer, range(2, 4))

@@ -21,9 +21,23 @@ class TrainingFields(TrainingArguments):
     """
 
     # Fields that the command line may give as a JSON string; transformers parses them.
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "feature_dict"]  # noqa: RUF012
+    _VALID_DICT_FIELDS = [  # noqa: RUF012
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "feature_dict",
+        "schedule_options",
+    ]
 
+    plan: str | None = field(
+        default=None,
+        metadata={
+            "help": "File that `merak plan --output` has written: microbatch, accumulation steps, "
+            "schedule, partition, recomputation, ZeRO and the rest of the layout are set from it, "
+            "and what is set besides may not contradict it. merak.init(plan=…) takes its degrees "
+            "from the same file. Not for another model or another number of ranks."
+        },
+    )
     schedule: str = taken("schedule")
+    schedule_options: dict[str, Any] | str | None = taken("schedule_options")
     partition: list[int] | None = taken("partition")
     segment_times: str | None = taken("segment_times")
     feature_dict: dict[str, Any] | str | None = taken("feature_dict")

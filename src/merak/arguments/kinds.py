@@ -19,7 +19,7 @@ from typing import Any
 from merak.core.did_you_mean import did_you_mean
 
 PATHS = frozenset(
-    ("output_dir", "resume_from_checkpoint", "segment_times", "feature_dict", "trace_cache")
+    ("output_dir", "resume_from_checkpoint", "segment_times", "feature_dict", "trace_cache", "plan")
 )
 """Fields of text that name a file or folder, which Python also has path objects for."""
 

@@ -18,6 +18,7 @@ from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
 from merak.arguments.fields import OWN_FIELDS, TrainingFields
 from merak.arguments.kinds import kind_problems
+from merak.arguments.planned import apply_plan
 from merak.arguments.ranges import range_problems
 from merak.arguments.rules import problems, raise_first
 from merak.arguments.single_process import fresh_state
@@ -62,6 +63,7 @@ class MerakArguments(TrainingFields):
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured, then fill in defaults as transformers does."""
         mesh = current_mesh()
+        apply_plan(self, mesh)
         raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
         raise_first(kind_problems(self, TrainingFields))
         raise_first(range_problems(self))
@@ -96,6 +98,8 @@ class MerakArguments(TrainingFields):
         self.trace_cache = os.path.expanduser(self.trace_cache)
         if isinstance(self.feature_dict, str):
             self.feature_dict = _read_json("feature_dict", self.feature_dict, dict)
+        if isinstance(self.schedule_options, str):
+            self.schedule_options = _read_json("schedule_options", self.schedule_options, dict)
         if isinstance(self.feature_dict, Mapping):
             parse_features(self.feature_dict)  # raises where one is wrong
         if self.bucket_bytes is None:

@@ -48,12 +48,15 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return described
 
 
-def first_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def first_difference(
+    saved: Mapping[str, Any], now: Mapping[str, Any], where: str = "the checkpoint"
+) -> str | None:
     """Find the first difference between the descriptions of two models.
 
     Args:
         saved: of the checkpoint.
         now: of the model at hand.
+        where: what the first one is called.
 
     Returns:
         A clause such as "n_head is 4 in the checkpoint and 8 in the model", or None.
@@ -65,7 +68,7 @@ def first_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
             continue
         if before.get(place) != after.get(place):
             return (
-                f"{place} is {_shown(before, place)} in the checkpoint and "
+                f"{place} is {_shown(before, place)} in {where} and "
                 f"{_shown(after, place)} in the model"
             )
     return None

@@ -11,7 +11,9 @@ import typer
 from merak.cli.check import check
 from merak.cli.export import export
 from merak.cli.memory import memory
+from merak.cli.plan.plan import plan
 from merak.cli.profile import profile
+from merak.cli.rehearse import rehearse
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
 from merak.cli.train import train
@@ -53,6 +55,16 @@ app.command(
     "profile",
     epilog="Example: merak profile --model GPT2LMHeadModel --dp 2 --output gpt2.json",
 )(profile)
+app.command(
+    "plan",
+    epilog="Example: merak plan --model GPT2LMHeadModel --cluster h100:8x4 --global-batch 512 "
+    "--seq 1024",
+)(plan)
+app.command(
+    "rehearse",
+    epilog="Example: merak rehearse --model GPT2LMHeadModel --cluster h100:8x4 --dp 4 --pp 8 "
+    "--rank 9",
+)(rehearse)
 app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
 

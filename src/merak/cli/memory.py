@@ -86,7 +86,7 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
 
     device, sheet, usable = _devices(request)
     mesh = _mesh(request, device)
-    dtype, autocast = _types(request)
+    dtype, autocast = types_of(request.dtype, request.autocast)
     engine_options = _engine_options(request, sheet)
     source = _model_source(request)
     signature = example_signature(source, request.sequence, request.batch)
@@ -142,7 +142,7 @@ def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> Engi
         offload_activations=request.offload_activations,
         host_bytes_per_s=request.host_bytes_per_s,
         memory_budget=budget,
-        optimizer=_optimizer(request.optimizer),
+        optimizer=optimizer_factory(request.optimizer),
         zero=request.zero,
         master_weights=request.master_weights,
         sequence_parallel=request.sequence_parallel,
@@ -171,23 +171,39 @@ def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
     return Mesh(request.dp, request.tp, request.pp, 0, device, None)
 
 
-def _types(request: MemoryRequest) -> tuple[torch.dtype, torch.dtype | None]:
-    """Return the types of the parameters and of autocast."""
+def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype | None]:
+    """Return the types of the parameters and of autocast.
+
+    Args:
+        dtype: as `--dtype`.
+        autocast: as `--autocast`.
+
+    Raises:
+        CommandError: one of them is no such type.
+    """
     import torch
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if request.dtype not in known:
+    if dtype not in known:
         raise CommandError(
-            f"--dtype {request.dtype} is no type of parameters; use one of {', '.join(known)}."
+            f"--dtype {dtype} is no type of parameters; use one of {', '.join(known)}."
         )
-    if request.autocast is None:
-        return known[request.dtype], None
-    if request.autocast not in ("bfloat16", "float16"):
-        raise CommandError(f"--autocast {request.autocast} is none; use bfloat16 or float16.")
-    return known[request.dtype], known[request.autocast]
+    if autocast is None:
+        return known[dtype], None
+    if autocast not in ("bfloat16", "float16"):
+        raise CommandError(f"--autocast {autocast} is none; use bfloat16 or float16.")
+    return known[dtype], known[autocast]
 
 
-def _optimizer(name: str) -> OptimizerFactory:
+def optimizer_factory(name: str) -> OptimizerFactory:
+    """Return what makes the optimizer of a class of torch.optim.
+
+    Args:
+        name: as `--optimizer`.
+
+    Raises:
+        CommandError: there is no such class.
+    """
     import torch
 
     cls = getattr(torch.optim, name, None)

@@ -7,30 +7,14 @@ standard error; with `merak.parallelize`, the script decides by how it sets up l
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
+from merak.core.health.stderr import write_line
 from merak.core.rank0 import is_rank0
 
 logger = logging.getLogger(__name__)
-
-
-def write_line(line: str, stream: TextIO | None = None) -> None:
-    """Write a line to standard error in one piece.
-
-    `print` writes the end of a line apart where output is unbuffered, so that another rank's line
-    may come between.
-
-    Args:
-        line: without its end.
-        stream: where to, instead of `sys.stderr`.
-    """
-    stream = stream or sys.stderr
-    stream.write(f"{line}\n")
-    stream.flush()
 
 
 class _Shown(logging.Handler):

@@ -1,8 +1,13 @@
-"""Degrees of a job of which only some ranks are there, as after the loss of a host."""
+"""Degrees of a job: those of its plan file, and smaller ones where only some ranks are there."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from merak.core.errors import PlanError
 
 
 class Degrees(NamedTuple):
@@ -36,3 +41,53 @@ def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
     ]
     fitting = [degrees for degrees in found if degrees.dp <= wanted.dp]
     return max(fitting, key=lambda d: (wanted.dp % d.dp == 0, d.tp, d.pp), default=None)
+
+
+PLAN_FORMAT = "merak-plan"
+"""What a plan file says that it is."""
+
+PLAN_VERSION = 1
+
+
+def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the JSON object of a plan file.
+
+    Args:
+        path: of the file, as `merak plan --output` has written it.
+
+    Raises:
+        PlanError: it cannot be read, is no plan, or of a version that is not known.
+    """
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"the plan {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise PlanError(f"the plan {path} is not JSON: {error}.") from error
+    if not isinstance(content, dict) or content.get("format") != PLAN_FORMAT:
+        raise PlanError(f"{path} is no plan; give a file that `merak plan --output` has written.")
+    if content.get("version") != PLAN_VERSION:
+        raise PlanError(
+            f"the plan {path} has version {content.get('version')!r}, and this Merak reads version "
+            f"{PLAN_VERSION}; plan again with `merak plan`."
+        )
+    return content
+
+
+def plan_degrees(path: str | os.PathLike[str]) -> Degrees:
+    """Degrees of a plan file.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        PlanError: it cannot be read, or is no plan.
+    """
+    content = read_plan_content(path)
+    candidate = content.get("candidate")
+    found: list[Any] = [
+        candidate.get(axis) if isinstance(candidate, dict) else 0 for axis in Degrees._fields
+    ]
+    if not all(isinstance(degree, int) and degree > 0 for degree in found):
+        raise PlanError(f"the plan {path} has no degrees; plan again with `merak plan`.")
+    return Degrees(*found)

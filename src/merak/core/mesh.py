@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from merak.core.elastic import Degrees, smaller_degrees
-from merak.core.errors import MeshError
+from merak.core.elastic import Degrees, plan_degrees, smaller_degrees
+from merak.core.errors import MeshError, PlanError
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.status import waiting
@@ -117,6 +117,7 @@ def init(
     device: str | torch.device | None = None,
     timeout_s: float = 600.0,
     elastic: bool = False,
+    plan: str | os.PathLike[str] | None = None,
 ) -> Mesh:
     """Lay the ranks out as dp × tp × pp and connect them. Call once, before building the trainer.
 
@@ -133,11 +134,13 @@ def init(
         elastic: whether the job may run in smaller degrees where torchrun has started fewer ranks
             (`--nnodes=MIN:MAX`): dp is lowered first, then pp, then tp. `MerakArguments` then
             raises `gradient_accumulation_steps`, so that a step has the same samples.
+        plan: file that `merak plan` has written, whose degrees count instead of dp, tp and pp.
 
     Returns:
         The mesh, which `current_mesh()` also gives.
 
     Raises:
+        PlanError: the plan cannot be read, or has other degrees than those given.
         MeshError: degrees below 1, degrees whose product is not the world size, a job of several
             ranks that torchrun did not start, a device or backend that is none, or a second call.
     """
@@ -145,7 +148,8 @@ def init(
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     preemption.listen()
-    degrees = _check_degrees(Degrees(dp, tp, pp), elastic)
+    dp, tp, pp = wanted = _planned_degrees(Degrees(dp, tp, pp), plan)
+    degrees = _check_degrees(wanted, elastic)
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
         raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
     chosen = _pick_device(device)
@@ -163,6 +167,19 @@ def init(
     _current.append(mesh)
     _warn_of_hosts(mesh)
     return mesh
+
+
+def _planned_degrees(given: Degrees, plan: str | os.PathLike[str] | None) -> Degrees:
+    """The degrees of a plan, which may be given besides; those given where there is no plan."""
+    if plan is None:
+        return given
+    planned = plan_degrees(plan)
+    if given not in (Degrees(1, 1, 1), planned):
+        raise PlanError(
+            f"{given} contradicts the plan {plan}, which has {planned}; leave the degrees out, or "
+            "plan again."
+        )
+    return planned
 
 
 def _warn_of_hosts(mesh: Mesh) -> None:

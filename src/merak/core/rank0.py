@@ -18,6 +18,9 @@ from merak.core.health.status import waiting_for_rank0
 
 Decision = TypeVar("Decision")
 
+REHEARSAL = "rehearsal"
+"""Backend of a job that has one rank only, which stands for all others (`merak.rehearse`)."""
+
 
 class Ranks(Protocol):
     """The grid of ranks, as far as a decision needs it; `merak.core.mesh.Mesh` is one."""
@@ -72,7 +75,7 @@ def decide_on_rank0(mesh: Ranks, what: str, decide: Callable[[], Decision]) -> D
         MerakError: `decide` raised it; every rank raises it with the same message.
         Rank0Error: `decide` raised another exception, which rank 0 raises itself.
     """
-    if mesh.device_mesh is None:
+    if mesh.device_mesh is None or _is_rehearsal():
         return decide()
     made: list[Decision | _Failure | None] = [None]
     error: Exception | None = None
@@ -89,6 +92,10 @@ def decide_on_rank0(mesh: Ranks, what: str, decide: Callable[[], Decision]) -> D
     if isinstance(decision, _Failure):
         raise decision.raised()
     return decision  # type: ignore[no-any-return]
+
+
+def _is_rehearsal() -> bool:
+    return dist.is_initialized() and dist.get_backend() == REHEARSAL
 
 
 def _failure(what: str, error: Exception) -> _Failure:

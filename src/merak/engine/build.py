@@ -65,6 +65,20 @@ def build_engine(
             fit the model.
         ArgumentsError: a limit that is not positive.
     """
+    return build_with_forecast(source, sample, mesh, options)[0]
+
+
+def build_with_forecast(
+    source: GraphSource, sample: Signature, mesh: Mesh, options: EngineOptions
+) -> tuple[Engine, Forecast]:
+    """Build the engine of this rank, and return it with the forecast of its memory.
+
+    Args:
+        source: as of `build_engine`.
+        sample: as of `build_engine`.
+        mesh: as of `build_engine`.
+        options: as of `build_engine`.
+    """
     check_limit(options.hang_limit_s)
     check_max_shapes(options.max_shapes)
     set_limit(options.hang_limit_s)
@@ -76,7 +90,7 @@ def build_engine(
         with announced("building the stages"):
             engine = _build(source, forecast, mesh, options)
     engine.description = description
-    return engine
+    return engine, forecast
 
 
 def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineOptions) -> Engine:
@@ -155,7 +169,8 @@ def forecast_of(
 def _forecast(
     source: GraphSource, graph: ModelGraph, mesh: Mesh, options: EngineOptions
 ) -> Forecast:
-    plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches)
+    chosen = options.schedule_options or {}
+    plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
     if not plans.takes_costs:
         refuse_zero(plans.base.schedule, options.zero)
     num_stages = plans.base.schedule.num_stages

@@ -21,12 +21,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from merak.core.announce import write_line
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health.failure import is_lost_connection, why_lost
 from merak.core.health.heartbeat import GLOO
 from merak.core.health.interrupt import INTERRUPTED, listen, was_interrupted
 from merak.core.health.preemption import TERMINATED
+from merak.core.health.stderr import write_line
 from merak.core.health.store import LOOPBACK, loopback_interface
 from merak.launch import rendezvous
 from merak.launch.errors import RunError, TerminatedError

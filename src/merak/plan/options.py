@@ -82,6 +82,12 @@ class ParallelOptions:
         "The pipeline schedule: a name that `merak schedule --list` shows, or a file that holds "
         "one.",
     )
+    schedule_options: Mapping[str, Any] | None = option(
+        None,
+        "JSON",
+        'Options of the schedule, as a dictionary, such as {"chunks": 4} for the stages of '
+        "each pp rank of 'interleaved_1f1b'.",
+    )
     partition: Sequence[int] | None = option(
         None,
         "N …",

@@ -63,6 +63,7 @@ def _made(forecast: Forecast, chosen: Mapping[str, Any]) -> StepPlans:
     options = forecast.options
     if options.zero == 3:  # which needs whole backwards
         chosen = {**chosen, "split": False}
+    chosen = {**chosen, **(options.schedule_options or {})}
     return StepPlans(options.schedule, forecast.mesh.pp, options.num_microbatches, chosen=chosen)
 
 

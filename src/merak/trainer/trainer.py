@@ -34,6 +34,7 @@ from merak.graph.segment.build import GraphSource
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
+from merak.plan.search.plan_file import read_plan, refuse_other_model
 from merak.plan.summary import describe_mesh
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.before import check_what_follows
@@ -129,6 +130,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if self.engine is not None:
             return self.engine
         check_arguments(self.args)
+        if self.args.plan is not None:
+            refuse_other_model(read_plan(Path(self.args.plan)), self.model, self.args.plan)
         batch = example_batch(loader, seed=self.args.seed)
         check_batch(self, batch, dataset if dataset is not None else loader.dataset)
         batch, self._plain = split_non_tensors(batch)

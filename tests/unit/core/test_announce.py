@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from merak.core import announce as module
-from merak.core.announce import announce, announced, is_announcing, show_announcements, write_line
+from merak.core.announce import announce, announced, is_announcing, show_announcements
 
 OWN = logging.getLogger("merak")
 
@@ -86,23 +85,3 @@ def test_work_that_fails_has_not_taken_a_time(capfd: pytest.CaptureFixture[str])
     with pytest.raises(ValueError), announced("tracing Net"):
         raise ValueError
     assert capfd.readouterr().err == "[merak] tracing Net …\n"
-
-
-class Pieces(io.StringIO):
-    """A stream that remembers each piece that it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.pieces = []
-
-    def write(self, text):
-        self.pieces.append(text)
-        return len(text)
-
-
-def test_a_line_and_its_end_are_one_piece(monkeypatch):
-    stream = Pieces()
-    write_line("one", stream)
-    monkeypatch.setattr("sys.stderr", stream)
-    write_line("two")
-    assert stream.pieces == ["one\n", "two\n"]

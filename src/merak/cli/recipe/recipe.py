@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from merak.core.did_you_mean import did_you_mean
+from merak.core.elastic import plan_degrees
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")
@@ -105,12 +106,14 @@ class Recipe:
         data: what it is trained on.
         parallel: the degrees.
         arguments: fields of `merak.MerakArguments`; `output_dir` is where results go.
+        plan: file of a plan, whose degrees and layout count; null for none.
     """
 
     model: ModelRecipe
     data: DataRecipe
     parallel: Degrees
     arguments: dict[str, Any]
+    plan: str | None = None
 
     @property
     def output_dir(self) -> Path:
@@ -170,14 +173,32 @@ def parse_recipe(parsed: object) -> Recipe:
             raise CommandError(
                 f"the recipe has no section {name!r}{did_you_mean(str(name), known)}"
             )
+    plan = sections.get("plan")
+    _check_kind("plan", plan, str | None)
     recipe = Recipe(
         model=_section(ModelRecipe, "model", sections.get("model")),
         data=_section(DataRecipe, "data", sections.get("data")),
-        parallel=_section(Degrees, "parallel", sections.get("parallel")),
-        arguments=_arguments(sections.get("arguments")),
+        parallel=_parallel(sections.get("parallel"), plan),
+        arguments=_arguments(sections.get("arguments")) | ({} if plan is None else {"plan": plan}),
+        plan=plan,
     )
     _check_values(recipe)
     return recipe
+
+
+def _parallel(parsed: object, plan: Any) -> Degrees:
+    """The degrees: those of the plan, where there is one, which the recipe may repeat."""
+    given = _section(Degrees, "parallel", parsed)
+    if plan is None:
+        return given
+    planned = dict(zip(("dp", "tp", "pp"), plan_degrees(plan), strict=True))
+    for axis, degree in _mapping("parallel", parsed).items():
+        if degree != planned.get(axis, degree):
+            raise CommandError(
+                f"parallel.{axis}={degree} contradicts the plan {plan}, which has "
+                f"{axis}={planned[axis]}; leave it out, or plan again."
+            )
+    return Degrees(planned["dp"], planned["tp"], planned["pp"], given.elastic)
 
 
 def _arguments(parsed: object) -> dict[str, Any]:

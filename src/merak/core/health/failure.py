@@ -28,11 +28,11 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from merak.core.announce import write_line
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health import interrupt
 from merak.core.health import store as job_store
 from merak.core.health.status import phase
+from merak.core.health.stderr import write_line
 from merak.core.source_lines import MERAK, users_line
 
 TRACEBACK_VARIABLE = "MERAK_TRACEBACK"

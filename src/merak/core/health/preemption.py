@@ -22,11 +22,11 @@ from contextlib import contextmanager, suppress
 
 from torch.distributed.distributed_c10d import Store
 
-from merak.core.announce import write_line
 from merak.core.health import failure
 from merak.core.health import store as job_store
 from merak.core.health.heartbeat import Peers
 from merak.core.health.signals import receive
+from merak.core.health.stderr import write_line
 
 TERMINATED = 143
 """Exit code of a process that SIGTERM has ended, as of shells."""

@@ -30,7 +30,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from merak.core.announce import write_line
 from merak.core.errors import TrainingError
 from merak.core.health import failure, preemption, store
 from merak.core.health.heartbeat import (
@@ -44,6 +43,7 @@ from merak.core.health.heartbeat import (
     why_lost,
 )
 from merak.core.health.status import Report, named, report
+from merak.core.health.stderr import write_line
 from merak.core.health.timeouts import extend_timeouts, until
 from merak.core.source_lines import users_line
 

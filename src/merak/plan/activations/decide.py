@@ -289,7 +289,8 @@ def find_fitting_pp(forecast: Forecast, budget: int, times: Times) -> int | None
     num_segments, pp = layout.partition.num_segments, 2 * mesh.pp
     while pp <= num_segments:
         try:
-            plans = StepPlans(options.schedule, pp, options.num_microbatches)
+            chosen = options.schedule_options or {}
+            plans = StepPlans(options.schedule, pp, options.num_microbatches, chosen=chosen)
             num_stages = plans.base.schedule.num_stages
             partition = balance(times(), num_stages, options.num_microbatches)
         except ValueError:

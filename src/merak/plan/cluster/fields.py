@@ -125,7 +125,7 @@ class Field:
             PlanError: it is no whole number of 1 or more.
         """
         text = self.text()
-        if not text.isdecimal() or int(text) < 1:
+        if not text.isdecimal() or len(text) > 9 or int(text) < 1:
             raise self.error(f"is {text!r}; give a whole number of 1 or more")
         return int(text)
 

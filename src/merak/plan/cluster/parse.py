@@ -22,7 +22,7 @@ from merak.plan.profile.profile_file import is_profile, load_profile
 
 logger = logging.getLogger(__name__)
 
-_SHORT = re.compile(r"(?P<device>[A-Za-z0-9_-]+?)(?::(?P<size>\d+)(?:x(?P<count>\d+))?)?")
+_SHORT = re.compile(r"(?P<device>[A-Za-z0-9_-]+?)(?::(?P<size>\d{1,9})(?:x(?P<count>\d{1,9}))?)?")
 _FILES = (".yaml", ".yml", ".json")
 
 
@@ -37,17 +37,29 @@ def parse_cluster(text_or_path: str) -> Cluster:
     Raises:
         PlanError: no such device or file, or an error in the file, with its line and field.
     """
-    if text_or_path.endswith(_FILES) or Path(text_or_path).is_file():
-        return _from_file(Path(text_or_path))
-    found = _SHORT.fullmatch(text_or_path)
+    is_file = text_or_path.endswith(_FILES) or Path(text_or_path).is_file()
+    cluster = _from_file(Path(text_or_path)) if is_file else _from_text(text_or_path)
+    if cluster.num_devices > _MOST_DEVICES:
+        raise PlanError(
+            f"cluster={text_or_path!r} has {cluster.num_devices:,} devices; use at most "
+            f"{_MOST_DEVICES:,}."
+        )
+    return cluster
+
+
+_MOST_DEVICES = 2**20
+
+
+def _from_text(text: str) -> Cluster:
+    found = _SHORT.fullmatch(text)
     if found is None:
         raise PlanError(
-            f"cluster={text_or_path!r} is neither a file nor of the form DEVICE:PER_NODExNODES; "
+            f"cluster={text!r} is neither a file nor of the form DEVICE:PER_NODExNODES; "
             "write for example h100:8x4."
         )
     size, count = int(found["size"] or 1), int(found["count"] or 1)
     if not size or not count:
-        raise PlanError(f"cluster={text_or_path!r} has no devices; write for example h100:8x4.")
+        raise PlanError(f"cluster={text!r} has no devices; write for example h100:8x4.")
     name = sheet_name(found["device"])
     if name is None:
         raise PlanError(f"There is no device {found['device']!r}{_similar_device(found['device'])}")

@@ -20,6 +20,7 @@ from merak.core.storages import Storages, can_move, storages_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
+from merak.graph.ir.structure import structural_key
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
 from merak.plan.cost.gpu_kernels import graph_of, kernels_of
@@ -259,34 +260,6 @@ def _places(run: FakeRun, outputs: Sequence[torch.Tensor], storages: Storages) -
         root = roots.setdefault(storage._cdata, name)
         places[name] = Output(storage.nbytes(), root, contiguous)
     return places
-
-
-def structural_key(graph: fx.Graph) -> Any:
-    """Hashable key that is equal for graphs that differ in names alone."""
-    numbers = {node: number for number, node in enumerate(graph.nodes)}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return ("node", numbers[value])
-        if isinstance(value, tuple | list):
-            return tuple(plain(item) for item in value)
-        if isinstance(value, Mapping):
-            return tuple((key, plain(item)) for key, item in value.items())
-        if isinstance(value, slice):
-            return ("slice", plain(value.start), plain(value.stop), plain(value.step))
-        return (type(value), value)
-
-    return tuple(
-        (
-            node.op,
-            "" if node.op in ("placeholder", "output") else node.target,
-            plain(node.args) if node.op != "placeholder" else (),
-            plain(node.kwargs),
-            plain(node.meta.get("tensor")),
-            node.meta.get("kind"),
-        )
-        for node in graph.nodes
-    )
 
 
 def _deferred_bytes(graph: fx.Graph) -> int:

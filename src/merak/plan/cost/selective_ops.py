@@ -16,10 +16,11 @@ from torch import fx
 from merak.core.storages import Storages
 from merak.graph.ir.ir import Segment
 from merak.graph.ir.mutation import find_mutations
+from merak.graph.ir.structure import structural_key
 from merak.graph.program.selective import save_operators
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import node_work, outputs
-from merak.plan.cost.segment_memory import FakeRun, structural_key
+from merak.plan.cost.segment_memory import FakeRun
 from merak.plan.cost.segment_time import work_seconds
 
 

@@ -87,7 +87,8 @@ def stage_exchange(
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
         distance = (copies[1] - copies[0]) * candidate.dp * candidate.tp
-        pair = group_of(cluster, 2, distance)
+        # A pair farther apart than half of the cluster is on two nodes just as that one is.
+        pair = group_of(cluster, 2, min(distance, cluster.num_devices // 2))
         reduce_s += math.log2(len(copies)) * _bucketed("all_reduce", num_bytes, pair)
     num_buckets = max(1, math.ceil(num_bytes / BUCKET_BYTES))
     times = stage.whole

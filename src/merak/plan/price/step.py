@@ -7,8 +7,9 @@ profiles and links the seconds, the engine's own schedule their order, and the m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -77,13 +78,19 @@ class _Laid:
         return self.forecast.layout.schedule
 
 
-def price(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price:
+def price(
+    workload: Workload,
+    cluster: Cluster,
+    candidate: Candidate,
+    known: Mapping[int, Stage] = MappingProxyType({}),
+) -> Price:
     """Price one way to lay a job out.
 
     Args:
         workload: the job.
         cluster: the devices; ranks are counted in the order (pp, dp, tp), tp fastest.
         candidate: how it is laid out. A plan that does not fit a device's memory has a price, too.
+        known: stages whose times are known, such as measured ones, in place of estimates.
 
     Raises:
         PlanError: more ranks than devices, or options that contradict each other.
@@ -98,6 +105,8 @@ def price(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price:
             "smaller degrees or more devices."
         )
     laid = _lay_out(workload, cluster, candidate)
+    stages = tuple(known.get(number, stage) for number, stage in enumerate(laid.stages))
+    laid = replace(laid, stages=stages)
     samples = candidate.microbatch * candidate.num_microbatches * candidate.dp
     flops = model_flops(workload, candidate.microbatch) * candidate.num_microbatches * candidate.dp
     shares, bubble_fraction = _step(workload, cluster, candidate, laid)
@@ -116,6 +125,17 @@ def price(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price:
         memory_uncertainty=MEMORY_UNCERTAINTY,
         device_bytes=tuple(_memory_of(device) for device in laid.devices),
     )
+
+
+def priced_stages(workload: Workload, cluster: Cluster, candidate: Candidate) -> tuple[Stage, ...]:
+    """Price the stages of a candidate, each by itself.
+
+    Args:
+        workload: the job.
+        cluster: the devices.
+        candidate: how it is laid out.
+    """
+    return _lay_out(workload, cluster, candidate).stages
 
 
 def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Laid:
@@ -293,3 +313,25 @@ def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:
     if recomputed and recomputed == every - forecast.untrained:
         word = "full"
     return replace(candidate, partition=sizes, recompute=word)
+
+
+def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidate) -> Simulation:
+    """Simulate the pipeline of a candidate as its price has it, to be drawn.
+
+    Args:
+        workload: the job.
+        cluster: the devices.
+        candidate: how it is laid out.
+    """
+    laid = _lay_out(workload, cluster, candidate)
+    schedule, forecast = laid.schedule, laid.forecast
+    zero = zero_sharding(candidate, workload.master_weights, forecast.options.float32_gradients)
+    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    whole, reduction_s = [], []
+    for number, stage in enumerate(laid.stages):
+        own = stage_exchange(stage, number, cluster, candidate, schedule, zero)
+        whole.append(slower(stage.whole, own.forward_s, own.backward_s))
+        reduction_s.append(own.reduction_s)
+    links = stage_links(cluster, candidate, schedule)
+    sizes = boundary_bytes(graph, forecast.layout.partition)
+    return simulate(schedule, costs_of(whole, links, sizes, reduction_s))

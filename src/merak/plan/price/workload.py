@@ -12,14 +12,15 @@ from torch import nn
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.ir.structure import structural_key
+from merak.graph.segment.build import GraphSource
+from merak.graph.segment.repeated import RepeatedGraphs
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories
-from merak.plan.cost.segment_memory import structural_key
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.local_model import LocalModel
@@ -60,6 +61,7 @@ class Workload:
     kernels: KernelChoice = field(default_factory=KernelChoice)
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
     _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
+    _traced: RepeatedGraphs | None = field(init=False, default=None)
     _parallel: dict[Any, TensorParallel] = field(init=False, default_factory=dict)
     _local: dict[Any, ModelGraph] = field(init=False, default_factory=dict)
     _models: dict[Any, LocalModel] = field(init=False, default_factory=dict)
@@ -100,8 +102,9 @@ class Workload:
             TraceError: the model cannot be traced.
         """
         if microbatch not in self._graphs:
-            columns = dict(self.columns(microbatch))
-            self._graphs[microbatch] = build_graph(self.source, columns, training=True)
+            if self._traced is None:
+                self._traced = RepeatedGraphs(self.source, lambda b: dict(self.columns(b)))
+            self._graphs[microbatch] = self._traced(microbatch)
         return self._graphs[microbatch]
 
     def local_graph(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> ModelGraph:
@@ -193,6 +196,7 @@ class Workload:
         """The engine's options of a candidate."""
         return EngineOptions(
             schedule=candidate.schedule,
+            schedule_options=candidate.schedule_options or None,
             num_microbatches=candidate.num_microbatches,
             partition=candidate.partition,
             recompute=candidate.recompute,

@@ -141,6 +141,8 @@ def test_texts_that_are_no_cluster_are_refused(tmp_path):
         ("h200x:8", r"no device 'h200x'; did you mean h200"),
         ("tpu:8", "no device 'tpu'; choose one of: a10, "),
         ("h100:8x0", "has no devices; write for example h100:8x4"),
+        ("h100:8x1000000", "has 8,000,000 devices; use at most 1,048,576"),
+        ("", "neither a file nor of the form"),
         ("h100:8x4x2", "neither a file nor of the form DEVICE:PER_NODExNODES"),
         ("none.yaml", "none.yaml cannot be read: No such file or directory; name another"),
     ):

@@ -76,3 +76,21 @@ def test_memory_is_that_of_the_forecast(llama: Workload, candidate: Candidate) -
     new = llama.forecast(candidate, partition, device_profile=preset("h100-sxm"))
     schedule = old.layout.schedule
     assert new.ranks(schedule, old.policy) == old.ranks(schedule, old.policy)
+
+
+@pytest.mark.slow
+def test_memory_with_repeated_blocks_traced_once() -> None:
+    config = {**LLAMA.config.to_dict(), "num_hidden_layers": 7}
+    deep = ModelSource(LlamaForCausalLM, LlamaConfig(**config), None)
+    workload = example_workload(deep, global_batch=32, sequence=16, optimizer=adam)
+    candidate = Candidate(tp=2, pp=2, microbatch=1, num_microbatches=4)
+    partition = from_sizes((8, 8), len(workload.graph(1).segments))
+    assert workload._traced is not None and workload._traced.repeats
+    options = EngineOptions(
+        num_microbatches=4, partition=(8, 8), sub_pipelining="off", optimizer=adam
+    )
+    source = GraphSource(workload.model)
+    mesh = Mesh(1, 2, 2, 0, workload.device, None)
+    old = forecast_of(source, example_signature(deep, 16, 1), mesh, options)
+    new, schedule = workload.forecast(candidate, partition), old.layout.schedule
+    assert new.ranks(schedule, old.policy) == old.ranks(schedule, old.policy)

@@ -1,0 +1,124 @@
+"""Planning at scale: Llama 405B and DeepSeek-V3 671B on 16,384 H100s, on one core.
+
+    python -m benchmarks.plan_scale [--model llama-405b|deepseek-v3] [--microbatches 1 2 4]
+
+Every model is planned in a fresh process with one thread: the model is built without weights,
+traced, sharded over tensor parallel ranks, and the memory of candidates of 16,384 devices is
+forecast. The seconds of every phase, elapsed and of the core, and the peak of resident memory are
+printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+DEVICES = 16_384
+GLOBAL_BATCH = 2048
+TP = 8
+PP = 16
+
+LLAMA_405B = {
+    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+    "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+"""Source: arXiv:2407.21783, table 3."""
+
+DEEPSEEK_V3 = {
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "first_k_dense_replace": 3, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8,
+    "topk_group": 4, "vocab_size": 129280, "max_position_embeddings": 163840,
+}  # fmt: skip
+"""Source: arXiv:2412.19437, section 4.2."""
+
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama-405b": ("LlamaForCausalLM", LLAMA_405B, 8192),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", DEEPSEEK_V3, 4096),
+}
+"""Architecture, config, and tokens of a sequence, by name."""
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Print the seconds that something takes."""
+    start = time.perf_counter(), time.process_time()
+    yield
+    seconds, core_s = time.perf_counter() - start[0], time.process_time() - start[1]
+    print(f"  {name:44s}{seconds:8.2f} s{core_s:8.2f} s", flush=True)
+
+
+def run(name: str, microbatches: list[int]) -> None:
+    """Plan one model in this process."""
+    start = time.perf_counter()
+    print(f"{name}, {DEVICES:,} devices, {GLOBAL_BATCH:,} samples a step", flush=True)
+    print(f"  {'':44s}{'elapsed':>10s}{'of a core':>10s}")
+    with phase("import"):
+        import torch
+
+        from merak.plan.partition import from_sizes
+        from merak.plan.price.candidate import Candidate
+        from merak.zoo.model_source import resolve_model
+        from merak.zoo.workload import example_workload
+
+        torch.set_num_threads(1)
+    architecture, config, sequence = MODELS[name]
+    with phase("build the model, without weights"):
+        workload = example_workload(
+            resolve_model(architecture, config),
+            global_batch=GLOBAL_BATCH,
+            sequence=sequence,
+            dtype=torch.bfloat16,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+            master_weights=True,
+        )
+    for microbatch in microbatches:
+        with phase(f"graph of microbatches of {microbatch}"):
+            count = len(workload.graph(microbatch).segments)
+    sizes = tuple(count // PP + (stage < count % PP) for stage in range(PP))
+    partition, dp = from_sizes(sizes, count), DEVICES // (TP * PP)
+    for microbatch in microbatches:
+        for recompute in ("off", "full"):
+            candidate = Candidate(
+                dp=dp, tp=TP, pp=PP, microbatch=microbatch, zero=1, partition=sizes,
+                num_microbatches=max(1, GLOBAL_BATCH // (dp * microbatch)), recompute=recompute,
+            )  # fmt: skip
+            with phase(f"memory, microbatch {microbatch}, recompute={recompute}"):
+                forecast = workload.forecast(candidate, partition)
+                forecast.ranks(forecast.layout.schedule)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds = time.perf_counter() - start
+    print(f"  {'all of it':44s}{seconds:8.2f} s{time.process_time():8.2f} s")
+    print(f"  {'peak of resident memory':44s}{peak / 1e9:8.2f} GB", flush=True)
+
+
+def main() -> int:
+    """Run every model in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--here", action="store_true", help="in this process")
+    chosen = parser.parse_args()
+    if chosen.here:
+        run(chosen.model or next(iter(MODELS)), chosen.microbatches)
+        return 0
+    counts = [str(count) for count in chosen.microbatches]
+    for name in [chosen.model] if chosen.model else MODELS:
+        command = [sys.executable, "-m", "benchmarks.plan_scale", "--here", "--model", name]
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*command, "--microbatches", *counts], check=True, env=one_thread)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Training arguments from a plan file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from merak.arguments.fields import TrainingFields
+from merak.core.errors import ArgumentsError
+from merak.core.mesh import Mesh
+from merak.plan.price.candidate import Candidate
+from merak.plan.search.plan_file import read_plan
+
+
+def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
+    """Set arguments as their plan file says.
+
+    Args:
+        arguments: whose `plan` names the file; nothing happens where it is None.
+        mesh: of the job.
+
+    Raises:
+        ArgumentsError: the plan is for other degrees, or an argument contradicts it.
+        PlanError: the plan cannot be read.
+    """
+    if arguments.plan is None:
+        return
+    path = str(arguments.plan)
+    candidate = read_plan(Path(path)).candidate
+    _check_degrees(candidate, mesh, path)
+    defaults = {own.name: own.default for own in dataclasses.fields(TrainingFields)}
+    for name, value in planned_arguments(candidate).items():
+        given = getattr(arguments, name)
+        if given not in (defaults[name], value) and not _same(given, value):
+            raise ArgumentsError(
+                f"{name}={given!r} contradicts the plan {path}, which has {value!r}; leave it out, "
+                "or plan again."
+            )
+        if not _same(given, value):
+            setattr(arguments, name, value)
+
+
+def planned_arguments(candidate: Candidate) -> dict[str, Any]:
+    """Training arguments of a candidate, by name.
+
+    Args:
+        candidate: of a plan.
+    """
+    return {
+        "per_device_train_batch_size": candidate.microbatch,
+        "gradient_accumulation_steps": candidate.num_microbatches,
+        "schedule": candidate.schedule,
+        "schedule_options": dict(candidate.schedule_options) or None,
+        "partition": None if candidate.partition is None else list(candidate.partition),
+        "recompute": candidate.recompute,
+        "offload_activations": candidate.offload,
+        "zero": candidate.zero,
+        "sequence_parallel": candidate.sequence_parallel,
+        "sub_pipelining": candidate.sub_pipelining,
+    }
+
+
+def _check_degrees(candidate: Candidate, mesh: Mesh, path: str) -> None:
+    dp = mesh.wanted_dp or mesh.dp  # where a host is lost, the rest of the job goes on
+    planned = (candidate.dp, candidate.tp, candidate.pp)
+    if planned == (dp, mesh.tp, mesh.pp):
+        return
+    named = "dp={} tp={} pp={}".format(*planned)
+    raise ArgumentsError(
+        f"the plan {path} is for {named} ({candidate.world_size} ranks), but merak.init laid "
+        f"{mesh.world_size} ranks out as dp={dp} tp={mesh.tp} pp={mesh.pp}; call "
+        f"merak.init(plan={path!r}) on {candidate.world_size} ranks, or plan again."
+    )
+
+
+def _same(given: Any, value: Any) -> bool:
+    if isinstance(given, Mapping) and isinstance(value, Mapping):
+        return dict(given) == dict(value)
+    return bool(given == value)

@@ -1,0 +1,1 @@
+"""`merak plan`: the request, the search, and what is shown of it."""

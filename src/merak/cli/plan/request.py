@@ -1,0 +1,163 @@
+"""Request of `merak plan`, checked before anything is traced."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from merak.cli.options import json_output, option
+from merak.launch.errors import CommandError
+
+if TYPE_CHECKING:
+    from merak.plan.search.pinned import Pinned
+
+_PINNED = " Pinned; else it is searched."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Request for the fastest plans of a job on devices that need not be here."""
+
+    model: str = option(
+        MISSING,
+        "--model",
+        "M",
+        "transformers class name, or a folder or file with a config.json.",
+    )
+    cluster: str = option(
+        MISSING, "--cluster", "C", "Such as h100:8x4 (device, devices a node, nodes), or a file."
+    )
+    global_batch: int = option(MISSING, "--global-batch", "N", "Samples of a step of the job.")
+    sequence: int = option(MISSING, "--seq", "S", "Tokens of a sequence.")
+    config: str | None = option(
+        None, "--config", "JSON", "Fields of the config to change, as an object."
+    )
+    dp: int | None = option(None, "--dp", "D", f"Data parallel degree.{_PINNED}")
+    tp: int | None = option(None, "--tp", "T", f"Tensor parallel degree.{_PINNED}")
+    pp: int | None = option(None, "--pp", "P", f"Pipeline parallel degree.{_PINNED}")
+    ep: int | None = option(None, "--ep", "E", "Expert parallel degree; 1 is all there is.")
+    cp: int | None = option(None, "--cp", "C", "Context parallel degree; 1 is all there is.")
+    microbatch: int | None = option(
+        None, "--microbatch", "B", f"Samples of a microbatch of one replica.{_PINNED}"
+    )
+    schedule: str | None = option(None, "--schedule", "NAME", f"Pipeline schedule.{_PINNED}")
+    options: list[str] | None = option(
+        None, "--option", "KEY=VALUE", "Of the pinned schedule; repeatable."
+    )
+    recompute: str | None = option(
+        None, "--recompute", "WHAT", f"off, selective, full, auto or a fraction.{_PINNED}"
+    )
+    zero: int | None = option(None, "--zero", "0|1|2|3", f"Stage of ZeRO.{_PINNED}")
+    sequence_parallel: bool | None = option(
+        None, "--sequence-parallel/--no-sequence-parallel", "", f"Shard the sequence.{_PINNED}"
+    )
+    sub_pipelining: str | None = option(
+        None, "--sub-pipelining", "on|off", f"Hide all-reduces of tp.{_PINNED}"
+    )
+    offload: str | None = option(
+        None, "--offload", "WHAT", "Activations that are offloaded: full, a fraction. None else."
+    )
+    partition: str | None = option(
+        None, "--partition", "N,…", "Segments of every stage, such as 5,7,7,7; else balanced."
+    )
+    dtype: str = option("float32", "--dtype", "TYPE", "Of the parameters, such as bfloat16.")
+    autocast: str | None = option(
+        None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
+    )
+    optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
+    master_weights: bool = option(
+        False, "--master-weights", "", "Float32 masters of parameters of a lower precision."
+    )
+    top: int = option(5, "--top", "K", "Plans to show.")
+    what_if: bool = option(
+        False, "--what-if", "", "Plan again with more devices, a slower network, a larger batch."
+    )
+    price_per_device_hour: float | None = option(
+        None, "--price-per-device-hour", "DOLLARS", "Of one device; the cluster file may have it."
+    )
+    output: Path | None = option(None, "--output", "FILE.json", "Write the first plan there.")
+    page: Path | None = option(
+        None, "--page", "FILE.html", "Write a page: timeline, memory, frontier of time and memory."
+    )
+    trust_remote_code: bool = option(
+        False, "--trust-remote-code", "", "Run code that is in the model's folder."
+    )
+    as_json: bool = json_output()
+
+
+def pinned_of(request: PlanRequest) -> Pinned:
+    """The choices that a request pins.
+
+    Raises:
+        CommandError: one is none, or they contradict each other.
+    """
+    from merak.plan.search.pinned import Pinned
+
+    _check_counts(request)
+    if request.options and request.schedule is None:
+        raise CommandError(f"--option {request.options[0]} is of a schedule; name --schedule too.")
+    if request.zero not in (None, 0, 1, 2, 3):
+        raise CommandError(f"--zero {request.zero} is no stage of ZeRO; use 0, 1, 2 or 3.")
+    if request.sub_pipelining not in (None, "on", "off"):
+        raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
+    if request.sub_pipelining == "on" and request.sequence_parallel:
+        raise CommandError(
+            "--sub-pipelining on hides all-reduces, of which --sequence-parallel leaves none; use "
+            "one of the two."
+        )
+    return Pinned(
+        dp=request.dp,
+        tp=request.tp,
+        pp=request.pp,
+        microbatch=request.microbatch,
+        schedule=request.schedule,
+        schedule_options=dict(map(_key_value, request.options or ())),
+        recompute=request.recompute,
+        offload=None if request.offload == "off" else request.offload,
+        zero=request.zero,
+        sequence_parallel=request.sequence_parallel,
+        sub_pipelining=request.sub_pipelining,
+        partition=_sizes(request.partition),
+    )
+
+
+def _check_counts(request: PlanRequest) -> None:
+    for flag, value in (
+        ("--global-batch", request.global_batch),
+        ("--seq", request.sequence),
+        ("--top", request.top),
+    ):
+        if value < 1:
+            raise CommandError(f"{flag} {value} is too few; use 1 or more.")
+    for flag, degree in (("--ep", request.ep), ("--cp", request.cp)):
+        if degree not in (None, 1):
+            raise CommandError(
+                f"{flag} {degree} is not there: Merak has no such parallelism; use 1."
+            )
+    price = request.price_per_device_hour
+    if price is not None and not (0 <= price < math.inf):
+        raise CommandError(f"--price-per-device-hour {price} is no price; use 0 or more.")
+
+
+def _key_value(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise CommandError(f"--option {text} is not of the form KEY=VALUE.")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise CommandError(
+            f"--partition {text} is no list of whole numbers; use such as 5,7,7,7."
+        ) from None

@@ -1,0 +1,194 @@
+"""`merak rehearse`: one rank of a planned job, run on this machine without the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from merak.cli.memory import optimizer_factory, types_of
+from merak.cli.options import device, json_output, option, shared, takes
+from merak.cli.output import show, stdout_to_stderr
+from merak.cli.rehearse_report import RehearsalReport, page, report_on
+from merak.launch.devices import device_of
+from merak.launch.errors import CommandError
+
+if TYPE_CHECKING:
+    from merak.plan.price.candidate import Candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearseRequest:
+    """Request to run one rank of a job."""
+
+    model: str = option(
+        MISSING,
+        "--model",
+        "M",
+        "transformers class name, or a folder or file with a config.json.",
+    )
+    cluster: str = option(
+        MISSING, "--cluster", "C", "What the job is planned for: such as h100:8x128, or a file."
+    )
+    rank: int = option(MISSING, "--rank", "R", "The rank to run, 0 to dp × tp × pp − 1.")
+    config: str | None = option(
+        None, "--config", "JSON", "Fields of the config to change, as an object."
+    )
+    dp: int = option(1, "--dp", "D", "Data parallel degree.")
+    tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
+    pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
+    microbatch: int = option(1, "--microbatch", "B", "Samples of a microbatch.")
+    global_batch: int | None = option(
+        None,
+        "--global-batch",
+        "N",
+        "Samples of a step of the job; dp × microbatch × 2 pp if unset.",
+    )
+    sequence: int | None = option(
+        None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
+    )
+    schedule: str = shared("schedule")
+    schedule_options: list[str] = option(
+        (), "--option", "K=V", "Option of the schedule, such as chunks=2; may be repeated."
+    )
+    recompute: str | None = shared("recompute")
+    zero: int = shared("zero")
+    sequence_parallel: bool = shared("sequence_parallel")
+    sub_pipelining: str = option(
+        "off", "--sub-pipelining", "on|off", "Whether microbatches run as two sub-microbatches."
+    )
+    offload: str | None = shared("offload_activations", "--offload")
+    partition: str | None = option(
+        None, "--partition", "N,…", "Segments of every stage, such as 5,7,7,7; balanced if unset."
+    )
+    optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
+    master_weights: bool = shared("master_weights")
+    dtype: str = option("float32", "--dtype", "TYPE", "Of the parameters, such as bfloat16.")
+    autocast: str | None = option(
+        None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
+    )
+    steps: int = option(3, "--steps", "N", "Steps that are timed.")
+    device: str | None = device()
+    trust_remote_code: bool = option(
+        False, "--trust-remote-code", "", "Run code that is in the model's folder."
+    )
+    as_json: bool = json_output()
+
+
+@takes(RehearseRequest)
+def rehearse(request: RehearseRequest) -> None:
+    """Run one rank of a large job alone: its memory and computation, before the others exist."""
+    with stdout_to_stderr():
+        report = rehearsal_report(request)
+    show(report, page, request.as_json)
+
+
+def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
+    """Run one rank of a job, and report what it took.
+
+    Args:
+        request: the model, the cluster and the plan.
+
+    Raises:
+        CommandError: there is no such model, optimizer or option.
+        MerakError: the plan does not fit the model or the cluster.
+    """
+    # Heavy imports wait until a command is known to be well formed.
+    from merak.arguments import default_trace_cache
+    from merak.plan.cluster.parse import parse_cluster
+    from merak.rehearse.rehearsal import rehearse as run
+    from merak.zoo.batches.batch import example_columns
+    from merak.zoo.batches.columns import draw_batch
+    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
+    from merak.zoo.workload import example_workload
+
+    candidate = _candidate(request)
+    here = device_of(request.device)
+    cluster = parse_cluster(request.cluster)
+    dtype, autocast = types_of(request.dtype, request.autocast)
+    changes = parse_overrides(request.config)
+    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
+    check_inner_fields(source.config, changes)
+    cache = default_trace_cache()
+    workload = example_workload(
+        source,
+        global_batch=candidate.dp * candidate.microbatch * candidate.num_microbatches,
+        sequence=request.sequence,
+        dtype=dtype,
+        autocast=autocast,
+        device=here,
+        cache_dir=Path(cache) if cache else None,
+        optimizer=optimizer_factory(request.optimizer),
+        master_weights=request.master_weights,
+    )
+    samples = candidate.microbatch * candidate.num_microbatches
+    columns = example_columns(
+        source.model_class, source.config, batch=samples, sequence=request.sequence
+    )
+    batch = draw_batch(columns, seed=0)
+    found = run(workload, cluster, candidate, request.rank, batch, device=here, steps=request.steps)
+    return report_on(source.name, request.cluster, found)
+
+
+def _candidate(request: RehearseRequest) -> Candidate:
+    from merak.plan.price.candidate import Candidate
+
+    for name in ("dp", "tp", "pp", "microbatch"):
+        if getattr(request, name) < 1:
+            raise CommandError(f"--{name} {getattr(request, name)} is too few; use 1 or more.")
+    if request.sub_pipelining not in ("on", "off"):
+        raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
+    return Candidate(
+        dp=request.dp,
+        tp=request.tp,
+        pp=request.pp,
+        microbatch=request.microbatch,
+        num_microbatches=_num_microbatches(request),
+        schedule=request.schedule,
+        schedule_options=_schedule_options(request.schedule_options),
+        recompute=request.recompute,
+        offload=request.offload,
+        zero=request.zero,
+        sequence_parallel=request.sequence_parallel,
+        sub_pipelining=request.sub_pipelining,
+        partition=_partition(request.partition),
+    )
+
+
+def _num_microbatches(request: RehearseRequest) -> int:
+    """Microbatches of a step on one replica."""
+    if request.global_batch is None:
+        return 2 * request.pp
+    each = request.dp * request.microbatch
+    if request.global_batch < each or request.global_batch % each:
+        raise CommandError(
+            f"--global-batch {request.global_batch} is not a multiple of dp × microbatch = {each}; "
+            f"use {max(1, request.global_batch // each) * each}."
+        )
+    return request.global_batch // each
+
+
+def _schedule_options(given: list[str]) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise CommandError(f"--option {pair} is none; write it as NAME=VALUE.")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def _partition(given: str | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    try:
+        return tuple(int(part) for part in given.replace(" ", ",").split(",") if part)
+    except ValueError as error:
+        raise CommandError(
+            f"--partition {given} is none; give whole numbers such as 5,7,7,7."
+        ) from error

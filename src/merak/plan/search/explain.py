@@ -1,0 +1,93 @@
+"""Explanations: rejections merged into few lines, and candidates in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from merak.plan.price.candidate import Candidate
+from merak.plan.search.ranking import Cause, Rejected, Rejection
+
+MOST_LINES = 24
+"""Lines of rejected regions that are shown."""
+
+_SHARED: tuple[Callable[[Candidate], Any], ...] = (
+    lambda own: (own.dp, own.tp, own.pp, own.zero),
+    lambda own: (own.dp, own.tp, own.pp),
+    lambda own: (own.tp, own.pp),
+    lambda own: (own.pp,),
+    lambda own: (),
+)
+"""What the candidates of one line share, from the finest lines to the coarsest."""
+
+_NAMES = (("dp", "tp", "pp", "zero"), ("dp", "tp", "pp"), ("tp", "pp"), ("pp",), ())
+
+
+_WORDS = {
+    Cause.SAVED: "more recomputation",
+    Cause.SLOWER: "slower plans",
+    Cause.UNPRICED: "not priced",
+}
+
+
+def merge(rejections: Sequence[Rejection], regions: Iterable[Rejected] = ()) -> list[Rejected]:
+    """Merge rejections into lines for people.
+
+    Each line says of how many candidates it speaks, and the reason of the nearest of them.
+
+    Args:
+        rejections: of single candidates.
+        regions: that were never listed.
+    """
+    lines = list(regions)
+    for cause in (Cause.STATE, Cause.MEMORY, Cause.REFUSED):
+        lines += _of_cause([own for own in rejections if own.cause is cause])
+    for cause, what in _WORDS.items():
+        same = [one for one in rejections if one.cause is cause]
+        if same:
+            nearest = min(same, key=lambda one: one.excess)
+            lines.append(Rejected(what, f"{nearest.why}{_such_as(nearest)}", len(same)))
+    return lines
+
+
+def _of_cause(rejections: Sequence[Rejection]) -> list[Rejected]:
+    """The finest lines of which there are not too many."""
+    groups: dict[Any, list[Rejection]] = {}
+    names: tuple[str, ...] = ()
+    for shared, own_names in zip(_SHARED, _NAMES, strict=True):
+        names = own_names
+        groups = {}
+        for own in rejections:
+            groups.setdefault(shared(own.candidate), []).append(own)
+        if len(groups) <= MOST_LINES // 3:
+            break
+    found = []
+    for key, same in groups.items():
+        nearest = min(same, key=lambda one: one.excess)
+        what = ", ".join(f"{name}={value}" for name, value in zip(names, key, strict=True))
+        found.append(Rejected(what or "others", f"{nearest.why}{_such_as(nearest)}", len(same)))
+    return found
+
+
+def _such_as(rejection: Rejection) -> str:
+    return f" ({describe(rejection.candidate)})" if rejection.cause is not Cause.REFUSED else ""
+
+
+def describe(candidate: Candidate) -> str:
+    """The choices of a candidate in one line.
+
+    Args:
+        candidate: what to describe.
+    """
+    options = "".join(f" {key}={value}" for key, value in candidate.schedule_options.items())
+    parts = [
+        f"dp={candidate.dp} tp={candidate.tp} pp={candidate.pp}",
+        f"{candidate.num_microbatches} microbatches of {candidate.microbatch}",
+        f"{candidate.schedule}{options}" if candidate.pp > 1 else "",
+        f"zero={candidate.zero}" if candidate.zero else "",
+        f"recompute={candidate.recompute}" if candidate.recompute not in (None, "off") else "",
+        f"offload={candidate.offload}" if candidate.offload else "",
+        "sequence parallel" if candidate.sequence_parallel else "",
+        "sub-pipelined" if candidate.sub_pipelining == "on" else "",
+    ]
+    return ", ".join(part for part in parts if part)

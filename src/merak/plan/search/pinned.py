@@ -1,0 +1,46 @@
+"""Choices of a plan that are pinned: the search leaves them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """Choices that the search leaves as they are; None for one that it makes.
+
+    Args:
+        dp: data parallel degree.
+        tp: tensor parallel degree.
+        pp: pipeline parallel degree.
+        microbatch: samples of one microbatch on one replica.
+        schedule: name of the schedule.
+        schedule_options: options of that schedule's builder.
+        recompute: as the option `recompute`.
+        offload: as the option `offload_activations`.
+        zero: ZeRO stage.
+        sequence_parallel: whether activations between blocks are sharded over tp.
+        sub_pipelining: "on" or "off".
+        partition: segments of every stage.
+    """
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    microbatch: int | None = None
+    schedule: str | None = None
+    schedule_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    recompute: str | None = None
+    offload: str | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    sub_pipelining: str | None = None
+    partition: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        """What is pinned, such as "dp=2, zero=1"; empty for nothing."""
+        named = {own.name: getattr(self, own.name) for own in fields(self)}
+        return ", ".join(f"{name}={value!r}" for name, value in named.items() if value)

@@ -1,0 +1,73 @@
+"""Results of a search: plans, fastest first, and the candidates that are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.price import Price
+
+
+class Cause(Enum):
+    """Cause of a rejection, by which rejections are merged for people."""
+
+    STATE = "state"
+    MEMORY = "memory"
+    REFUSED = "refused"
+    SAVED = "saved"
+    SLOWER = "slower"
+    UNPRICED = "unpriced"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Rejection of one candidate.
+
+    Args:
+        candidate: what is rejected.
+        cause: the kind of rule.
+        why: a clause for people.
+        excess: how far it is from being acceptable; of several, the one with the least is shown.
+    """
+
+    candidate: Candidate
+    cause: Cause
+    why: str
+    excess: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A rejected region of the space, for people to read.
+
+    Args:
+        what: the choices that its candidates share, such as "tp=8".
+        why: the reason, such as "91 GiB on pp rank 0 of 80 GiB".
+        count: candidates in it; 0 where they were never listed.
+    """
+
+    what: str
+    why: str
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Result of a search.
+
+    Args:
+        plans: those that fit, fastest first.
+        rejected: regions of the space, each with a reason.
+        fits_nowhere: those priced that do not fit, the nearest to its devices' memory first.
+        num_candidates: size of the space.
+        num_priced: candidates that were priced.
+        is_proved: whether no candidate outside of `plans` can be faster than the first plan.
+    """
+
+    plans: tuple[Price, ...]
+    rejected: tuple[Rejected, ...]
+    fits_nowhere: tuple[Price, ...] = ()
+    num_candidates: int = 0
+    num_priced: int = 0
+    is_proved: bool = True

@@ -1,0 +1,105 @@
+"""The search for the fastest plan of a job on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from merak.core.errors import MerakError
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.price.price import Price
+from merak.plan.price.workload import Workload
+from merak.plan.search.bounds import JobPricing, Pricing
+from merak.plan.search.explain import merge
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.rank import MOST_PRICED, rank
+from merak.plan.search.ranking import Ranking
+from merak.plan.search.space import Job, space_of
+
+
+def search(
+    workload: Workload,
+    cluster: Cluster,
+    pinned: Pinned | None = None,
+    *,
+    top: int = 5,
+    most_priced: int = MOST_PRICED,
+) -> Ranking:
+    """Find the fastest plans of a job that fit its devices.
+
+    Args:
+        workload: the job.
+        cluster: the devices.
+        pinned: choices that are made already.
+        top: plans that are wanted.
+        most_priced: candidates that may be priced.
+
+    Raises:
+        PlanError: what is pinned contradicts the devices or the batch.
+        TraceError: the model cannot be traced.
+    """
+    pinned = Pinned() if pinned is None else pinned
+    pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
+    return search_job(job_of(workload, cluster, pinned), pricing, pinned, top, most_priced)
+
+
+def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
+    """What the space of a job depends on.
+
+    Args:
+        workload: the job.
+        cluster: the devices.
+        pinned: choices that are made already.
+    """
+    base = pinned.microbatch or 1
+    return Job(
+        num_devices=cluster.num_devices,
+        devices_per_node=max(own.devices_per_node for own in cluster.nodes),
+        global_batch=workload.global_batch,
+        num_segments=len(workload.graph(base).segments),
+        tp_problem=_tp_problem(workload, base),
+    )
+
+
+def search_job(
+    job: Job, pricing: Pricing, pinned: Pinned, top: int = 5, most_priced: int = MOST_PRICED
+) -> Ranking:
+    """Find the fastest plans of a job, given its prices.
+
+    Args:
+        job: what the space depends on.
+        pricing: prices and bounds.
+        pinned: choices that are made already.
+        top: plans that are wanted.
+        most_priced: candidates that may be priced.
+
+    Raises:
+        PlanError: what is pinned contradicts the devices or the batch.
+    """
+    space = space_of(job, pinned)
+    found = rank(space.candidates, pricing, top, most_priced)
+    return Ranking(
+        plans=tuple(found.plans),
+        rejected=tuple(merge(found.rejections, space.rejected.values())),
+        fits_nowhere=tuple(sorted(found.misfits, key=_excess)),
+        num_candidates=len(space.candidates),
+        num_priced=found.num_priced,
+        is_proved=found.is_proved,
+    )
+
+
+def _excess(price: Price) -> float:
+    return max(
+        peak / most for peak, most in zip(price.peak_memory_bytes, price.device_bytes, strict=True)
+    )
+
+
+def _tp_problem(workload: Workload, microbatch: int) -> Callable[[int], str | None]:
+    def problem(tp: int) -> str | None:
+        try:
+            if tp > 1:
+                workload.rewrite(microbatch, tp)
+        except MerakError as error:
+            return str(error).rstrip(".")
+        return None
+
+    return problem

@@ -1,0 +1,79 @@
+"""The smallest cluster that would do for a job that fits nowhere on the devices it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from merak.core.errors import MerakError
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.price.price import Price
+from merak.plan.price.workload import Workload
+from merak.plan.search.bounds import JobPricing
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.prune import state_rejection
+from merak.plan.search.search import job_of
+from merak.plan.search.space import RECOMPUTES, space_of
+
+MOST_DEVICES = 2**17
+"""Largest cluster that is tried."""
+
+_NODE = 8
+"""Devices of a usual node: a smaller one grows before there are several."""
+
+_TRIES = 6
+"""Candidates that are priced on a cluster: those with the least memory."""
+
+
+def smallest_cluster(workload: Workload, cluster: Cluster, pinned: Pinned) -> Price | None:
+    """Find the smallest cluster, of 2, 4, 8, … times as many devices, that holds a job.
+
+    Args:
+        workload: the job.
+        cluster: on which it fits nowhere.
+        pinned: choices that are made already; degrees are left as they are.
+
+    Returns:
+        The price of a plan there, not the fastest; None where there is none.
+    """
+    for larger in _larger(cluster):
+        for price in _leanest(workload, larger, pinned):
+            if price.fits:
+                return price
+    return None
+
+
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    while cluster.num_devices * 2 <= MOST_DEVICES:
+        *others, last = cluster.nodes
+        if last.count == 1 and last.devices_per_node * 2 <= _NODE:
+            last = replace(last, devices_per_node=last.devices_per_node * 2)
+        else:
+            last = replace(last, count=last.count * 2)
+        cluster = Cluster((*others, last))
+        yield cluster
+
+
+def _leanest(workload: Workload, cluster: Cluster, pinned: Pinned) -> Iterator[Price]:
+    """Prices of the candidates with the least memory."""
+    job, pricing = job_of(workload, cluster, pinned), JobPricing(workload, cluster, 1)
+    try:
+        candidates = space_of(job, pinned).candidates
+    except MerakError:
+        return
+    least = RECOMPUTES[-1] if pinned.recompute is None else pinned.recompute
+    own = [
+        candidate
+        for candidate in candidates
+        if candidate.recompute == least
+        and candidate.microbatch == (pinned.microbatch or 1)
+        and candidate.schedule == (pinned.schedule or "1f1b")
+        and candidate.sequence_parallel == (candidate.tp > 1 and pinned.sequence_parallel is None)
+        and state_rejection(candidate, pricing) is None
+    ]
+    own.sort(key=lambda one: (pricing.state_bytes(one), -one.tp))
+    for candidate in own[:_TRIES]:
+        try:
+            yield pricing.price(candidate)
+        except MerakError:
+            continue

@@ -1,0 +1,273 @@
+"""The space of a search: every way to lay a job out that the rules allow.
+
+The rules, each of which is printed where it leaves something out:
+
+- All devices are used, and dp · tp · pp is their number, unless all three degrees are pinned.
+- tp divides what the model's graph can shard, and stays inside a node.
+- dp divides the global batch, and dp · microbatch too; microbatches have 1, 2, 4 … samples.
+- A pipeline has a stage per pp rank at least, each with a segment at least.
+- Schedules are synchronous: others train with weights of several versions. Pin one to have it.
+- Sequence parallelism and sub-pipelining need tp > 1, sub-pipelining also two samples or more.
+- ZeRO needs dp > 1; ZeRO 3 no split backward.
+- Offloading is searched where it is pinned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from merak.core.errors import PlanError
+from merak.plan.price.candidate import Candidate
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.ranking import Rejected
+from merak.schedule import registry
+
+MOST_MICROBATCH = 8
+"""Largest microbatch that is searched; larger ones can be pinned."""
+
+SCHEDULES: Mapping[str, tuple[Mapping[str, Any], ...]] = MappingProxyType(
+    {
+        "1f1b": ({},),
+        "interleaved_1f1b": ({"chunks": 2}, {"chunks": 4}),
+        "zero_bubble_h1": ({},),
+        "interleaved_zero_bubble": ({"chunks": 2},),
+        "zero_bubble_v": ({},),
+        "dualpipe_v": ({},),
+    }
+)
+"""Schedules that are searched, with the options of their builders."""
+
+RECOMPUTES = ("off", "selective", "full")
+"""Recomputations that are searched, from the most memory to the least."""
+
+_MULTIPLE = frozenset({"interleaved_1f1b", "interleaved_zero_bubble"})
+"""Schedules whose microbatches are a multiple of the pp ranks."""
+
+_SPLIT = frozenset({"zero_bubble_h1", "interleaved_zero_bubble", "zero_bubble_v", "dualpipe_v"})
+"""Schedules with split backwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the space of a job depends on.
+
+    Args:
+        num_devices: of the cluster.
+        devices_per_node: of the node with the most.
+        global_batch: samples of one step of the whole job.
+        num_segments: of the model.
+        tp_problem: why a tensor parallel degree does not fit the model; None where it does.
+        most_microbatch: the largest that is searched.
+    """
+
+    num_devices: int
+    devices_per_node: int
+    global_batch: int
+    num_segments: int
+    tp_problem: Callable[[int], str | None]
+    most_microbatch: int = MOST_MICROBATCH
+
+
+@dataclass(slots=True)
+class Space:
+    """Candidates of a job, and the regions that the rules leave out.
+
+    Args:
+        candidates: in no order that matters.
+        rejected: regions, with the rule.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    rejected: dict[str, Rejected] = field(default_factory=dict)
+
+    def reject(self, what: str, why: str) -> None:
+        """Note that a region is left out; of several pp from which on, the smallest says it."""
+        self.rejected.setdefault(what.partition("≥")[0] + why[-12:], Rejected(what, why))
+
+
+def space_of(job: Job, pinned: Pinned) -> Space:
+    """List the candidates of a job.
+
+    Args:
+        job: the devices, the batch and the model.
+        pinned: choices that are made.
+
+    Raises:
+        PlanError: what is pinned contradicts the devices or the batch.
+    """
+    _check_pinned(job, pinned)
+    space = Space()
+    for tp in _tensor_parallel(job, pinned, space):
+        for pp, dp in _pipelines(job, pinned, tp, space):
+            for microbatch in _microbatches(job, pinned, dp, space):
+                whole = job.global_batch // dp // microbatch
+                base = Candidate(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    microbatch=microbatch,
+                    num_microbatches=whole,
+                    offload=pinned.offload,
+                    partition=pinned.partition,
+                )
+                space.candidates += _variants(job, pinned, base, space)
+    return space
+
+
+def _check_pinned(job: Job, pinned: Pinned) -> None:
+    degrees = {"dp": pinned.dp, "tp": pinned.tp, "pp": pinned.pp}
+    for axis, degree in (*degrees.items(), ("microbatch", pinned.microbatch)):
+        if degree is not None and degree < 1:
+            raise PlanError(f"{axis}={degree} is too small; use 1 or more.")
+    product = math.prod(degree for degree in degrees.values() if degree)
+    named = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree)
+    if product > job.num_devices:
+        raise PlanError(
+            f"{named} takes {product} devices, but the cluster has {job.num_devices}; use smaller "
+            "degrees or more devices."
+        )
+    if job.num_devices % product and None in degrees.values():
+        raise PlanError(
+            f"{named} does not divide the cluster's {job.num_devices} devices; use degrees that do."
+        )
+    own = (pinned.dp or 1) * (pinned.microbatch or 1)
+    if job.global_batch % own:
+        raise PlanError(
+            f"a global batch of {job.global_batch} samples does not divide into dp={pinned.dp or 1}"
+            f" × microbatch={pinned.microbatch or 1}; use a multiple of {own}."
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if not number % d]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _tensor_parallel(job: Job, pinned: Pinned, space: Space) -> Iterator[int]:
+    for tp in _divisors(job.num_devices) if pinned.tp is None else [pinned.tp]:
+        if pinned.tp is None and tp > job.devices_per_node:
+            where = f"the {job.devices_per_node} devices of a node"
+            space.reject(f"tp≥{tp}", f"a tensor parallel group would span more than {where}")
+            return
+        problem = job.tp_problem(tp)
+        if problem is None:
+            yield tp
+        else:
+            space.reject(f"tp={tp}", problem)
+
+
+def _pipelines(job: Job, pinned: Pinned, tp: int, space: Space) -> Iterator[tuple[int, int]]:
+    """The pp and dp of a tp."""
+    if pinned.dp and pinned.pp:
+        yield from _fitting(job, pinned.pp, pinned.dp, space)
+        return
+    rest = job.num_devices // tp
+    for pp in _divisors(rest) if pinned.pp is None else [pinned.pp]:
+        if rest % pp or (pinned.dp is not None and rest // pp != pinned.dp):
+            continue
+        yield from _fitting(job, pp, rest // pp, space)
+
+
+def _fitting(job: Job, pp: int, dp: int, space: Space) -> Iterator[tuple[int, int]]:
+    if pp > job.num_segments:
+        space.reject(f"pp≥{pp}", f"the model has {job.num_segments} segments")
+    elif job.global_batch % dp:
+        space.reject(f"dp={dp}", f"does not divide the global batch of {job.global_batch}")
+    else:
+        yield pp, dp
+
+
+def _microbatches(job: Job, pinned: Pinned, dp: int, space: Space) -> Iterator[int]:
+    samples = job.global_batch // dp
+    if pinned.microbatch is not None:
+        if samples % pinned.microbatch:
+            space.reject(
+                f"dp={dp}",
+                f"its {samples} samples a step are no multiple of microbatch={pinned.microbatch}",
+            )
+        else:
+            yield pinned.microbatch
+        return
+    microbatch = 1
+    while samples % microbatch == 0 and microbatch <= job.most_microbatch:
+        yield microbatch
+        microbatch *= 2
+
+
+def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterator[Candidate]:
+    """A layout in all its schedules, with all that can be switched on."""
+    sequences = _choices(pinned.sequence_parallel, (False, True) if base.tp > 1 else (False,))
+    subs = ("off", "on") if base.tp > 1 and base.microbatch > 1 else ("off",)
+    zeros = _choices(pinned.zero, (0, 1, 2, 3) if base.dp > 1 else (0,))
+    recomputes = _choices(pinned.recompute, RECOMPUTES)
+    for name, options in _schedules(job, pinned, base, space):
+        combinations = itertools.product(
+            zeros, sequences, _choices(pinned.sub_pipelining, subs), recomputes
+        )
+        for zero, sequence, sub, recompute in combinations:
+            if sub == "on" and (sequence or (base.tp == 1 and pinned.sub_pipelining is None)):
+                continue
+            if zero == 3 and (name in _SPLIT or sub == "on"):
+                continue
+            yield Candidate(
+                dp=base.dp,
+                tp=base.tp,
+                pp=base.pp,
+                microbatch=base.microbatch,
+                num_microbatches=base.num_microbatches,
+                offload=base.offload,
+                partition=base.partition,
+                schedule=name,
+                schedule_options=options,
+                recompute=recompute,
+                zero=zero,
+                sequence_parallel=sequence,
+                sub_pipelining=sub,
+            )
+
+
+def _choices(pinned: Any, searched: Sequence[Any]) -> Sequence[Any]:
+    return searched if pinned is None else (pinned,)
+
+
+def _schedules(
+    job: Job, pinned: Pinned, base: Candidate, space: Space
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if pinned.schedule is not None:
+        yield pinned.schedule, pinned.schedule_options
+        return
+    if base.pp == 1:
+        yield "1f1b", MappingProxyType({})
+        return
+    for name, variants in SCHEDULES.items():
+        for options in variants:
+            problem = _schedule_problem(job, base, name, options)
+            if problem is None:
+                yield name, MappingProxyType(dict(options))
+            else:
+                what = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+                space.reject(f"{what}{problem[0]}", problem[1])
+
+
+def _schedule_problem(
+    job: Job, base: Candidate, name: str, options: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """The further choices and the reason why a schedule is left out."""
+    chunks = options.get("chunks", 2 if name in ("zero_bubble_v", "dualpipe_v") else 1)
+    stages, count = chunks * base.pp, base.num_microbatches
+    if base.partition is not None and len(base.partition) != stages:
+        return f", pp={base.pp}", f"its {stages} stages are not the partition's"
+    if stages > job.num_segments:
+        return f", pp≥{base.pp}", f"{stages} stages or more for {job.num_segments} segments"
+    if name in _MULTIPLE and count % base.pp:
+        return "", "where the microbatches are no multiple of pp"
+    if name == "dualpipe_v" and count < 2 * base.pp:
+        return "", "where there are fewer than 2 · pp microbatches"
+    if base.pp * count > registry.MOST_FORWARDS:
+        return f", pp={base.pp}", f"{count} microbatches are too many to lay out"
+    return None

@@ -1,0 +1,107 @@
+"""Charges of the collectives and transfers of one rank, by the cost model of its cluster."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from merak.core.mesh import Mesh
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.collectives import KINDS, collective_seconds, send_seconds
+from merak.plan.cluster.groups import group_of, send_link
+from merak.rehearse.fake_group import Call
+from merak.rehearse.measure import Place
+
+TRANSFERS = ("send", "receive")
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What the calls of one kind in a step would take, one after another.
+
+    Args:
+        axis: of the mesh, along which the ranks lie; "pp" for transfers, "job" for groups over
+            several axes.
+        kind: of the calls.
+        ranks: of the group; 2 for transfers.
+        calls: number of them in a step.
+        num_bytes: of all their tensors.
+        seconds: of all of them.
+    """
+
+    axis: str
+    kind: str
+    ranks: int
+    calls: int
+    num_bytes: int
+    seconds: float
+
+
+def charges(calls: Iterable[Call], mesh: Mesh, cluster: Cluster) -> tuple[Charge, ...]:
+    """Charge the calls of one step, summed by axis and kind.
+
+    Args:
+        calls: of one rank.
+        mesh: the degrees and the rank.
+        cluster: the links.
+    """
+    found: dict[tuple[str, str, int], list[tuple[int, float]]] = defaultdict(list)
+    for call in calls:
+        key = (axis_of(call, mesh), call.kind, len(call.ranks))
+        found[key].append((call.num_bytes, call_seconds(call, cluster)))
+    return tuple(
+        Charge(*key, len(own), sum(size for size, _ in own), sum(seconds for _, seconds in own))
+        for key, own in sorted(found.items())
+    )
+
+
+def seconds_inside(
+    calls: Iterable[Call], mesh: Mesh, cluster: Cluster, actions: Mapping[Place, int]
+) -> dict[Place, float]:
+    """Mean seconds of tensor parallel collectives inside an action, by kind and stage.
+
+    Args:
+        calls: of one rank in one step.
+        mesh: the degrees and the rank.
+        cluster: the links.
+        actions: number of actions of each kind and stage in the step.
+    """
+    totals = dict.fromkeys(actions, 0.0)
+    for call in calls:
+        if call.action is not None and axis_of(call, mesh) == "tp":
+            totals[call.action.kind, call.action.stage] += call_seconds(call, cluster)
+    return {place: total / actions[place] for place, total in totals.items()}
+
+
+def call_seconds(call: Call, cluster: Cluster) -> float:
+    """Seconds of one call on its own."""
+    if call.kind in TRANSFERS:
+        ends = call.ranks if call.kind == "send" else call.ranks[::-1]
+        return send_seconds(call.num_bytes, send_link(cluster, *ends))
+    if call.kind not in KINDS or len(call.ranks) < 2:
+        return 0.0
+    # Ranks farther apart than groups of an axis can be are on nodes of their own just as those.
+    most = cluster.num_devices // len(call.ranks)
+    group = group_of(cluster, len(call.ranks), min(_stride(call.ranks), most))
+    return collective_seconds(call.kind, call.num_bytes, group)
+
+
+def axis_of(call: Call, mesh: Mesh) -> str:
+    """The axis along which the ranks of a call lie; "job" where they lie along several."""
+    if call.kind in TRANSFERS:
+        return "pp"
+    ends = call.ranks[0], call.ranks[-1]
+    first, last = (_coordinates(rank, mesh) for rank in ends)
+    axes = [axis for axis in first if first[axis] != last[axis]]
+    return axes[0] if len(axes) == 1 else "job"
+
+
+def _coordinates(rank: int, mesh: Mesh) -> dict[str, int]:
+    own = Mesh(mesh.dp, mesh.tp, mesh.pp, rank, mesh.device, None)
+    return {"pp": own.pp_rank, "dp": own.dp_rank, "tp": own.tp_rank}
+
+
+def _stride(ranks: tuple[int, ...]) -> int:
+    """Mean distance of neighbours in a group; it is whole for every axis of a mesh."""
+    return max(1, (ranks[-1] - ranks[0]) // (len(ranks) - 1))

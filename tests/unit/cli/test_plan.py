@@ -1,0 +1,86 @@
+"""`merak plan`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from merak.cli.main import main
+
+TINY = (
+    '{"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16, '
+    '"bos_token_id": 0, "eos_token_id": 0}'
+)
+MODEL = ["plan", "--model", "GPT2LMHeadModel", "--config", TINY, "--seq", "8"]
+JOB = [*MODEL, "--cluster", "h100:2", "--global-batch", "4", "--microbatch", "1"]
+SMALL = [*JOB, "--recompute", "off", "--zero", "0"]
+
+
+def test_the_report_has_the_fields_of_the_contract(capsys, tmp_path):
+    plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    words = ["--pp", "2", "--schedule", "1f1b", "--output", str(plan), "--page", str(page)]
+    assert main([*SMALL, *words, "--price-per-device-hour", "2", "--what-if", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    report = json.loads(captured.out)
+    (row,) = report["plans"]
+    assert (row["dp"], row["tp"], row["pp"], row["ep"], row["cp"]) == (1, 1, 2, 1, 1)
+    assert (row["microbatch"], row["schedule"], row["recompute"]) == (1, "1f1b", "off")
+    assert row["zero"] == 0 and row["fits"] and len(row["peak_memory_bytes"]) == 2
+    assert set(row["seconds"]) == {"compute", "bubble", "exposed_communication", "optimizer"}
+    assert sum(row["seconds"].values()) == pytest.approx(row["step_seconds"])
+    assert row["dollars_per_step"] == pytest.approx(2 * 2 * row["step_seconds"] / 3600)
+    assert 0 < row["mfu"] < 1 and 0 <= row["bubble_fraction"] < 1 and row["uncertainty"] > 0
+    assert all(set(own) >= {"what", "why"} for own in report["rejected"])
+    assert [own["what"] for own in report["what_if"]] == [
+        "twice the devices",
+        "half the network",
+        "twice the batch",
+    ]
+    assert report["commands"] == [f"torchrun --nproc-per-node 2 train.py --plan {plan}"]
+    assert json.loads(plan.read_text())["world_size"] == 2
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 3 and "http" not in drawn.replace("http://www.w3.org/", "")
+
+
+def test_people_get_a_ranking_with_reasons(capsys):
+    assert main([*SMALL, "--no-sequence-parallel", "--sub-pipelining", "off"]) == 0
+    page = capsys.readouterr().out
+    assert "GPT2LMHeadModel on h100:2 (2 devices), 4 samples of 8 tokens a step" in page
+    assert "left out:" in page and "torchrun --nproc-per-node 2" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--dp", "4"], "dp=4 takes 4 devices, but the cluster has 2; use smaller degrees"),
+        (["--ep", "2"], "--ep 2 is not there: Merak has no such parallelism; use 1."),
+        (["--option", "chunks=4"], "--option chunks=4 is of a schedule; name --schedule too."),
+        (["--zero", "4"], "--zero 4 is no stage of ZeRO; use 0, 1, 2 or 3."),
+        (["--partition", "a"], "--partition a is no list of whole numbers"),
+        (["--top", "0"], "--top 0 is too few; use 1 or more."),
+        (["--dtype", "int8"], "--dtype int8 is no type of parameters"),
+        (["--sub-pipelining", "yes"], "--sub-pipelining yes is none; use on or off."),
+        (["--price-per-device-hour", "nan"], "nan is no price; use 0 or more."),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, words, sentence):
+    assert main([*JOB, *words]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and not captured.out
+
+
+def test_a_model_that_fits_nowhere_names_a_cluster_that_would_do(capsys, monkeypatch):
+    def usable(cluster, *_):
+        return 1.0 if cluster.num_devices < 4 else 1e12
+
+    monkeypatch.setattr("merak.plan.search.bounds.JobPricing.state_bytes", lambda *_: 2.0)
+    monkeypatch.setattr(
+        "merak.plan.search.bounds.JobPricing.device_bytes",
+        property(lambda own: usable(own.cluster)),
+    )
+    assert main([*SMALL, "--schedule", "1f1b"]) == 2
+    error = capsys.readouterr().err
+    assert "fits nowhere on h100:2 with microbatch=1" in error
+    assert "the smallest of 2, 4, 8, … times as many that would do has 4 devices" in error

@@ -1,0 +1,63 @@
+"""Plan files: what is written is read, and what is wrong is refused with its difference."""
+
+from __future__ import annotations
+
+import json
+from types import MappingProxyType
+
+import pytest
+from torch import nn
+
+from merak.core.elastic import plan_degrees
+from merak.core.errors import PlanError
+from merak.plan.price.candidate import Candidate
+from merak.plan.search.plan_file import plan_of, read_plan, refuse_other_model, write_plan
+from tests.unit.plan.search.doubles import Double
+
+CANDIDATE = Candidate(
+    dp=2, pp=2, microbatch=2, num_microbatches=4, schedule="interleaved_1f1b",
+    schedule_options=MappingProxyType({"chunks": 2}), partition=(1, 2, 2, 1), zero=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "plan.json"
+    write_plan(file, plan_of(nn.Linear(3, 4), Double().price(CANDIDATE), "h100:4"))
+    return file
+
+
+def test_a_plan_is_read_as_it_was_written(path):
+    plan = read_plan(path)
+    assert plan.candidate == CANDIDATE
+    assert plan.world_size == 4 and plan.cluster == "h100:4"
+    assert plan.price["step_s"] == Double().price(CANDIDATE).step_s
+    assert plan_degrees(path) == (2, 1, 2)
+
+
+def test_another_model_is_refused_by_its_first_difference(path):
+    plan = read_plan(path)
+    refuse_other_model(plan, nn.Linear(3, 4), str(path))
+    with pytest.raises(PlanError, match="out_features is 4 in the plan and 5 in the model"):
+        refuse_other_model(plan, nn.Linear(3, 5), str(path))
+
+
+def changed(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return path
+
+
+def test_files_that_are_no_plans_are_refused(path, tmp_path):
+    with pytest.raises(PlanError, match=r"cannot be read: No such file"):
+        read_plan(tmp_path / "none.json")
+    with pytest.raises(PlanError, match="has version 7, and this Merak reads version 1"):
+        read_plan(changed(path, version=7))
+    with pytest.raises(PlanError, match="has an error"):
+        read_plan(changed(path, version=1, world_size=9))
+    with pytest.raises(PlanError, match="has no degrees"):
+        plan_degrees(changed(path, candidate={"dp": 2}))
+    with pytest.raises(PlanError, match="is no plan"):
+        read_plan(changed(path, format="other"))
+    path.write_text("{")
+    with pytest.raises(PlanError, match="is not JSON"):
+        read_plan(path)

@@ -1,0 +1,120 @@
+"""The search finds what brute force over the whole space finds, and says what it leaves out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from merak.core.errors import PlanError
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.search import search_job
+from merak.plan.search.space import RECOMPUTES, SCHEDULES, space_of
+from tests.unit.plan.search.doubles import Double, job_of
+
+MANY = 10**6
+
+
+def brute_force(job, double, pinned, top):
+    """Step times of the fastest candidates that fit, by pricing every one.
+
+    Of those that differ in recomputation alone, the ranking has the one with the least.
+    """
+    found, fitting = [], set()
+    for candidate in space_of(job, pinned).candidates:
+        try:
+            price = double.price(candidate)
+        except PlanError:
+            continue
+        if price.fits:
+            found.append(price)
+            fitting.add(str(candidate))
+
+    def saves_more(own):
+        others = RECOMPUTES[: RECOMPUTES.index(own.recompute)]
+        return any(str(replace(own, recompute=other)) in fitting for other in others)
+
+    return sorted(own.step_s for own in found if not saves_more(own.candidate))[:top]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_ranking_is_that_of_brute_force(seed):
+    draw = random.Random(seed)
+    weights = tuple(draw.uniform(0.0, size) for size in (0.3, 0.2, 0.8, 0.5, 0.05))
+    double = Double(weights, draw.choice((15.0, 40.0, 120.0)), draw.choice((None, "1f1b")))
+    batch, segments = draw.choice((8, 16, 24)), draw.choice((2, 5, 9))
+    job = job_of(draw.choice((4, 6, 8)), batch, segments)
+    top = draw.choice((1, 3, 5))
+    found = search_job(job, double, Pinned(), top, MANY)
+    assert found.is_proved
+    assert [price.step_s for price in found.plans] == brute_force(job, double, Pinned(), top)
+
+
+def test_most_candidates_are_never_priced():
+    double = Double()
+    found = search_job(job_of(), double, Pinned(), 1, MANY)
+    assert found.num_priced == len(double.priced) < found.num_candidates / 3
+    whole = len(found.plans) + sum(own.count for own in found.rejected)
+    assert whole == found.num_candidates
+
+
+def test_what_is_not_priced_is_said():
+    found = search_job(job_of(), Double(), Pinned(), 3, 3)
+    assert found.num_priced == 3 and not found.is_proved
+    assert any(own.what == "not priced" for own in found.rejected)
+
+
+def test_every_rejected_region_has_its_reason():
+    reasons = {
+        own.what: own.why for own in search_job(job_of(12, 24, 6, 12), Double(), Pinned()).rejected
+    }
+    assert reasons["tp=3"] == "3 heads"
+    assert reasons["pp≥12"] == "the model has 6 segments"
+    assert reasons["zero_bubble_v, pp≥4"] == "8 stages or more for 6 segments"
+    reasons = {own.what: own.why for own in search_job(job_of(), Double(), Pinned()).rejected}
+    assert "span more than the 4 devices of a node" in reasons["tp≥8"]
+
+
+def test_what_does_not_fit_is_said_with_its_bytes():
+    found = search_job(job_of(2), Double(device_bytes=42e0), Pinned(pp=2, dp=1, tp=1), 1)
+    assert not found.plans
+    lines = [f"{own.what}: {own.why}" for own in found.rejected]
+    assert any("45 B a device of 42 B" in line for line in lines), lines
+    found = search_job(job_of(2), Double(device_bytes=48e0), Pinned(pp=2, dp=1, tp=1), 1)
+    lines = [f"{own.what}: {own.why}" for own in found.rejected]
+    assert not found.plans and any("49 B on pp rank 0 of 48 B" in line for line in lines), lines
+    assert found.fits_nowhere[0].peak_memory_bytes == (49, 49)
+
+
+def test_pinned_choices_are_left_as_they_are():
+    pinned = Pinned(tp=2, pp=2, zero=1, schedule="1f1b", recompute="full", microbatch=2)
+    found = search_job(job_of(), Double(), pinned)
+    for price in found.plans:
+        own = price.candidate
+        assert (own.dp, own.tp, own.pp, own.zero) == (2, 2, 2, 1)
+        assert (own.schedule, own.recompute, own.microbatch) == ("1f1b", "full", 2)
+        assert own.num_microbatches == 4
+
+
+@pytest.mark.parametrize(
+    ("pinned", "sentence"),
+    [
+        (Pinned(dp=16), "dp=16 takes 16 devices, but the cluster has 8; use smaller degrees or"),
+        (Pinned(pp=3), "pp=3 does not divide the cluster's 8 devices"),
+        (Pinned(dp=8, microbatch=4), "does not divide into dp=8 × microbatch=4; use a multiple"),
+        (Pinned(tp=0), "tp=0 is too small; use 1 or more."),
+    ],
+)
+def test_pinned_choices_that_contradict_the_job_are_refused(pinned, sentence):
+    with pytest.raises(PlanError, match=sentence.replace("+", r"\+")):
+        search_job(job_of(), Double(), pinned)
+
+
+def test_every_searched_schedule_is_in_the_space():
+    space = space_of(job_of(4, 64, 16), Pinned(zero=0, recompute="off"))
+    assert {own.schedule for own in space.candidates} == set(SCHEDULES)
+    for own in space.candidates:
+        assert own.world_size == 4
+        assert own.dp * own.microbatch * own.num_microbatches == 64
+        assert not (own.sequence_parallel and own.sub_pipelining == "on")
