@@ -8,8 +8,8 @@ import re
 from torch import fx
 
 from merak.graph.ir.ir import Kind
+from merak.graph.ir.structure import structural_key
 from merak.plan.cost.operators import outputs
-from merak.plan.cost.segment_memory import structural_key
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
