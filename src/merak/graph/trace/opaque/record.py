@@ -250,8 +250,7 @@ class _Recorder:
         )
 
     def _record(self, call: OpaqueCall, inputs: list[torch.Tensor]) -> Any:
-        module = call.ref.module
-        assert module is not None
+        module = call.module
         states: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         states |= dict(module.named_buffers(remove_duplicate=False))
         tensors = [*(states[names[0]] for names in call.states), *inputs]
@@ -279,8 +278,8 @@ class _Recorder:
         is_loop = (
             call.ref.path in self.looped
         )  # a loop depends on no values, not on a buffer's either
-        real = {} if is_loop else self.real.under(_module(call))
-        likeness = _likeness(_module(call), real)
+        real = {} if is_loop else self.real.under(call.module)
+        likeness = _likeness(call.module, real)
         how = (repr(call.arguments), call.scalars, call.grad, call.autocast)
         key = (likeness, call.states, tuple(metas), how, is_loop)
         if key not in self.known and is_loop:
@@ -310,11 +309,6 @@ def _likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
         if name != "forward"
     )
     return tuple((type(part), part.training) for part in module.modules()), held
-
-
-def _module(call: OpaqueCall) -> nn.Module:
-    assert call.ref.module is not None
-    return call.ref.module
 
 
 def _usable(device: torch.device) -> torch.device:
