@@ -15,6 +15,7 @@ from torch import fx
 
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import RUNNING_STATISTICS, UNDECLARED_STATISTICS, aten_family
+from merak.graph.ir.reachable import reachable
 
 aten = torch.ops.aten
 
@@ -117,16 +118,8 @@ def _flat(value: Any) -> Iterable[Any]:
 def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that depend on some nodes, also through storages that are mutated."""
     writes = find_mutations(graph)
-    found: set[fx.Node] = set()
-    todo = list(seeds)
-    while todo:
-        node = todo.pop()
-        if node in found or node.op == "output":
-            continue
-        found.add(node)
-        todo += node.users
-        todo += writes.group(node)
-    return found
+    found = reachable(seeds, lambda node: (*node.users, *writes.group(node)))
+    return {node for node in found if node.op != "output"}
 
 
 def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
@@ -137,18 +130,11 @@ def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
         kept: nodes that stay, whoever reads them.
     """
     writes = find_mutations(graph)
-    todo: list[fx.Node] = list(graph.find_nodes(op="output"))
+    needed = [*graph.find_nodes(op="output"), *kept]
     for memory, writers in writes.writers.items():
         if any(m.op == "placeholder" for m in writes.members[memory]):
-            todo += writers
-    live: set[fx.Node] = set()
-    todo += kept
-    while todo:
-        node = todo.pop()
-        if node not in live:
-            live.add(node)
-            todo += node.all_input_nodes
-            todo += writes.group(node)
+            needed += writers
+    live = reachable(needed, lambda node: (*node.all_input_nodes, *writes.group(node)))
     for node in reversed(list(graph.nodes)):
         if node not in live:
             graph.erase_node(node)

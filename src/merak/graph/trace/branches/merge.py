@@ -13,6 +13,7 @@ from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import eliminate_dead_code, mutated_arguments
 from merak.graph.ir.operators import is_weight_gemm
+from merak.graph.ir.reachable import reachable
 from merak.graph.trace.branches.flags import mark_condition
 from merak.graph.trace.branches.graph_diff import GraphDiff, SkippedNode, conditions_of
 from merak.graph.trace.branches.rng_stream import draw_from_stream
@@ -129,14 +130,7 @@ def _refuse_writes(
 
 def _draw_from_streams(graph: fx.Graph, conditions: Sequence[fx.Node]) -> None:
     """Draw the random numbers of conditions from streams of their own."""
-    needed: set[fx.Node] = set()
-    todo = list(conditions)
-    while todo:
-        node = todo.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        todo += node.all_input_nodes
+    needed = reachable(conditions, lambda node: node.all_input_nodes)
     number = 0
     for node in list(graph.nodes):
         if node not in needed:

@@ -26,6 +26,7 @@ from merak.core.errors import TrainingError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import DENSE_GEMMS, aten_family
+from merak.graph.ir.reachable import reachable
 from merak.graph.ir.serialize import may_call, pack, unpack
 from merak.graph.trace.explain import refuse_dynamic_shape
 from merak.graph.trace.opaque.operator import OPAQUE_CALL, CallCost, fake_call, is_dynamic_region
@@ -273,14 +274,11 @@ def _call(
 
 def _readers(leaving: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
     """Nodes outside a region that depend on it."""
-    found: set[fx.Node] = set()
-    todo = [user for node in leaving for user in node.users]
-    while todo:
-        node = todo.pop()
-        if node not in found and node not in inside:
-            found.add(node)
-            todo += node.users
-    return found
+
+    def outer(node: fx.Node) -> set[fx.Node]:
+        return node.users.keys() - inside
+
+    return reachable((user for node in leaving for user in outer(node)), outer)
 
 
 def _refuse(
