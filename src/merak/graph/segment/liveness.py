@@ -103,7 +103,7 @@ def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Mutations) -> s
     def depending(node: fx.Node) -> Iterator[fx.Node]:
         yield from (*node.users, *writes.group(node))
         for source in node.all_input_nodes:
-            writers = writes.writers.get(source.meta.get("storage"), ())
+            writers = writes.writers.get(source.meta.get("storage", -1), ())
             if writers and order[node] < order[writers[-1]]:
                 yield from writes.group(source)
 

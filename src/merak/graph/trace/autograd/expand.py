@@ -81,7 +81,8 @@ def _refuse_opaque(graph: fx.Graph, call: fx.Node) -> None:
     for node in graph.nodes:
         if not after.isdisjoint(node.all_input_nodes):
             after.add(node)
-    for node in after & reachable(outputs, lambda n: after.intersection(n.all_input_nodes)):
+    before = reachable(outputs, lambda node: after.intersection(node.all_input_nodes))
+    for node in after & before:
         target = node.target
         is_known = node.op != "call_function" or target is operator.getitem
         if is_known or is_autograd_call(node) or is_gradient_switch(node):
