@@ -76,7 +76,7 @@ def diff_graphs(run: Trace, others: Sequence[tuple[Trace, frozenset[int]]]) -> G
     Raises:
         TraceError: they differ in more than skipped operators.
     """
-    aligner = _Aligner(run, [_Other.of(trace, skipped) for trace, skipped in others])
+    aligner = _Aligner(run, [_Other(trace, skipped, _keys(trace)) for trace, skipped in others])
     return aligner.run()
 
 
@@ -100,10 +100,6 @@ class _Other:
     keys: dict[fx.Node, Key]
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, trace: Trace, skipped: frozenset[int]) -> _Other:
-        return cls(trace, skipped, _keys(trace))
 
 
 def _keys(trace: Trace) -> dict[fx.Node, Key]:

@@ -107,22 +107,12 @@ def _run(
     return made
 
 
-def _fake_array(
-    tensors: Sequence[torch.Tensor],
-    function: str,
-    arguments: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
 HOST_RANDOM = register(
     "host_random(Tensor[] tensors, str function, str arguments, int[] shape, ScalarType dtype) "
     "-> Tensor",
     Role.HOST_RANDOM,
     _run,
-    fake=_fake_array,
+    fake=lambda tensors, function, arguments, shape, dtype: torch.empty(tuple(shape), dtype=dtype),
     is_seeded=True,
     callee=1,
 )

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.types import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 _T = torch.Tensor
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MOST_ELEMENTS = 2**20
 """Larger tensors are not computed beside the trace."""
 
@@ -134,7 +134,7 @@ class ConstantValues(TorchFunctionMode):
         """The function's result for known values; None if some are unknown."""
         leaves = tree_leaves((args, kwargs))
         name = getattr(func, "__name__", "")
-        if any(isinstance(leaf, _SYMBOLS) for leaf in leaves) or any(d in name for d in _DRAWS):
+        if any(isinstance(leaf, py_sym_types) for leaf in leaves) or any(d in name for d in _DRAWS):
             return None
         if func in _FACTORIES and func is not torch.tensor and _is_large(func, args):
             return None

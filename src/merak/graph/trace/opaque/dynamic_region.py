@@ -20,9 +20,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.types import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from merak.core.errors import TrainingError
+from merak.core.storages import storage_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import DENSE_GEMMS, aten_family
@@ -31,8 +33,6 @@ from merak.graph.ir.serialize import may_call, pack, unpack
 from merak.graph.trace.explain import refuse_dynamic_shape
 from merak.graph.trace.opaque.operator import OPAQUE_CALL, CallCost, fake_call, is_dynamic_region
 from merak.graph.trace.opaque.out_of_place import write_out_of_place
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _is_open(node: fx.Node) -> bool:
 def _has_symbol(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in value.shape)
-    return isinstance(value, _SYMBOLS)
+    return isinstance(value, py_sym_types)
 
 
 def _is_about_sizes(node: fx.Node) -> bool:
@@ -309,10 +309,7 @@ def _first_open(inside: Iterable[fx.Node]) -> Any:
 
 
 def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return int(value.untyped_storage()._cdata)
+    return storage_of(node.meta.get("val"))
 
 
 def _packed(

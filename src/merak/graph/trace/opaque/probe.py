@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -239,10 +239,10 @@ def called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
     Raises:
         CannotBeOpaque: it keeps a tensor for others or for its next call, or draws on the host.
     """
-    before, states = held_tensors(call.module), (random.getstate(), numpy_state())
+    before, states = held_tensors(call.module), host_generators()
     with autocast_of(call):
         result = invoke(call, tensors)
-    if (random.getstate(), numpy_state()) != states:
+    if host_generators() != states:
         raise CannotBeOpaque(
             call.ref.path,
             "it draws random numbers with Python's or NumPy's generator; draw with torch",
@@ -343,16 +343,14 @@ def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
 @contextmanager
 def undisturbed(call: OpaqueCall) -> Iterator[None]:
     """Undo the patches of a trace, so that a module runs as in eager code."""
-    module = call.module
+    module, patch = call.module, mock.patch.multiple
     forward = vars(module).pop("forward", None)
-    with ExitStack() as stack:
-        patch = mock.patch.object
-        stack.enter_context(patch(nn.Module, "__call__", _MODULE_CALL))
-        stack.enter_context(patch(nn.Module, "__getattr__", _MODULE_GETATTR))
-        stack.enter_context(patch(Function, "apply", _APPLY))
-        for flag in ("_is_compiling_flag", "_is_exporting_flag"):
-            stack.enter_context(patch(torch.compiler, flag, False))
-        stack.enter_context(torch.random.fork_rng())
+    with (
+        patch(nn.Module, __call__=_MODULE_CALL, __getattr__=_MODULE_GETATTR),
+        patch(Function, apply=_APPLY),
+        patch(torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False),
+        torch.random.fork_rng(),
+    ):
         try:
             yield
         finally:
@@ -382,7 +380,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one.detach(), other.detach(), equal_nan=True)
 
 
-def numpy_state() -> tuple[int, bytes]:
-    """The state of NumPy's global generator."""
+def host_generators() -> tuple[Any, int, bytes]:
+    """The states of Python's and NumPy's global generators."""
     state = np.random.get_state(legacy=False)["state"]
-    return int(state["pos"]), state["key"].tobytes()
+    return random.getstate(), int(state["pos"]), state["key"].tobytes()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.types import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from merak.core.tensor_meta import TensorMeta
@@ -21,8 +23,6 @@ from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
 from merak.graph.trace.opaque.pytree import PLAIN, NotPlain, fill, flatten
 from merak.graph.trace.opaque.run import attributes
 from merak.graph.trace.opaque.selection import OpaqueSelection
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class ScalarSources(TorchFunctionMode):
@@ -37,12 +37,12 @@ class ScalarSources(TorchFunctionMode):
         if func is torch.Tensor.tolist and _is_row(args[0]):
             return [self._note(one.item(), one) for one in args[0].unbind()]
         result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.item and isinstance(result, _SYMBOLS):
+        if func is torch.Tensor.item and isinstance(result, py_sym_types):
             return self._note(result, args[0])
         return result
 
     def _note(self, number: Any, tensor: torch.Tensor) -> Any:
-        if isinstance(number, _SYMBOLS):
+        if isinstance(number, py_sym_types):
             self._sources[str(number.node.expr)] = tensor.detach().reshape(())
         return number
 
@@ -146,13 +146,10 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
     """Let a model of transformers make no key-value cache, which only text generation reads."""
     configs = {id(c): c for c in (vars(module).get("config") for module in model.modules())}
     found: dict[int, Any] = {i: c for i, c in configs.items() if getattr(c, "use_cache", False)}
-    try:
+    with ExitStack() as stack:
         for config in found.values():
-            config.use_cache = False
+            stack.enter_context(mock.patch.object(config, "use_cache", False))
         yield
-    finally:
-        for config in found.values():
-            config.use_cache = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +209,7 @@ class _Recorder:
         """The inputs with tensors in place of unknown scalars, and the places of those."""
         values, numbers = [], set()
         for i, value in enumerate(inputs):
-            if isinstance(value, _SYMBOLS):
+            if isinstance(value, py_sym_types):
                 source = self.numbers.source(value)
                 if source is None:
                     raise CannotBeOpaque(
