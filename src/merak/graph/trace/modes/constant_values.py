@@ -21,45 +21,18 @@ _MOST_ELEMENTS = 2**20
 """Larger tensors are not computed beside the trace."""
 
 _FACTORIES = frozenset(
-    (
-        torch.arange,
-        torch.eye,
-        torch.zeros,
-        torch.ones,
-        torch.full,
-        torch.tensor,
-        torch.linspace,
-        torch.tril_indices,
-        torch.triu_indices,
-        torch.empty,
-    )
+    getattr(torch, name)
+    for name in "arange eye zeros ones full tensor linspace tril_indices triu_indices empty".split()
 )
-_LIKE = frozenset(
-    (
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        _T.new_zeros,
-        _T.new_ones,
-        _T.new_full,
-        _T.new_tensor,
-    )
+_LIKE = frozenset((torch.zeros_like, torch.ones_like, torch.full_like)) | frozenset(
+    getattr(_T, name) for name in "new_zeros new_ones new_full new_tensor".split()
 )
 """Functions that read no values of their argument."""
 _ANSWERS = frozenset((_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__))
 _DATA_DEPENDENT = frozenset(
-    (
-        _T.nonzero,
-        torch.nonzero,
-        torch.argwhere,
-        _T.argwhere,
-        torch.unique,
-        _T.unique,
-        torch.masked_select,
-        _T.masked_select,
-        torch.bincount,
-        _T.bincount,
-    )
+    getattr(owner, name)
+    for owner in (torch, _T)
+    for name in "nonzero argwhere unique masked_select bincount".split()
 )
 """Functions whose results have sizes that depend on numbers."""
 _SELECTS = frozenset((torch.masked_select, _T.masked_select))
