@@ -5,7 +5,7 @@ Nodes with the same `meta["storage"]` are views of one tensor, or that tensor af
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -79,13 +79,18 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
+    return [v for v in written_values(target, node.args, node.kwargs) if isinstance(v, fx.Node)]
+
+
+def written_values(
+    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Values among an operator's arguments that it mutates."""
     writes = _mutated_arguments_of(target)
-    if not writes.arguments or (writes.flag is not None and not node.args[writes.flag]):
+    if not writes.arguments or (writes.flag is not None and not args[writes.flag]):
         return []
-    values = (
-        node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in writes.arguments
-    )
-    return [v for value in values for v in _flat(value) if isinstance(v, fx.Node)]
+    values = (args[i] if i < len(args) else kwargs.get(n) for i, n in writes.arguments)
+    return [v for value in values for v in _flat(value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +206,7 @@ def _copy_after(
             continue
         with graph.inserting_after(last):
             copy = graph.call_function(aten.clone.default, (member,))
-        copy.meta = {**member.meta, "storage": None}
-        copy.meta = {k: copy.meta[k] for k in ("tensor", "source", "module", "storage")}
+        kept = {k: member.meta[k] for k in ("tensor", "source", "module")}
+        copy.meta = kept | {"storage": None}
         for user in late:
             user.replace_input_with(member, copy)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.operators import is_embedding, is_weight_gemm
 from merak.graph.ir.reachable import reachable
 from merak.graph.tensor_parallel.placement import Placement, Shard
@@ -165,8 +165,7 @@ def loss_weights(model: ModelGraph) -> set[str]:
 
     found: set[str] = set()
     for segment in model.segments:
-        (output,) = segment.graph.find_nodes(op="output")
-        returned = dict(zip(segment.outputs, output.args[0], strict=True))
+        returned = dict(zip(segment.outputs, returned_nodes(segment.graph), strict=True))
         losses = [returned[model.loss]] if model.loss in returned else []
         read = reachable(losses, lambda n: () if is_product(n) else n.all_input_nodes)
         found.update(*map(_parameters_of, filter(is_product, read)))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import Kind
+from merak.graph.ir.ir import Kind, returned_nodes
 from merak.graph.ir.mutation import eliminate_dead_code, mutated_arguments
 from merak.graph.ir.operators import is_weight_gemm
 from merak.graph.ir.reachable import reachable
@@ -45,9 +44,8 @@ def write_branches(run: Trace, found: GraphDiff, leaving: Sequence[bool]) -> Non
         select = conditions[number], leaving[number]
         passed[skipped.made] = _insert(run.graph, before, points, select)
     _draw_from_streams(run.graph, conditions)
-    (output,) = run.graph.find_nodes(op="output")
-    returned: Any = output.args[0]
-    output.args = (tuple(returned[: len(returned) - len(conditions)]),)
+    returned = returned_nodes(run.graph)
+    run.graph.output_node().args = (returned[: len(returned) - len(conditions)],)
     eliminate_dead_code(run.graph)
 
 
