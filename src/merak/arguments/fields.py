@@ -12,6 +12,11 @@ from merak.engine.step.replica_check import REPLICA_CHECK_STEPS
 from merak.plan.options import taken
 
 
+def own(default: Any, help: str, **metadata: Any) -> Any:
+    """Field with a default, a sentence for people, and what else a parser reads."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
 @dataclass(repr=False)  # transformers' own repr hides tokens
 class TrainingFields(TrainingArguments):
     """Fields of a training job, without what `MerakArguments` does with them.
@@ -41,75 +46,57 @@ class TrainingFields(TrainingArguments):
     partition: list[int] | None = taken("partition")
     segment_times: str | None = taken("segment_times")
     feature_dict: dict[str, Any] | str | None = taken("feature_dict")
-    trace_cache: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of cached traces of models. If unset, $MERAK_CACHE or ~/.cache/merak; "
-            "if empty, nothing is cached."
-        },
+    trace_cache: str | None = own(
+        None,
+        "Folder of cached traces of models. If unset, $MERAK_CACHE or ~/.cache/merak; "
+        "if empty, nothing is cached.",
     )
-    async_save: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether training goes on while a checkpoint is written: the ranks copy what "
-            "they save into host memory, which takes that memory, and write it in the background."
-        },
+    async_save: bool = own(
+        True,
+        "Whether training goes on while a checkpoint is written: the ranks copy what "
+        "they save into host memory, which takes that memory, and write it in the background.",
     )
-    allow_pickled_checkpoint: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to resume from checkpoints of earlier versions of Merak, whose index "
-            "is a pickle: reading it can run code that somebody put there."
-        },
+    allow_pickled_checkpoint: bool = own(
+        False,
+        "Whether to resume from checkpoints of earlier versions of Merak, whose index "
+        "is a pickle: reading it can run code that somebody put there.",
     )
-    nan_policy: str = field(
-        default="stop",
-        metadata={
-            "help": "What becomes of a step whose loss or gradient is NaN or infinite: 'stop' "
-            "ends the job with a sentence, 'skip' leaves the parameters as they are on all ranks, "
-            "'rollback' loads the last checkpoint of this run and goes on with the data after the "
-            "step.",
-            "choices": ["stop", "skip", "rollback"],
-        },
+    nan_policy: str = own(
+        "stop",
+        "What becomes of a step whose loss or gradient is NaN or infinite: 'stop' "
+        "ends the job with a sentence, 'skip' leaves the parameters as they are on all ranks, "
+        "'rollback' loads the last checkpoint of this run and goes on with the data after the "
+        "step.",
+        choices=["stop", "skip", "rollback"],
     )
-    max_skipped_steps: int = field(
-        default=MAX_SKIPPED_STEPS,
-        metadata={
-            "help": "With nan_policy='skip', the number of consecutive steps that may be skipped; "
-            "one more ends the job, since the model has diverged. An overflow of fp16 is not "
-            "counted while its loss scale is above 1."
-        },
+    max_skipped_steps: int = own(
+        MAX_SKIPPED_STEPS,
+        "With nan_policy='skip', the number of consecutive steps that may be skipped; "
+        "one more ends the job, since the model has diverged. An overflow of fp16 is not "
+        "counted while its loss scale is above 1.",
     )
-    max_rollbacks: int = field(
-        default=3,
-        metadata={
-            "help": "With nan_policy='rollback', the number of rollbacks of a run; the next step "
-            "that is not finite ends the job."
-        },
+    max_rollbacks: int = own(
+        3,
+        "With nan_policy='rollback', the number of rollbacks of a run; the next step "
+        "that is not finite ends the job.",
     )
-    locate_nan: bool = field(
-        default=False,
-        metadata={
-            "help": "Run a step whose loss or gradient is NaN or infinite once more, and name the "
-            "microbatch, segment, operator and source line where that first appeared. It costs "
-            "nothing in other steps."
-        },
+    locate_nan: bool = own(
+        False,
+        "Run a step whose loss or gradient is NaN or infinite once more, and name the "
+        "microbatch, segment, operator and source line where that first appeared. It costs "
+        "nothing in other steps.",
     )
-    check_replicas_steps: int = field(
-        default=REPLICA_CHECK_STEPS,
-        metadata={
-            "help": "Steps after which all copies of each parameter are compared by a digest: "
-            "those of replicas, of tied parameters, and those that tensor parallel ranks do not "
-            "split. The job ends if they differ. 0 for never."
-        },
+    check_replicas_steps: int = own(
+        REPLICA_CHECK_STEPS,
+        "Steps after which all copies of each parameter are compared by a digest: "
+        "those of replicas, of tied parameters, and those that tensor parallel ranks do not "
+        "split. The job ends if they differ. 0 for never.",
     )
-    sigterm_limit_s: float = field(
-        default=25.0,
-        metadata={
-            "help": "Seconds from SIGTERM (preemption) in which all ranks finish a step, save a "
-            "checkpoint and exit with code 143; then the job ends without it. Below the 30 s that "
-            "torchrun waits. 0 ends the job at once."
-        },
+    sigterm_limit_s: float = own(
+        25.0,
+        "Seconds from SIGTERM (preemption) in which all ranks finish a step, save a "
+        "checkpoint and exit with code 143; then the job ends without it. Below the 30 s that "
+        "torchrun waits. 0 ends the job at once.",
     )
     bucket_bytes: int | None = taken("bucket_bytes", default=None)
     master_weights: bool = taken("master_weights")

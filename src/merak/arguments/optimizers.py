@@ -39,47 +39,35 @@ _GLOBAL = refused(
 )
 _DEVICE = refused("Merak runs on CPU and CUDA devices; use 'adamw_torch' or 'adamw_torch_fused'")
 
-OPTIMIZERS: dict[str, Rule] = {
-    "adamw_torch": _ELEMENTWISE,
-    "adamw_torch_fused": _ELEMENTWISE,
-    "adamw_anyprecision": _ELEMENTWISE,
-    "sgd": _ELEMENTWISE,
-    "adagrad": _ELEMENTWISE,
-    "rmsprop": _ELEMENTWISE,
-    "schedule_free_adamw": _ELEMENTWISE,
-    "schedule_free_radam": _ELEMENTWISE,
-    "schedule_free_sgd": _ELEMENTWISE,
-    "ademamix": _BNB,
-    "lion_32bit": _BNB,
-    "paged_adamw_32bit": _BNB,
-    "paged_ademamix_32bit": _BNB,
-    "paged_lion_32bit": _BNB,
-    "rmsprop_bnb": _BNB,
-    "rmsprop_bnb_32bit": _BNB,
-    "adafactor": _PER_PARAMETER,
-    "stable_adamw": _PER_PARAMETER,
-    "adamw_torch_4bit": _BLOCKWISE,
-    "adamw_torch_8bit": _BLOCKWISE,
-    "adamw_bnb_8bit": _EMBEDDINGS,
-    "adamw_8bit": _EMBEDDINGS,
-    "ademamix_8bit": _EMBEDDINGS,
-    "lion_8bit": _EMBEDDINGS,
-    "paged_adamw_8bit": _EMBEDDINGS,
-    "paged_ademamix_8bit": _EMBEDDINGS,
-    "paged_lion_8bit": _EMBEDDINGS,
-    "rmsprop_bnb_8bit": _EMBEDDINGS,
-    "galore_adamw": _MODULES,
-    "galore_adamw_8bit": _MODULES,
-    "galore_adafactor": _MODULES,
-    "galore_adamw_layerwise": _MODULES,
-    "galore_adamw_8bit_layerwise": _MODULES,
-    "galore_adafactor_layerwise": _MODULES,
-    "apollo_adamw": _MODULES,
-    "apollo_adamw_layerwise": _MODULES,
-    "lomo": _FUSED_BACKWARD,
-    "adalomo": _FUSED_BACKWARD,
-    "grokadamw": _GLOBAL,
-    "adamw_torch_xla": _DEVICE,
-    "adamw_torch_npu_fused": _DEVICE,
-}
+_NAMES: tuple[tuple[Rule, str], ...] = (
+    (
+        _ELEMENTWISE,
+        "adamw_torch adamw_torch_fused adamw_anyprecision sgd adagrad rmsprop "
+        "schedule_free_adamw schedule_free_radam schedule_free_sgd",
+    ),
+    (
+        _BNB,
+        "ademamix lion_32bit paged_adamw_32bit paged_ademamix_32bit paged_lion_32bit "
+        "rmsprop_bnb rmsprop_bnb_32bit",
+    ),
+    (_PER_PARAMETER, "adafactor stable_adamw"),
+    (_BLOCKWISE, "adamw_torch_4bit adamw_torch_8bit"),
+    (
+        _EMBEDDINGS,
+        "adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit paged_adamw_8bit "
+        "paged_ademamix_8bit paged_lion_8bit rmsprop_bnb_8bit",
+    ),
+    (
+        _MODULES,
+        "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise "
+        "galore_adamw_8bit_layerwise galore_adafactor_layerwise apollo_adamw "
+        "apollo_adamw_layerwise",
+    ),
+    (_FUSED_BACKWARD, "lomo adalomo"),
+    (_GLOBAL, "grokadamw"),
+    (_DEVICE, "adamw_torch_xla adamw_torch_npu_fused"),
+)
+"""Names of optimizers by their decision."""
+
+OPTIMIZERS = {name: rule for rule, names in _NAMES for name in names.split()}
 """Decision by optimizer name; a name that is not here is refused."""

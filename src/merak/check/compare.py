@@ -115,24 +115,26 @@ def output_distances(found: Tensors, expected: Tensors) -> Distances:
             off[name] = 1.0
             continue
         scale = max(sizes[name], NEXT_TO_NOTHING * largest)
-        apart = _apart(mine, right)
+        apart = apart_by(mine, right)
         off[name] = 0.0 if apart == 0.0 else apart / scale if scale else float("inf")
     return off
 
 
-def _apart(mine: torch.Tensor, right: torch.Tensor) -> float:
-    mine, right = _as_real(mine), _as_real(right)
+def apart_by(mine: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the largest magnitude of a difference; numbers that are not alike."""
+    mine, right = as_real(mine), as_real(right)
     is_same = (mine == right) | (mine.isnan() & right.isnan())
     return _size(torch.where(is_same, torch.zeros_like(mine), mine - right))
 
 
 def _shown_size(tensor: torch.Tensor) -> float:
     """Return the largest magnitude of the numbers that do not stand for a mask."""
-    sizes = _as_real(tensor).abs()
+    sizes = as_real(tensor).abs()
     return _size(sizes[sizes < MASK])
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a tensor in float64, complex ones as pairs."""
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return tensor.double()
 

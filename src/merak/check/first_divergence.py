@@ -8,7 +8,7 @@ one by one; the user's model shows whether the trace itself is right.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from merak.check.case import Case
-from merak.check.compare import EXACT, distances
+from merak.check.compare import EXACT, apart_by, as_real, distances
 from merak.check.float64 import computing_in
 from merak.check.runs import Coordinates, Job, loss_of
 from merak.check.source_place import latest
@@ -189,18 +190,10 @@ class _Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            if tensor.is_floating_point() or tensor.is_complex():
-                self.found[tensor.numel()].append(tensor.detach().to("cpu", copy=True))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                self.found[leaf.numel()].append(leaf.detach().to("cpu", copy=True))
         return result
-
-
-def _tensors(result: Any) -> Iterator[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from _tensors(item)
 
 
 def _eager_values(job: Job, model: nn.Module) -> Mapping[int, list[torch.Tensor]]:
@@ -224,17 +217,10 @@ def _is_among(value: torch.Tensor, there: Mapping[int, list[torch.Tensor]], exac
 
 
 def _is_close(mine: torch.Tensor, right: torch.Tensor, exact: float) -> bool:
-    mine, right = _numbers(mine), _numbers(right)
-    is_same = (mine == right) | (mine.isnan() & right.isnan())
-    difference = torch.where(is_same, 0.0, mine - right).abs()
-    finite = right.abs()[right.isfinite()]
+    finite = as_real(right).abs()
+    finite = finite[finite.isfinite()]
     scale = float(finite.max()) if finite.numel() else 0.0
-    return not difference.numel() or bool(difference.max() <= exact * scale)
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return tensor.double()
+    return apart_by(mine, right) <= exact * scale
 
 
 def _by_pipeline(ranks: Sequence[tuple[Coordinates, Observed]]) -> list[list[Observed]]:
@@ -281,7 +267,7 @@ def _is_held_as(mine: Sequence[torch.Tensor], right: torch.Tensor, exact: float)
 
 
 def _sorted(tensor: torch.Tensor) -> torch.Tensor:
-    return _numbers(tensor).flatten().sort().values
+    return as_real(tensor).flatten().sort().values
 
 
 def _only(tensors: Tensors) -> torch.Tensor:

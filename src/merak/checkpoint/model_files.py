@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as bars
 
+from merak.checkpoint.files import inner_files
 from merak.checkpoint.peft_adapters import adapter_keys, has_adapters, write_adapters
 from merak.checkpoint.pretrained.exchange import Exchange, Held, Step, Wait, no_status
 from merak.checkpoint.pretrained.file_tensors import (
@@ -357,18 +358,14 @@ class _Adapters:
         """Let peft write what was collected."""
         if not self._state:
             return
-        before = _files_in(self._folder)
+        before = set(inner_files(self._folder))
         shapes = meta_state(self._plan.model, {n: h.holders for n, h in self._plan.held.items()})
         write_adapters(self._plan.model, {**shapes, **self._state}, self._folder)
-        self.written = sorted(_files_in(self._folder) - before)
+        self.written = sorted(set(inner_files(self._folder)) - before)
 
     def abandon(self) -> None:
         """Forget what was collected."""
         self._state.clear()
-
-
-def _files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def attempt(step: Callable[[], object], target: Path) -> str | None:

@@ -12,6 +12,7 @@ from merak.cli.check import check
 from merak.cli.export import export
 from merak.cli.memory import memory
 from merak.cli.plan.plan import plan
+from merak.cli.profile import profile
 from merak.cli.rehearse import rehearse
 from merak.cli.schedule import schedule
 from merak.cli.trace import trace
@@ -50,6 +51,10 @@ app.command(
     "memory",
     epilog="Example: merak memory --model GPT2LMHeadModel --pp 4 --microbatches 8 --recompute 0.5",
 )(memory)
+app.command(
+    "profile",
+    epilog="Example: merak profile --model GPT2LMHeadModel --dp 2 --output gpt2.json",
+)(profile)
 app.command(
     "plan",
     epilog="Example: merak plan --model GPT2LMHeadModel --cluster h100:8x4 --global-batch 512 "

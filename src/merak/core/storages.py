@@ -72,6 +72,13 @@ MIN_OFFLOADED_BYTES = 1024
 """Smaller storages stay: a copy would take longer than it is worth."""
 
 
+def storage_of(value: Any) -> int | None:
+    """Return the identity of a tensor's storage; None for other values, and sparse tensors."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """Return the identities of the storages of some tensors."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join, take
+from merak.ops.flat_collectives import all_gather, reduce_scatter
 from merak.ops.sharded_saved import note_gathered
 
 Collective = Callable[[torch.Tensor, int, tuple[int, ...], str], torch.Tensor]
@@ -291,8 +292,7 @@ def _all_gather(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     group = current_mesh().group(axis)
     shards = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
     if group is not None:  # a mesh that is only pretended has none
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(shards, tensor.contiguous(), group=group)
+        all_gather(shards, tensor.contiguous(), group=group)
     return join(shards.chunk(degree), ParameterShard(dim, parts, degree))
 
 
@@ -306,8 +306,7 @@ def _reduce_scatter(
     own = torch.empty_like(shards[0])
     group = current_mesh().group(axis)
     if group is not None:  # a mesh that is only pretended has none
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(own, shards.flatten(0, 1), group=group)
+        reduce_scatter(own, shards.flatten(0, 1), group=group)
     return own
 
 

@@ -20,6 +20,7 @@ from merak.core.gradients import add_gradient, dense, no_gradient
 from merak.engine.comm.row_shards import pack_all
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
+from merak.ops.flat_collectives import reduce_scatter
 from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
 
 Bucket = tuple[torch.nn.Parameter, ...]
@@ -170,14 +171,17 @@ class GradientReducer:
         peers = others_of(self._stages[stage].group)
         with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
             found.work.wait()
-        if self._optimizer_tensors is not None:
-            self._add_shards(found)
-            return
-        pieces = found.flat.split([p.numel() for p in found.bucket])
-        absent = found.absent()
-        for parameter, piece in zip(found.bucket, pieces, strict=True):
-            if id(parameter) not in absent:
-                parameter.grad = piece.view_as(parameter)
+        sharded, absent, start = self._optimizer_tensors, found.absent(), 0
+        for parameter in found.bucket:
+            target = parameter if sharded is None else sharded[id(parameter)]
+            piece = found.flat[start : start + target.numel()].view_as(target)
+            start += target.numel()
+            if id(parameter) in absent:
+                continue
+            if sharded is None:
+                parameter.grad = piece
+            elif target.numel():
+                add_gradient(target, piece)
 
     def forget(self) -> None:
         """Free the reductions of a step that failed."""
@@ -216,8 +220,7 @@ class GradientReducer:
         else:
             everything = pack_all(gradients, dist.get_world_size(group))
             flat = everything.new_empty(everything.numel() // dist.get_world_size(group))
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            work = scatter(flat, everything, group=group, async_op=True)
+            work = reduce_scatter(flat, everything, group=group, async_op=True)
         assert work is not None
         self._open.append(_Reduction(stage, work, everything, flat, bucket, holders))
 
@@ -231,17 +234,6 @@ class GradientReducer:
         work = dist.all_reduce(counts, group=reduced.group, async_op=True)
         assert work is not None
         return counts, work
-
-    def _add_shards(self, found: _Reduction) -> None:
-        assert self._optimizer_tensors is not None
-        start = 0
-        absent = found.absent()
-        for parameter in found.bucket:
-            tensor = self._optimizer_tensors[id(parameter)]
-            piece = found.flat[start : start + tensor.numel()].view_as(tensor)
-            start += tensor.numel()
-            if tensor.numel() and id(parameter) not in absent:
-                add_gradient(tensor, piece)
 
 
 def others_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:

@@ -46,14 +46,9 @@ class Transfers:
 
     def connect(self, channels: Iterable[Channel]) -> None:
         """Make the process groups of some channels; all ranks of the job call it together."""
-        mesh = self.mesh
         for channel in sorted(set(channels), key=lambda c: (c[0].value, c[1])):
-            if channel in self._groups or mesh.pp == 1:
-                continue
-            stride = mesh.dp * mesh.tp
-            lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
-            with waiting_for_all("a group of ranks with"):
-                self._groups[channel], _ = dist.new_subgroups_by_enumeration(lines)
+            if channel not in self._groups and self.mesh.pp > 1:
+                self._groups[channel] = pipeline_group(self.mesh)
 
     def send(self, step: Send, tensors: Sequence[torch.Tensor]) -> None:
         """Start to send some tensors, in order."""
@@ -63,7 +58,7 @@ class Transfers:
         buffers = self._oom_guard.allocate(
             lambda: [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
         )
-        works = [_started(dist.isend(buffer, peer, group)) for buffer in buffers]
+        works = [started(dist.isend(buffer, peer, group)) for buffer in buffers]
         self._sends.append((step, works, buffers))
         if len(self._sends) > self._max_open_sends:
             self._wait_for_oldest_send()
@@ -75,7 +70,7 @@ class Transfers:
         buffers = self._oom_guard.allocate(
             lambda: [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
         )
-        works = [_started(dist.irecv(buffer, peer, group)) for buffer in buffers]
+        works = [started(dist.irecv(buffer, peer, group)) for buffer in buffers]
         self._arriving[step] = (works, buffers)
 
     def is_posted(self, step: Receive) -> bool:
@@ -106,6 +101,16 @@ class Transfers:
         self._arriving.clear()
 
 
+def pipeline_group(mesh: Mesh) -> dist.ProcessGroup:
+    """A new group of this rank's pipeline; all ranks of the job call it together."""
+    stride = mesh.dp * mesh.tp
+    lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
+    group: dist.ProcessGroup
+    with waiting_for_all("a group of ranks with"):
+        group, _ = dist.new_subgroups_by_enumeration(lines)
+    return group
+
+
 def channels_of(steps: Iterable[Iterable[Step]]) -> set[Channel]:
     """The channels that the steps of all ranks of a pipeline use."""
     return {
@@ -126,7 +131,8 @@ def _description(step: Send | Receive) -> str:
     return f"the {step.payload.value} of microbatch {step.microbatch} of stage {step.stage}"
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def started(work: dist.Work | None) -> dist.Work:
+    """The work of a transfer."""
     assert work is not None, "a rank outside a group took part in its transfer"
     return work
 

@@ -21,13 +21,8 @@ def shard_rows(parameter: torch.Tensor, degree: int, index: int) -> RowShard:
 
 def pack(tensors: Sequence[torch.Tensor], degree: int, index: int) -> torch.Tensor:
     """Pack one replica's rows of some tensors contiguously, padded to the longest shard."""
-    shards = [shard_rows(tensor, degree, index) for tensor in tensors]
-    pieces = [
-        rows_of(tensor.detach(), shard.start, shard.stop).reshape(-1)
-        for tensor, shard in zip(tensors, shards, strict=True)
-    ]
-    length = sum(piece.numel() for piece in pieces)
-    rest = longest_shard(tensors, degree) - length
+    pieces = [_own_rows(tensor, degree, index).reshape(-1) for tensor in tensors]
+    rest = longest_shard(tensors, degree) - sum(piece.numel() for piece in pieces)
     return torch.cat([*pieces, tensors[0].new_zeros(rest)] if rest else pieces)
 
 
@@ -38,8 +33,7 @@ def pack_all(tensors: Sequence[torch.Tensor], degree: int) -> torch.Tensor:
     for index, part in enumerate(flat.chunk(degree)):
         start = 0
         for tensor in tensors:
-            shard = shard_rows(tensor, degree, index)
-            rows = rows_of(tensor.detach(), shard.start, shard.stop)
+            rows = _own_rows(tensor, degree, index)
             part[start : start + rows.numel()].view_as(rows).copy_(rows)
             start += rows.numel()
     return flat
@@ -49,10 +43,14 @@ def unpack(flat: torch.Tensor, into: Sequence[torch.Tensor], degree: int, index:
     """Write one replica's packed rows into the unsharded tensors."""
     start = 0
     for tensor in into:
-        shard = shard_rows(tensor, degree, index)
-        target = rows_of(tensor.detach(), shard.start, shard.stop)
+        target = _own_rows(tensor, degree, index)
         target.copy_(flat[start : start + target.numel()].view_as(target))
         start += target.numel()
+
+
+def _own_rows(tensor: torch.Tensor, degree: int, index: int) -> torch.Tensor:
+    shard = shard_rows(tensor, degree, index)
+    return rows_of(tensor.detach(), shard.start, shard.stop)
 
 
 def longest_shard(tensors: Sequence[torch.Tensor], degree: int) -> int:

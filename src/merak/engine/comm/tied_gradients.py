@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from merak.core.gradients import add_gradient, dense, gradient_dtype, no_gradient
-from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
+from merak.engine.comm.p2p import pipeline_group, started
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.engine.tensors_by_name import LeafGradients, ParamLeaves
@@ -183,19 +183,8 @@ class Chain:
         self._arriving: dict[str, deque[tuple[int, dist.Work, torch.Tensor]]] = {}
         self._expected: dict[str, deque[int]] = {}
         self._orders: Orders = lambda stage: ()
-        self._groups = {name: self._connect(found) for name, found in holders.items()}
-
-    def _connect(self, holders: Sequence[Holder]) -> dist.ProcessGroup | None:
-        """A process group for one parameter alone, so that it never waits behind other traffic."""
-        if len(holders) == 1:
-            return None
-        mesh = self._mesh
-        stride = mesh.dp * mesh.tp
-        lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
-        group: dist.ProcessGroup
-        with waiting_for_all("a group of ranks with"):
-            group, _ = dist.new_subgroups_by_enumeration(lines)
-        return group
+        # One for each parameter alone, so that it never waits behind other traffic.
+        self._groups = {n: pipeline_group(mesh) for n, found in holders.items() if len(found) > 1}
 
     def start_step(self, orders: Orders, open_sends: Callable[[int, int], int]) -> None:
         """Prepare for the microbatches of a step; arguments as of `TiedGradients.start_step`."""
@@ -345,8 +334,7 @@ class Chain:
 
     def send(self, name: str, gradient: torch.Tensor, to_rank: int) -> None:
         """Start to send a gradient to another pp rank."""
-        work = dist.isend(gradient, self._mesh.rank_at(to_rank), self._groups[name])
-        assert work is not None
+        work = started(dist.isend(gradient, self._mesh.rank_at(to_rank), self._groups[name]))
         self._sent.setdefault(name, deque()).append((to_rank, work, gradient))
 
     def receive(
@@ -355,8 +343,7 @@ class Chain:
         """Start to receive a gradient of some tensor from another pp rank."""
         make = partial(torch.empty, like.shape, dtype=gradient_dtype(like), device=like.device)
         buffer = self._oom_guard.allocate(make)
-        work = dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name])
-        assert work is not None
+        work = started(dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name]))
         return work, buffer
 
 

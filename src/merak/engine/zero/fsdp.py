@@ -23,7 +23,8 @@ from merak.core.gradients import is_low_precision
 from merak.core.shards import RowShard
 from merak.engine.comm.row_shards import rows_of
 from merak.engine.tensors_by_name import ParamLeaves
-from merak.engine.zero.unshard_order import Unshard, UnshardOrder, all_gather, reduce_scatter
+from merak.engine.zero.unshard_order import Unshard, UnshardOrder
+from merak.ops.flat_collectives import all_gather, reduce_scatter
 
 Outputs = tuple[torch.Tensor, ...]
 Compute = Callable[[ParamLeaves], Outputs]
@@ -99,18 +100,13 @@ class _CountedCollective:
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Allocate a buffer to send or to receive."""
-        return make_buffer(size, dtype, device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Begin the collective."""
         work = self._collective(*args, **kwargs)
         self._count()
         return work
-
-
-def make_buffer(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer that a collective sends or receives."""
-    return torch.empty(*size, dtype=dtype, device=device)
 
 
 def can_abort_step() -> bool:

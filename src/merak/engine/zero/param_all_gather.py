@@ -20,6 +20,7 @@ from torch import nn
 from merak.engine.comm.gradient_buckets import Bucket, others_of
 from merak.engine.comm.row_shards import pack, unpack
 from merak.engine.health.status import Progress
+from merak.ops.flat_collectives import all_gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,7 @@ class ParamAllGather:
         degree, index = dist.get_world_size(self._group), dist.get_rank(self._group)
         own = pack(bucket, degree, index)
         everything = own.new_empty(degree * own.numel())
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(everything, own, group=self._group, async_op=True)
+        work = all_gather(everything, own, group=self._group, async_op=True)
         assert work is not None
         return _Gather(work, own, everything)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
 from merak.graph.program.program import SegmentProgram, StageProgram
+from merak.ops.flat_collectives import all_gather, reduce_scatter
 from merak.schedule.ir import Kind
 
 
@@ -154,18 +155,6 @@ class UnshardOrder:
             else:
                 all_gather(every, one, group=self._group)
             self.count_collective()
-
-
-def all_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
-    """Gather the tensors of all replicas, one after the other."""
-    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return collective(output_tensor, input_tensor, **kwargs)
-
-
-def reduce_scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
-    """Reduce the tensors of all replicas, and receive this one's shard."""
-    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return collective(output_tensor, input_tensor, **kwargs)
 
 
 def unshards_of(

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import fx
@@ -151,6 +152,12 @@ class ModelGraph:
             alive = [n for n in (*alive, *segment.outputs) if last.get(n, -1) > segment.index]
             crossing.append(tuple(alive))
         return tuple(crossing)
+
+
+def returned_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The nodes that a graph returns, in order."""
+    returned: Any = graph.output_node().args[0]
+    return tuple(returned)
 
 
 def batch_size(graph: ModelGraph) -> int:

@@ -5,7 +5,7 @@ Nodes with the same `meta["storage"]` are views of one tensor, or that tensor af
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from torch import fx
 
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import RUNNING_STATISTICS, UNDECLARED_STATISTICS, aten_family
+from merak.graph.ir.reachable import reachable
 
 aten = torch.ops.aten
 
@@ -78,13 +79,18 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
+    return [v for v in written_values(target, node.args, node.kwargs) if isinstance(v, fx.Node)]
+
+
+def written_values(
+    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Values among an operator's arguments that it mutates."""
     writes = _mutated_arguments_of(target)
-    if not writes.arguments or (writes.flag is not None and not node.args[writes.flag]):
+    if not writes.arguments or (writes.flag is not None and not args[writes.flag]):
         return []
-    values = (
-        node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in writes.arguments
-    )
-    return [v for value in values for v in _flat(value) if isinstance(v, fx.Node)]
+    values = (args[i] if i < len(args) else kwargs.get(n) for i, n in writes.arguments)
+    return [v for value in values for v in _flat(value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +123,8 @@ def _flat(value: Any) -> Iterable[Any]:
 def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that depend on some nodes, also through storages that are mutated."""
     writes = find_mutations(graph)
-    found: set[fx.Node] = set()
-    todo = list(seeds)
-    while todo:
-        node = todo.pop()
-        if node in found or node.op == "output":
-            continue
-        found.add(node)
-        todo += node.users
-        todo += writes.group(node)
-    return found
+    found = reachable(seeds, lambda node: (*node.users, *writes.group(node)))
+    return {node for node in found if node.op != "output"}
 
 
 def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
@@ -137,18 +135,11 @@ def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
         kept: nodes that stay, whoever reads them.
     """
     writes = find_mutations(graph)
-    todo: list[fx.Node] = list(graph.find_nodes(op="output"))
+    needed = [*graph.find_nodes(op="output"), *kept]
     for memory, writers in writes.writers.items():
         if any(m.op == "placeholder" for m in writes.members[memory]):
-            todo += writers
-    live: set[fx.Node] = set()
-    todo += kept
-    while todo:
-        node = todo.pop()
-        if node not in live:
-            live.add(node)
-            todo += node.all_input_nodes
-            todo += writes.group(node)
+            needed += writers
+    live = reachable(needed, lambda node: (*node.all_input_nodes, *writes.group(node)))
     for node in reversed(list(graph.nodes)):
         if node not in live:
             graph.erase_node(node)
@@ -215,7 +206,7 @@ def _copy_after(
             continue
         with graph.inserting_after(last):
             copy = graph.call_function(aten.clone.default, (member,))
-        copy.meta = {**member.meta, "storage": None}
-        copy.meta = {k: copy.meta[k] for k in ("tensor", "source", "module", "storage")}
+        kept = {k: member.meta[k] for k in ("tensor", "source", "module")}
+        copy.meta = kept | {"storage": None}
         for user in late:
             user.replace_input_with(member, copy)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,16 +61,21 @@ class SavedOps:
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[SavedResults]:
         """Context in which the operators' results are recorded."""
-        self._device, self._recording, self._replays = device, SavedResults(), False
-        try:
-            yield self._recording
-        finally:
-            self._recording = None
+        results = SavedResults()
+        with self._calling(results, device, replays=False):
+            yield results
+
+    def replaying(
+        self, recording: SavedResults, device: torch.device
+    ) -> AbstractContextManager[None]:
+        """Context in which the operators give their recorded results, once."""
+        return self._calling(recording, device, replays=True)
 
     @contextmanager
-    def replaying(self, recording: SavedResults, device: torch.device) -> Iterator[None]:
-        """Context in which the operators give their recorded results, once."""
-        self._device, self._recording, self._replays = device, recording, True
+    def _calling(
+        self, recording: SavedResults, device: torch.device, *, replays: bool
+    ) -> Iterator[None]:
+        self._device, self._recording, self._replays = device, recording, replays
         try:
             yield
         finally:
@@ -132,8 +137,13 @@ class _Player(TorchDispatchMode):
 
 
 def _is_pure(func: Any) -> bool:
-    """Whether a kernel yields new tensors, without mutation or aliasing."""
+    """Whether a kernel yields new tensors, without mutation or aliasing.
+
+    A query such as `prim.device` yields none, and a replay may make others than the recorded call.
+    """
     schema = func._schema
+    if func.namespace == "prim":
+        return False
     return not schema.is_mutable and not any(r.alias_info for r in schema.returns)
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.rank0 import warn_on_rank0
-from merak.graph.ir.ir import Segment
+from merak.graph.ir.ir import Segment, returned_nodes
 from merak.graph.program.codegen import BranchValues, specialize_branches
 from merak.graph.program.program import (
     PieceProgram,
@@ -100,8 +100,7 @@ def _cut(
 def _compile_whole(
     part: Segment, whole: SegmentProgram, rewrites: Sequence[Rewrite]
 ) -> SegmentProgram:
-    (output,) = part.graph.find_nodes(op="output")
-    returned = zip(part.outputs, output.all_input_nodes, strict=True)
+    returned = zip(part.outputs, returned_nodes(part.graph), strict=True)
     entering = ((n.meta["name"], n) for n in part.graph.find_nodes(op="placeholder"))
     values = {name: node.meta["tensor"] for name, node in (*entering, *returned)}
     local = part

@@ -7,7 +7,7 @@ from enum import Enum
 
 from torch import fx
 
-from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.mutation import depending_on, find_mutations, mutated_arguments
 from merak.graph.ir.operators import BATCH_NORMS, RUNNING_STATISTICS, family
 from merak.graph.trace.branches.rng_stream import is_stream_draw
@@ -98,8 +98,7 @@ def _outputs_with(
     segment: Segment, values: frozenset[str], buffers: frozenset[str]
 ) -> frozenset[str]:
     reached = _reached(segment, values, buffers)
-    (output,) = segment.graph.find_nodes(op="output")
-    made = zip(segment.outputs, output.args[0], strict=True)
+    made = zip(segment.outputs, returned_nodes(segment.graph), strict=True)
     return frozenset(name for name, node in made if node in reached)
 
 

@@ -189,14 +189,13 @@ def as_traced(source: GraphSource, training: bool) -> Iterator[None]:
 @contextmanager
 def _whole_parameters(source: GraphSource) -> Iterator[None]:
     """Context with full meta parameters in place of a rank's shards."""
-    kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    own = [(module, dict(module._parameters)) for module in source.model.modules()]
     whole: dict[nn.Parameter, nn.Parameter] = {}
     try:
         for path, module in source.model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                kept.append((module, name, parameter))
                 meta = source.parameters[f"{path}.{name}".lstrip(".")]
                 if parameter not in whole:
                     empty = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
@@ -204,8 +203,8 @@ def _whole_parameters(source: GraphSource) -> Iterator[None]:
                 module._parameters[name] = whole[parameter]
         yield
     finally:
-        for module, name, parameter in kept:
-            module._parameters[name] = parameter
+        for module, parameters in own:
+            module._parameters.update(parameters)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import fx
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.segment.functionalize import functionalize_buffers, release_accumulators
@@ -79,9 +79,8 @@ def _keep_outputs(trace: Trace, names: tuple[str, ...]) -> dict[str, fx.Node]:
             f"the model returns {what} for the columns {', '.join(trace.columns)}; it returns "
             f"{given}. Give it labels (a `labels` column) or pass a loss function."
         )
-    (output,) = trace.graph.find_nodes(op="output")
-    by_name = dict(zip(trace.outputs, output.args[0], strict=True))
-    output.args = (tuple(by_name[name] for name in names),)
+    by_name = dict(zip(trace.outputs, returned_nodes(trace.graph), strict=True))
+    trace.graph.output_node().args = (tuple(by_name[name] for name in names),)
     eliminate_dead_code(trace.graph)
     return {name: by_name[name] for name in names}
 
@@ -182,40 +181,50 @@ class _Builder:
     def _copy(
         self, index: int, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
     ) -> Segment:
-        inside = set(nodes)
-        read = (*(a for n in nodes for a in n.all_input_nodes), *outputs)
-        external = [node for node in dict.fromkeys(read) if node not in inside]
-        by_kind: dict[Kind, list[fx.Node]] = {kind: [] for kind in Kind}
-        for node in external:
-            by_kind[self._kind(node)].append(node)
-        graph = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        for kind in Kind:
-            for node in by_kind[kind]:
-                env[node] = _placeholder(graph, node, kind)
-        for node in nodes:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-        graph.output(tuple(env[n] for n in outputs))
-        for node in (*outputs, *by_kind[Kind.VALUE], *by_kind[Kind.BATCH_ONLY]):
-            if isinstance(node.meta["tensor"], TensorMeta):  # else a number, never sent
-                self.values[node.name] = node.meta["tensor"]
+        graph = sub_graph(nodes, outputs, self._kind, _label)
+        values = {n.name: n.meta["tensor"] for n in outputs}
+        for node in graph.find_nodes(op="placeholder"):
+            if node.meta["kind"] in (Kind.VALUE, Kind.BATCH_ONLY):
+                values[node.meta["name"]] = node.meta["tensor"]
+        # Others are numbers, never sent.
+        self.values |= {n: meta for n, meta in values.items() if isinstance(meta, TensorMeta)}
         return Segment.of(index, name, graph, (n.name for n in outputs))
 
     def _kind(self, node: fx.Node) -> Kind:
-        if node.op == "placeholder":
-            kind: Kind = node.meta["kind"]
-            return kind
         return Kind.VALUE if node in self.segment_of else Kind.BATCH_ONLY
-
-
-def _placeholder(graph: fx.Graph, node: fx.Node, kind: Kind) -> fx.Node:
-    new = graph.placeholder(node.name)
-    new.meta = {**node.meta, "kind": kind, "name": _label(node)}
-    return new
 
 
 def _label(node: fx.Node) -> str:
     return str(node.meta["name"]) if node.op == "placeholder" else node.name
+
+
+def sub_graph(
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    kind_of: Callable[[fx.Node], Kind],
+    name_of: Callable[[fx.Node], str],
+) -> fx.Graph:
+    """Graph of some operators of another one, with placeholders for what they read of the others.
+
+    Args:
+        nodes: the operators, in order.
+        outputs: the nodes that it returns.
+        kind_of: kind of the placeholder for an operator.
+        name_of: name of the placeholder for a node.
+    """
+    inside = set(nodes)
+    read = (*(a for n in nodes for a in n.all_input_nodes), *outputs)
+    external = dict.fromkeys(node for node in read if node not in inside)
+    kinds = {n: n.meta["kind"] if n.op == "placeholder" else kind_of(n) for n in external}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in sorted(external, key=lambda n: list(Kind).index(kinds[n])):
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = {**node.meta, "kind": kinds[node], "name": name_of(node)}
+    for node in nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in outputs))
+    return graph
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:
@@ -245,8 +254,7 @@ def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
     """Slice of a segment that computes some of its outputs (a rank's own prologue)."""
     wanted = set(names)
     graph, result = copy_graph(segment.graph)
-    (output,) = graph.find_nodes(op="output")
-    graph.erase_node(output)
+    graph.erase_node(graph.output_node())
     chosen = [(n, v) for n, v in zip(segment.outputs, result, strict=True) if n in wanted]
     graph.output(tuple(value for _, value in chosen))
     eliminate_dead_code(graph)

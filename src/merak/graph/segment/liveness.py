@@ -11,6 +11,7 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import Mutations, find_mutations
+from merak.graph.ir.reachable import reachable
 from merak.graph.trace.normalize import is_random
 
 
@@ -98,21 +99,17 @@ def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Mutations) -> s
     and if nobody in the main part looks at it before the last write.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    todo = [n for n in graph.find_nodes(op="placeholder") if _is_seed(n, writes)]
-    todo += [n for n in operators if is_random(n)]
-    found: set[fx.Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in found or node.op == "output":
-            continue
-        found.add(node)
-        todo += node.users
-        todo += writes.group(node)
+
+    def depending(node: fx.Node) -> Iterator[fx.Node]:
+        yield from (*node.users, *writes.group(node))
         for source in node.all_input_nodes:
-            writers = writes.writers.get(source.meta.get("storage"), ())
+            writers = writes.writers.get(source.meta.get("storage", -1), ())
             if writers and order[node] < order[writers[-1]]:
-                todo += writes.group(source)
-    return {n for n in found if n.op == "call_function"}
+                yield from writes.group(source)
+
+    seeds = [n for n in graph.find_nodes(op="placeholder") if _is_seed(n, writes)]
+    seeds += [n for n in operators if is_random(n)]
+    return {n for n in reachable(seeds, depending) if n.op == "call_function"}
 
 
 def _is_seed(placeholder: fx.Node, writes: Mutations) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.ir import Kind, Segment, returned_nodes
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.sub_pipelining.pieces import sub_segment
 from merak.graph.sub_pipelining.sub_microbatch import (
@@ -84,9 +84,7 @@ def _parts(
     segment: Segment, first: Sequence[fx.Node], second: Sequence[fx.Node]
 ) -> Iterator[tuple[Segment, Segment]]:
     """Both parts of a cut, unless they share a parameter."""
-    (output,) = segment.graph.find_nodes(op="output")
-    returned = output.args[0]
-    assert isinstance(returned, tuple)
+    returned = returned_nodes(segment.graph)
     own = {node: name for name, node in zip(segment.outputs, returned, strict=True)}
     if len(own) < len(returned):  # a value with two names
         return

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.ir import Kind, Segment, returned_nodes
 from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.segment.cut import sub_graph
 from merak.ops.collectives import copy_to, reduce_from
 
 
@@ -96,12 +97,9 @@ class _Cutter:
         self.cuts = {} if in_place else {node: None for node in operators if _is_cut(node)}
         self.levels = _levels(operators, self.cuts)
         self.num_levels = max((n + (o in self.cuts) for o, n in self.levels.items()), default=0) + 1
-        (output,) = segment.graph.find_nodes(op="output")
-        returned = output.args[0]
-        assert isinstance(returned, tuple)
-        self.returned: tuple[fx.Node, ...] = returned
+        self.returned = returned_nodes(segment.graph)
         self.names: dict[fx.Node, str] = {}
-        for name, node in zip(segment.outputs, returned, strict=True):
+        for name, node in zip(segment.outputs, self.returned, strict=True):
             self.names.setdefault(node, name)
 
     def piece(self, level: int) -> Piece:
@@ -144,21 +142,7 @@ def sub_segment(
         outputs: those whose results others read.
         name: what a value is called outside.
     """
-    inside = set(own)
-    read = dict.fromkeys(n for node in own for n in node.all_input_nodes if n not in inside)
-    by_kind: dict[Kind, list[fx.Node]] = {kind: [] for kind in Kind}
-    for node in read:
-        kind = node.meta["kind"] if node.op == "placeholder" else Kind.VALUE
-        by_kind[kind].append(node)
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for kind in Kind:
-        for node in by_kind[kind]:
-            env[node] = graph.placeholder(node.name)
-            env[node].meta = {**node.meta, "kind": kind, "name": name(node)}
-    for node in own:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[n] for n in outputs))
+    graph = sub_graph(own, outputs, lambda node: Kind.VALUE, name)
     return Segment.of(segment.index, segment.name, graph, map(name, outputs))
 
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.ir import Kind, Segment, returned_nodes
 from merak.graph.ir.mutation import has_mutable_schema, mutated_arguments
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
@@ -123,7 +123,7 @@ def find_sample_dims(segments: Iterable[Segment], batch_size: int) -> SampleDims
     sub_microbatch, _ = sub_microbatches(batch_size)
     for segment in segments:
         placements = place_samples(segment, sub_microbatch, SampleDims(batch_size, dims)).placements
-        for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
+        for name, node in zip(segment.outputs, returned_nodes(segment.graph), strict=True):
             placed = placements.get(node)
             if placed == REPLICATE:
                 dims[name] = None
@@ -149,7 +149,7 @@ def split_segment(segment: Segment, samples: SampleDims) -> SubMicrobatchSegment
         for node, placed in first.placements.items()
         if node.op == "placeholder" and isinstance(placed, Shard)
     }
-    for name, node in zip(segment.outputs, _output_nodes(segment), strict=True):
+    for name, node in zip(segment.outputs, returned_nodes(segment.graph), strict=True):
         placed = first.placements[node]
         if placed == second.placements[node] == REPLICATE:
             continue  # both sub-microbatches make it, each for itself
@@ -217,13 +217,6 @@ def _lay_out(
     if layout.refusal is not None:
         raise layout.refusal
     return layout
-
-
-def _output_nodes(segment: Segment) -> tuple[fx.Node, ...]:
-    (output,) = segment.graph.find_nodes(op="output")
-    nodes = output.args[0]
-    assert isinstance(nodes, tuple)
-    return nodes
 
 
 def _entering(node: fx.Node, samples: SampleDims) -> Placement:

@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import sympy  # type: ignore[import-untyped]
+
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
@@ -224,7 +226,7 @@ def check_degree(
             raise ShardError(
                 f"tp={degree} does not divide the {capacity} {attribute.size} of "
                 f"{name.rpartition('.')[0] or name}; the degrees that fit this model are "
-                f"{_listed(_divisors(math.gcd(*found.values())))}."
+                f"{_listed(sympy.divisors(math.gcd(*found.values())))}."
             )
 
 
@@ -241,10 +243,6 @@ def _check_shared(segment: Segment, own: WeightPlacements, chosen: WeightPlaceme
                 f"{name} is shared by several layers, which use it in different ways; give it "
                 "Replicate() in the feature dict."
             )
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -22,19 +22,9 @@ _STYLES: Mapping[str, Attribute] = {
 }
 
 _DERIVED = frozenset(
-    (
-        "all_reduce",
-        "colwise_gather_output",
-        "embedding_rowwise",
-        "ep_dispatch_experts",
-        "grouped_gemm",
-        "local_params",
-        "mla_kv_a_proj",
-        "moe_identity_expert",
-        "moe_tp_experts",
-        "replicated_with_grad_allreduce",
-        "rowwise_split_input",
-    )
+    "all_reduce colwise_gather_output embedding_rowwise ep_dispatch_experts grouped_gemm "
+    "local_params mla_kv_a_proj moe_identity_expert moe_tp_experts "
+    "replicated_with_grad_allreduce rowwise_split_input".split()
 )
 """Styles that say how transformers moves activations: which Merak derives in any case."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
@@ -230,14 +231,15 @@ def _check_shapes(nodes: Sequence[fx.Node]) -> None:
 def _check_operator(node: fx.Node, empty: dict[fx.Node, Any]) -> None:
     def operand(n: fx.Node) -> Any:
         if n not in empty:
-            empty[n] = _empty(n.meta["tensor"])
+            empty[n] = tree_map_only(TensorMeta, _empty, n.meta["tensor"])
         return empty[n]
 
-    args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+    found_args = fx.map_arg((node.args, dict(node.kwargs)), operand)
+    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), found_args)
     assert isinstance(node.target, torch._ops.OpOverload)
     try:
         with torch.no_grad():
-            result = node.target(*_on_meta(args), **_on_meta(kwargs))
+            result = node.target(*args, **kwargs)
         found = _shapes(result)
     except Exception as error:
         reason = str(error).strip().splitlines()
@@ -249,23 +251,8 @@ def _check_operator(node: fx.Node, empty: dict[fx.Node, Any]) -> None:
         )
 
 
-def _empty(meta: Any) -> Any:
-    if isinstance(meta, tuple):
-        return tuple(_empty(m) for m in meta)
-    if not isinstance(meta, TensorMeta):
-        return meta
+def _empty(meta: TensorMeta) -> torch.Tensor:
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
-
-
-def _on_meta(value: Any) -> Any:
-    """Devices among the arguments become the one where nothing is computed."""
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if isinstance(value, dict):
-        return {k: _on_meta(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_on_meta(v) for v in value)
-    return value
 
 
 def _shapes(value: Any) -> Any:

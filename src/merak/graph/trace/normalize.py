@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from merak.core.storages import storage_of
 from merak.core.tensor_meta import TensorMeta, requires_grad
 from merak.graph.ir.custom_operators import custom_operator
 from merak.graph.ir.ir import Kind, ParameterWrites
@@ -61,11 +62,6 @@ class Rewriting:
     parameter_writes: tuple[ParameterWrites, ...] = ()
 
 
-def inline_subgraphs(rewriting: Rewriting) -> None:
-    """Replace `wrap_with_set_grad_enabled` and `wrap_with_autocast` by the graphs they wrap."""
-    _inline_subgraphs(rewriting.graph)
-
-
 def refuse_vmap(rewriting: Rewriting) -> None:
     """Refuse `torch.vmap`.
 
@@ -73,7 +69,15 @@ def refuse_vmap(rewriting: Rewriting) -> None:
         UntraceableError: the graph has one.
     """
     for node in rewriting.graph.nodes:
-        _refuse_vmap(node)
+        if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+            where = line_of(node) or "an unknown line"
+            raise UntraceableError(
+                f"the model cannot be traced at {where}: torch.vmap runs there, the inside of "
+                "which cannot be cut; write it with broadcasting, or switch the feature off in the "
+                "model's config.",
+                f"{where}: torch.vmap runs there",
+                modules_of(node),
+            )
 
 
 def erase_assertions(rewriting: Rewriting) -> None:
@@ -152,18 +156,6 @@ def _neighbours(numbers: torch.Tensor | None, size: int) -> list[int]:
     return span if span == list(range(span[0], span[0] + len(span))) else []
 
 
-def _refuse_vmap(node: fx.Node) -> None:
-    if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
-        where = line_of(node) or "an unknown line"
-        raise UntraceableError(
-            f"the model cannot be traced at {where}: torch.vmap runs there, the inside of which "
-            "cannot be cut; write it with broadcasting, or switch the feature off in the model's "
-            "config.",
-            f"{where}: torch.vmap runs there",
-            modules_of(node),
-        )
-
-
 class _Memory:
     """Numbers storages, and notes into which a gradient was written."""
 
@@ -174,9 +166,9 @@ class _Memory:
 
     def number(self, node: fx.Node, value: Any) -> int | None:
         """The number of a node's storage; None where it returns no single tensor."""
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        storage = storage_of(value)
+        if storage is None:
             return None
-        storage = value.untyped_storage()._cdata
         number = self._numbers.setdefault(storage, len(self._numbers))
         self._members.setdefault(number, []).append(node)
         return number
@@ -214,7 +206,7 @@ def is_random(node: fx.Node) -> bool:
     return not never and not asleep
 
 
-def _inline_subgraphs(graph: fx.Graph) -> None:
+def inline_subgraphs(graph: fx.Graph) -> None:
     """Replace `wrap_with_set_grad_enabled` and `wrap_with_autocast` by the graphs they wrap."""
     module = graph.owning_module
     for node in list(graph.nodes):
@@ -226,7 +218,7 @@ def _inline_subgraphs(graph: fx.Graph) -> None:
         position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node))
         body: Any = getattr(module, str(node.args[position].target))
         settings, args = node.args[:position], node.args[position + 1 :]
-        _inline_subgraphs(body.graph)
+        inline_subgraphs(body.graph)
         if name == "wrap_with_autocast":
             _finish_autocast(body.graph, settings, args)
         _inline(graph, node, body.graph, args, settings == (False,))
@@ -293,11 +285,8 @@ def _same_tensor(node: fx.Node) -> fx.Node:
     same = (given.dtype, given.device, given.stride()) == (made.dtype, made.device, made.stride())
     copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
     returned = node.target._schema.returns
-    if (
-        len(returned) == 1
-        and returned[0].alias_info is not None
-        and returned[0].alias_info.is_write
-    ):
+    alias = returned[0].alias_info if len(returned) == 1 else None
+    if alias is not None and alias.is_write:
         return _same_tensor(mutated_arguments(node)[0])  # not always the first one: `out=`
     unchanged = str(node.target) in (_CONVERSIONS | _RETURN_THEMSELVES) and same and not copies
     return _same_tensor(source) if unchanged else node

@@ -19,6 +19,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ParameterWrites
 from merak.graph.ir.mutation import Mutations, find_mutations, mutated_arguments
 from merak.graph.ir.operators import CONVERSIONS, aten_family
+from merak.graph.ir.reachable import reachable
 
 aten = torch.ops.aten
 
@@ -99,16 +100,13 @@ def _write_of(memory: int, writes: Mutations, order: Mapping[fx.Node, int]) -> _
     sources = [m for m in members if m.op == "placeholder"]
     if not sources or sources[0].meta["kind"] is not Kind.PARAMETER:
         return None
-    cone: set[fx.Node] = {sources[0]}
-    todo = list(writers)
-    while todo:
-        node = todo.pop()
-        if node in cone:
-            continue
-        cone.add(node)
-        todo += node.all_input_nodes
+
+    def needed(node: fx.Node) -> Iterator[fx.Node]:
+        yield from node.all_input_nodes
         if node.meta.get("storage") != memory:
-            todo += writes.writers.get(node.meta.get("storage", -1), ())
+            yield from writes.writers.get(node.meta.get("storage", -1), ())
+
+    cone = reachable((sources[0], *writers), needed)
     in_order = tuple(sorted(cone, key=order.__getitem__))
     return _Write(sources[0], tuple(writers), tuple(members), in_order, order)
 

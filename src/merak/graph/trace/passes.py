@@ -41,7 +41,10 @@ def _drop_unread_constants(rewriting: Rewriting) -> None:
 
 
 PASSES: tuple[tuple[Pass, str], ...] = (
-    (inline_subgraphs, "all later passes see one flat graph, with autocast as conversions"),
+    (
+        lambda r: inline_subgraphs(r.graph),
+        "all later passes see one flat graph, with autocast as conversions",
+    ),
     (
         lambda r: verify_constants(r.graph, r.constants),
         "fake constants are named by the line that reads them, while torch's metadata is there",

@@ -16,13 +16,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.types import py_sym_types
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.exported import Exported
 from merak.graph.trace.trace import normalized
 from merak.graph.trace.traced import Trace
 
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -144,7 +144,7 @@ class _Copier:
                 )
                 env[node].meta = dict(node.meta)
                 self._set_value(env[node])
-            elif isinstance(node.meta.get("val"), _NUMBERS):
+            elif isinstance(node.meta.get("val"), py_sym_types):
                 env[node] = _run(node, env)
             else:
                 _check_assertion(node, env)
@@ -183,7 +183,7 @@ class _Copier:
     def _value(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(self._value(v) for v in value)
-        if isinstance(value, _NUMBERS):
+        if isinstance(value, py_sym_types):
             return self._number(value)
         if not isinstance(value, torch.Tensor):
             return value
@@ -206,7 +206,7 @@ class _Copier:
         return _Known(size, stride, self._number(value.storage_offset()))
 
     def _number(self, number: Any) -> int:
-        if not isinstance(number, _NUMBERS):
+        if not isinstance(number, py_sym_types):
             return int(number)
         expression = number.node.expr
         if expression not in self._numbers:

@@ -8,10 +8,10 @@ few operators that its storage depends on, and no others run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from merak.core.errors import WeightsError
+from merak.graph.ir.mutation import written_values
 from merak.graph.ir.operators import OVERWRITES, UNINITIALIZED, family
 
 
@@ -144,7 +145,9 @@ class InitRecorder(TorchDispatchMode):
                 raise self._explain(func, inputs, error) from error
             # More than this machine could ever hold: a parameter, which needs no memory.
             result = func(*args, **{**kwargs, "device": "meta"})
-        changed = [self.view_of(t).storage for t in _changed(func, args, kwargs)]
+        changed = [
+            self.view_of(t).storage for t in written_values(func, args, kwargs) if _is_tensor(t)
+        ]
         created = self._number_outputs(result)
         if created or changed:
             kwargs = _portable(func, kwargs, inputs, result)
@@ -274,10 +277,7 @@ class InitRecorder(TorchDispatchMode):
 
     def _covers(self, view: StorageView) -> bool:
         """Whether a tensor is all of its storage (strides of an expanded tensor are refused)."""
-        num_elements = 1
-        for size in view.shape:
-            num_elements *= size
-        whole = num_elements * view.dtype.itemsize == self.tape.num_bytes[view.storage]
+        whole = math.prod(view.shape) * view.dtype.itemsize == self.tape.num_bytes[view.storage]
         return whole and all(s > 0 for s, n in zip(view.strides, view.shape) if n > 1)
 
 
@@ -353,21 +353,6 @@ class _Storages:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
-
-
-@cache
-def _changed_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(func._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
-
-
-def _changed(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    values = [
-        args[i] if i < len(args) else kwargs.get(name) for i, name in _changed_arguments(func)
-    ]
-    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
 def _portable(

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from merak.plan.cost.calibration import Curve
 from merak.plan.cost.device import DeviceProfile
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCollective:
+    """Measured collectives of one kind over groups of one size.
+
+    Args:
+        kind: as of `collective_seconds`.
+        ranks: of the group.
+        hosts: that they are on.
+        seconds: by bytes of the whole tensor.
+    """
+
+    kind: str
+    ranks: int
+    hosts: int
+    seconds: Curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +38,9 @@ class Link:
         start_s: seconds that a collective takes beyond its messages.
         switch_fraction: rate at which a switch reduces, as a factor of `bytes_per_s`; 0 where it
             cannot.
+        measured: seconds of collectives over it, which replace those of the algorithms.
+        interference: part of a hidden collective's time that computation beside it takes longer;
+            None where it was not measured.
     """
 
     name: str
@@ -28,6 +49,8 @@ class Link:
     protocols: tuple[tuple[float, float], ...] = ()
     start_s: float = 0.0
     switch_fraction: float = 0.0
+    measured: tuple[MeasuredCollective, ...] = ()
+    interference: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from merak.core.errors import PlanError
-from merak.plan.cluster.cluster import Link
+from merak.plan.cluster.cluster import Link, MeasuredCollective
 from merak.plan.cluster.groups import Group
 
 _AT_ONCE = 8
@@ -44,7 +45,45 @@ def collective_seconds(kind: str, num_bytes: float, group: Group) -> float:
         raise PlanError(f"There is no collective {kind!r}; choose one of: {', '.join(KINDS)}.")
     if group.size == 1 or num_bytes <= 0:
         return 0.0
-    return min(_ALGORITHMS[kind](num_bytes, group))
+    measured = _measured(kind, num_bytes, group)
+    return min(_ALGORITHMS[kind](num_bytes, group)) if measured is None else measured
+
+
+def _measured(kind: str, num_bytes: float, group: Group) -> float | None:
+    """Seconds by what was measured of such collectives; None where nothing was.
+
+    Where groups of another size alone were measured, the algorithms' seconds are corrected by what
+    was measured of the nearest size ÷ theirs.
+    """
+    link = group.link if group.num_nodes == 1 else group.network
+    known = [
+        own
+        for own in (link.measured if link is not None else ())
+        if own.kind == kind and (own.hosts > 1) == (group.num_nodes > 1)
+    ]
+    if not known:
+        return None
+    closest = min(known, key=lambda own: _distance(own, group))
+    seconds = closest.seconds.seconds_at(num_bytes)
+    if (closest.ranks, closest.hosts) == (group.size, group.num_nodes):
+        return seconds
+    share = math.ceil(closest.ranks / closest.hosts)
+    like = replace(
+        group,
+        size=closest.ranks,
+        num_nodes=closest.hosts,
+        most_on_node=share,
+        fewest_on_node=max(1, closest.ranks // closest.hosts),
+        link=group.link if share > 1 else None,
+    )
+    own_s, like_s = (min(_ALGORITHMS[kind](num_bytes, one)) for one in (group, like))
+    return seconds * own_s / like_s
+
+
+def _distance(own: MeasuredCollective, group: Group) -> float:
+    """How far a measured group is from another, by ratios of ranks and hosts."""
+    ranks, hosts = own.ranks / group.size, own.hosts / group.num_nodes
+    return abs(math.log(ranks)) + abs(math.log(hosts))
 
 
 def send_seconds(num_bytes: float, link: Link) -> float:

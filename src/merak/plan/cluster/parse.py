@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from merak.core.did_you_mean import did_you_mean
 from merak.core.errors import PlanError
+from merak.core.rank0 import warn_on_rank0
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cluster.fields import Field, read_fields
+from merak.plan.cluster.from_profile import cluster_of
 from merak.plan.cost.data_sheets import ALIASES, GENERATIONS, LINKS, SHEETS, DataSheet, LinkSheet
 from merak.plan.cost.device import DeviceProfile, from_json, of_sheet, preset, sheet_name
+from merak.plan.profile.profile import differences
+from merak.plan.profile.profile_file import is_profile, load_profile
+
+logger = logging.getLogger(__name__)
 
 _SHORT = re.compile(r"(?P<device>[A-Za-z0-9_-]+?)(?::(?P<size>\d{1,9})(?:x(?P<count>\d{1,9}))?)?")
 _FILES = (".yaml", ".yml", ".json")
@@ -22,7 +31,8 @@ def parse_cluster(text_or_path: str) -> Cluster:
 
     Args:
         text_or_path: "h100" is one device, "h100:8" one node of eight, "h100:8x4" four such nodes;
-            else the path of a YAML or JSON file, whose fields docs/devices.md lists.
+            else the path of a YAML or JSON file, whose fields docs/devices.md lists, or of a
+            profile.
 
     Raises:
         PlanError: no such device or file, or an error in the file, with its line and field.
@@ -109,6 +119,11 @@ def _usual_adapters(sheet: DataSheet, size: int) -> int:
 
 
 def _from_file(path: Path) -> Cluster:
+    if is_profile(path):
+        profile = load_profile(path)
+        for sentence in differences(profile, None, torch.__version__):
+            warn_on_rank0(logger, "%s", sentence)
+        return cluster_of(profile)
     root = read_fields(path)
     known = {"nodes"}
     fields = root.mapping(known, required=known)

@@ -105,25 +105,25 @@ def _measure(device: torch.device) -> DeviceProfile:
     rates = {}
     for dtype in dtypes:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        rates[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / _seconds(device, a.mm, b)
+        rates[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / seconds_of(device, a.mm, b)
     large = torch.randn((16 if on_gpu else 1) * 2**24, device=device)
     copy = torch.empty_like(large)
     small = torch.randn(2**22 if on_gpu else 2**14, device=device)
     one = torch.zeros(1, device=device)
     # A GPU copies a fraction: torch never gives pinned memory back.
     part = large[: large.numel() // (8 if on_gpu else 1)]
-    overhead_s = _seconds(device, one.add, 1.0)
-    function_s = _seconds(device, torch.nn.functional.gelu, small)
-    random_s = _seconds(device, small.bernoulli_, 0.9)
+    overhead_s = seconds_of(device, one.add, 1.0)
+    function_s = seconds_of(device, torch.nn.functional.gelu, small)
+    random_s = seconds_of(device, small.bernoulli_, 0.9)
     return DeviceProfile(
         name=device_name(device),
         device_type=device.type,
         flops_per_s=MappingProxyType(rates),
-        memory_bytes_per_s=2 * large.nbytes / _seconds(device, copy.copy_, large),
+        memory_bytes_per_s=2 * large.nbytes / seconds_of(device, copy.copy_, large),
         functions_per_s=small.numel() / max(function_s - overhead_s, overhead_s),
         randoms_per_s=small.numel() / max(random_s - overhead_s, overhead_s),
         overhead_s=overhead_s,
-        host_bytes_per_s=part.nbytes / _seconds(device, _both_ways(part, copy[: len(part)])),
+        host_bytes_per_s=part.nbytes / seconds_of(device, _both_ways(part, copy[: len(part)])),
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
     )
 
@@ -145,7 +145,7 @@ def _both_ways(large: torch.Tensor, copy: torch.Tensor) -> Callable[[], torch.Te
     return both
 
 
-def _seconds(
+def seconds_of(
     device: torch.device, work: Callable[..., torch.Tensor], *args: torch.Tensor | float
 ) -> float:
     """Seconds of one call: the best of several rounds of calls, for others share the machine."""

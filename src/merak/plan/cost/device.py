@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from merak.core.errors import PlanError
+from merak.plan.cost.calibration import Calibration
 from merak.plan.cost.data_sheets import ALIASES, GENERATIONS, SHEETS
 from merak.plan.cost.efficiency import Efficiency, efficiency_from
 
@@ -33,6 +34,7 @@ class DeviceProfile:
         efficiency: achieved fractions by operator and size; None where every operator runs at the
             rates above, however small it is.
         multiprocessors: of a device with an `efficiency`; 0 where their number does not matter.
+        calibration: measured figures that correct estimates; None where nothing was measured.
     """
 
     name: str
@@ -46,6 +48,7 @@ class DeviceProfile:
     memory_bytes: int | None = None
     efficiency: Efficiency | None = None
     multiprocessors: int = 0
+    calibration: Calibration | None = None
 
     def flop_rate(self, dtype: torch.dtype) -> float:
         """FLOPs per second of matrix products of an element type; float32's where it is unknown."""
@@ -53,8 +56,8 @@ class DeviceProfile:
 
 
 def to_json(profile: DeviceProfile) -> str:
-    """A profile as one JSON object."""
-    fields = {name: getattr(profile, name) for name in DeviceProfile.__slots__}
+    """A profile as one JSON object, without its calibration."""
+    fields = {name: getattr(profile, name) for name in _SAVED}
     fields["flops_per_s"] = dict(profile.flops_per_s)
     if profile.efficiency is not None:
         fields["efficiency"] = asdict(profile.efficiency)
@@ -75,7 +78,7 @@ def from_json(text: str, where: str) -> DeviceProfile:
         fields: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"{where} is not JSON ({error}); give a profile's file.") from error
-    wanted = set(DeviceProfile.__slots__)
+    wanted = set(_SAVED)
     if not isinstance(fields, dict) or set(fields) != wanted:
         raise PlanError(f"{where} is no device profile; give one object with {sorted(wanted)}.")
     rates = fields["flops_per_s"]
@@ -103,6 +106,7 @@ def from_json(text: str, where: str) -> DeviceProfile:
     return DeviceProfile(**{**fields, **read})
 
 
+_SAVED = tuple(name for name in DeviceProfile.__slots__ if name != "calibration")
 _OPTIONAL = ("memory_bytes", "multiprocessors", "efficiency")
 
 

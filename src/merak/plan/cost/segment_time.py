@@ -36,11 +36,16 @@ def segment_costs(segments: Sequence[Segment], profile: DeviceProfile) -> tuple[
 def work_seconds(work: Work, profile: DeviceProfile) -> float:
     """Seconds of one kernel: the longer of computation and memory traffic, and the overhead."""
     compute_s = work.flops / (profile.flop_rate(work.dtype) * _achieved(work, profile))
+    if profile.calibration is not None and isinstance(work.shape, ProductShape):
+        compute_s *= profile.calibration.product(work.dtype, work.flops / work.shape.batch)
     if profile.efficiency is None or not isinstance(work.shape, AttentionShape):  # has them in it
         compute_s += work.functions / profile.functions_per_s
     compute_s += work.randoms / profile.randoms_per_s
     overhead_s = work.kernels * profile.overhead_s
-    return max(compute_s, work.num_bytes / profile.memory_bytes_per_s) + overhead_s
+    memory_s = work.num_bytes / profile.memory_bytes_per_s
+    if profile.calibration is not None:
+        memory_s *= profile.calibration.copy(work.num_bytes)
+    return max(compute_s, memory_s) + overhead_s
 
 
 def works_seconds(works: Sequence[Work], profile: DeviceProfile) -> float:

@@ -81,6 +81,7 @@ def stage_exchange(
     held = total_bytes(stage.parameters.values())
     kind = "reduce_scatter" if candidate.zero else "all_reduce"
     replicas = group_of(cluster, candidate.dp, candidate.tp)
+    slows = interference_of(replicas)
     reduce_s = _bucketed(kind, num_bytes, replicas)
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
@@ -94,26 +95,39 @@ def stage_exchange(
     if zero.parameters:
         gather_s = _bucketed("all_gather", held, replicas)
         return StageExchange(
-            reduction_s=beside_s(0.0, reduce_s / num_buckets),
-            forward_s=beside_s(times.forward_s, gather_s),
-            backward_s=beside_s(times.backward_s, gather_s + reduce_s),
+            reduction_s=beside_s(0.0, reduce_s / num_buckets, slows),
+            forward_s=beside_s(times.forward_s, gather_s, slows),
+            backward_s=beside_s(times.backward_s, gather_s + reduce_s, slows),
             gather_s=0.0,
         )
     gather_s = _bucketed("all_gather", held, replicas) if zero.is_sharded else 0.0
-    every = beside_s(times.backward_s, reduce_s) if zero.gradients else 0.0
+    every = beside_s(times.backward_s, reduce_s, slows) if zero.gradients else 0.0
     last = reduce_s / num_buckets
     return StageExchange(
-        reduction_s=last if zero.gradients else max(last, beside_s(beside, reduce_s)),
+        reduction_s=last if zero.gradients else max(last, beside_s(beside, reduce_s, slows)),
         forward_s=0.0,
         backward_s=every,
         gather_s=gather_s,
     )
 
 
-def beside_s(compute_s: float, collective_s: float) -> float:
-    """Seconds that a collective adds to the computation beside it."""
+def beside_s(compute_s: float, collective_s: float, interference: float = INTERFERENCE) -> float:
+    """Seconds that a collective adds to the computation beside it.
+
+    Args:
+        compute_s: of the computation.
+        collective_s: of the collective.
+        interference: part of the hidden time that the computation takes longer.
+    """
     hidden = min(compute_s, collective_s)
-    return collective_s - hidden + INTERFERENCE * hidden
+    return collective_s - hidden + interference * hidden
+
+
+def interference_of(group: Group) -> float:
+    """What was measured of the slowest link of a group, or else the usual."""
+    link = group.network if group.network is not None else group.link
+    measured = None if link is None else link.interference
+    return INTERFERENCE if measured is None else measured
 
 
 def exposed_gather_s(stages: Sequence[Stage], exchanges: Sequence[StageExchange]) -> float:

@@ -17,6 +17,7 @@ from merak.plan.cluster.groups import Group
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import node_work
 from merak.plan.cost.overlap import Step
+from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
 from merak.plan.cost.segment_time import work_seconds
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.kernels import Kernel, KernelChoice, SegmentKernels, segment_kernels
@@ -46,7 +47,7 @@ class SegmentPrice:
         weight_gradient: of its W.
         launch_s: of the forward and the backward, overheads of kernels.
         kernels: what runs.
-        seconds: of every kernel of the forward.
+        seconds: of every kernel of a recomputation.
     """
 
     graph: fx.Graph
@@ -81,7 +82,7 @@ class SegmentPrice:
             saved: names of its operators.
         """
         if not saved:
-            return self.forward
+            return self.seconds
         names = {mine.name: like.name for mine, like in zip(own.nodes, self.graph.nodes)}
         left_out = {names[name] for name in saved if name in names}
         kept = zip(self.kernels.forward, self.seconds, strict=True)
@@ -169,7 +170,7 @@ def price_graph(
     forward = tuple(map(seconds, kernels.forward))
     backward = [(kernel, seconds(kernel)) for kernel in kernels.backward]
     works = [k.work for k in (*kernels.forward, *kernels.backward) if k.work is not None]
-    return SegmentPrice(
+    estimated = SegmentPrice(
         graph=graph,
         forward=forward,
         backward=tuple(step for _, step in backward),
@@ -179,3 +180,31 @@ def price_graph(
         kernels=kernels,
         seconds=forward,
     )
+    return _calibrated(estimated, device)
+
+
+def _calibrated(estimated: SegmentPrice, device: DeviceProfile) -> SegmentPrice:
+    """The price with the computation of every pass as long as measured, where it was."""
+    known, graph = device.calibration, estimated.graph
+    if known is None or not known.kinds:
+        return estimated
+    found = known.segment(segment_digest(graph), segment_kind(graph), segment_size(graph))
+    if found is None:
+        return estimated
+    return replace(
+        estimated,
+        forward=_lasting(estimated.forward, found.forward_s),
+        backward=_lasting(estimated.backward, found.backward_s),
+        input_gradient=_lasting(estimated.input_gradient, found.input_gradient_s),
+        weight_gradient=_lasting(estimated.weight_gradient, found.weight_gradient_s),
+        seconds=_lasting(estimated.seconds, found.recompute_s),
+        launch_s=0.0,
+    )
+
+
+def _lasting(steps: Pass, seconds: float) -> Pass:
+    """A pass whose computation takes so many seconds."""
+    total_s = sum(compute_s for compute_s, _ in steps)
+    if not total_s:
+        return (*steps, (seconds, 0.0)) if seconds else steps
+    return tuple((compute_s * seconds / total_s, rest_s) for compute_s, rest_s in steps)

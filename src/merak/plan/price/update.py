@@ -53,6 +53,8 @@ def update_seconds(
     stepped = 2 * state + gradients + 2 * parameters
     passes = 1.0 if kernels.fused else FOREACH_PASSES
     clipping = 3 * gradients
+    if device.calibration is not None:
+        passes *= device.calibration.update(parameters)
     return (passes * stepped + clipping) / device.memory_bytes_per_s
 
 

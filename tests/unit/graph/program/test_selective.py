@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merak.graph.ir.ir import ModelGraph
+from merak.graph.program import selective
 from merak.graph.program.program import ActivationChoices, compile_program
 from merak.graph.program.selective import SavedResults
 from tests.unit.engine.models import (
@@ -100,3 +101,8 @@ def test_kernels_of_saved_operators_run_once() -> None:
 def test_saved_results_are_counted_by_storage() -> None:
     recording = SavedResults()
     assert recording.num_bytes("nothing") == 0
+
+
+def test_queries_of_a_tensor_are_no_results() -> None:
+    assert not selective._is_pure(torch.ops.prim.device.default)
+    assert selective._is_pure(torch.ops.aten.mm.default)

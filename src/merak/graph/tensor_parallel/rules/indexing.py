@@ -91,11 +91,7 @@ def narrow(op: Operator) -> Decision:
     if dim != placed.dim:
         return Decision(placed)
     size = shape_of(operand)[dim]
-    start = _clamp(op.arg("start") or 0, size)
-    if family(op.node.target) == "narrow":
-        stop = start + op.arg("length")
-    else:
-        stop = _clamp(size if op.arg("end") is None else op.arg("end"), size)
+    start, stop = extent(op, size)
     if op.arg("step", 1) != 1:
         raise op.error(f"takes every {op.arg('step')}th element of a dim that is split")
     parts = _parts_between(op, placed, start, stop)
@@ -104,8 +100,14 @@ def narrow(op: Operator) -> Decision:
     return Decision(after, target=aten.slice.Tensor, args=args, kwargs={})
 
 
-def _clamp(index: int, size: int) -> int:
-    return max(0, min(positive(index, size), size))
+def extent(op: Operator, size: int) -> tuple[int, int]:
+    """Start and stop of a slice or narrow of a dim of some size."""
+    start, stop = op.arg("start") or 0, op.arg("end", size)
+    if family(op.node.target) == "narrow":
+        stop = positive(start, size) + op.arg("length")
+    ends = (start, size if stop is None else stop)
+    first, last = (max(0, min(positive(end, size), size)) for end in ends)
+    return first, last
 
 
 def _parts_between(op: Operator, placed: Shard, start: int, stop: int) -> tuple[int, ...]:

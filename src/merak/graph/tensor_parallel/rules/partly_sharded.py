@@ -26,7 +26,7 @@ from merak.graph.tensor_parallel.placement import (
     positive,
     shape_of,
 )
-from merak.graph.tensor_parallel.rules import gemm, views
+from merak.graph.tensor_parallel.rules import gemm, indexing, views
 
 aten = torch.ops.aten
 
@@ -147,8 +147,7 @@ def _slice(op: Operator) -> Decision:
     if dim != placed.dim:
         return Decision(placed)
     size = shape_of(node)[dim]
-    start, stop = op.arg("start") or 0, size if op.arg("end") is None else op.arg("end")
-    start, stop = (max(0, min(positive(end, size), size)) for end in (start, stop))
+    start, stop = indexing.extent(op, size)
     if op.arg("step", 1) != 1:
         raise op.error("takes every few elements of a dim that is split")
     output, begin, end = _between(op, placed, start, stop)

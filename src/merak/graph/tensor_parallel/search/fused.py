@@ -18,6 +18,7 @@ from merak.graph.tensor_parallel.placement import (
     shape_of,
 )
 from merak.graph.tensor_parallel.propagate import decide_or_gather, propagate
+from merak.graph.tensor_parallel.rules.indexing import extent
 from merak.graph.tensor_parallel.rules.rules import decide
 
 _MAX_REFINEMENTS = 8
@@ -95,11 +96,8 @@ def _edges(op: Operator, operand: fx.Node, placed: Shard) -> set[int]:
     if name == "select":
         index = positive(op.arg("index"), size)
         return {index, index + 1}
-    if name == "narrow":
-        return {op.arg("start"), op.arg("start") + op.arg("length")}
-    if name == "slice":
-        ends = (op.arg("start") or 0, size if op.arg("end") is None else op.arg("end"))
-        return {max(0, min(positive(end, size), size)) for end in ends}
+    if name in NARROWS:
+        return set(extent(op, size))
     sizes = [result.shape[placed.dim] for result in op.node.meta["tensor"]]
     return {sum(sizes[:i]) for i in range(len(sizes) + 1)}
 

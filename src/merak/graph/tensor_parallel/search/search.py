@@ -16,7 +16,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.ir import Kind, Segment, returned_nodes
 from merak.graph.ir.operators import is_weight_gemm
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
@@ -384,8 +384,7 @@ def _depth(graph: fx.Graph) -> int:
 
 def _activation_size(segment: Segment) -> int:
     """Size of the largest value that enters or leaves the segment."""
-    (output,) = segment.graph.find_nodes(op="output")
     values = [n for n in segment.graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.VALUE]
-    metas = [n.meta["tensor"] for n in (*values, *output.all_input_nodes)]
+    metas = [n.meta["tensor"] for n in (*values, *returned_nodes(segment.graph))]
     sizes = [math.prod(meta.shape) for meta in metas if isinstance(meta, TensorMeta)]
     return max((1, *sizes))

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.operators import is_embedding, is_weight_gemm
+from merak.graph.ir.reachable import reachable
 from merak.graph.tensor_parallel.placement import Placement, Shard
 from merak.graph.tensor_parallel.propagate import vocabulary_dim, weight_dims
 from merak.graph.tensor_parallel.search.cost import Collective, parameter_nodes
@@ -158,21 +159,16 @@ def embeddings(model: ModelGraph) -> set[str]:
 
 def loss_weights(model: ModelGraph) -> set[str]:
     """Weights whose products the loss reads, with no other product in between."""
+
+    def is_product(node: fx.Node) -> bool:
+        return node.op == "call_function" and is_weight_gemm(node)
+
     found: set[str] = set()
     for segment in model.segments:
-        (output,) = segment.graph.find_nodes(op="output")
-        returned = dict(zip(segment.outputs, output.args[0], strict=True))
-        todo = [returned[model.loss]] if model.loss in returned else []
-        seen: set[fx.Node] = set()
-        while todo:
-            node = todo.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.op == "call_function" and is_weight_gemm(node):
-                found |= _parameters_of(node)
-            else:
-                todo += node.all_input_nodes
+        returned = dict(zip(segment.outputs, returned_nodes(segment.graph), strict=True))
+        losses = [returned[model.loss]] if model.loss in returned else []
+        read = reachable(losses, lambda n: () if is_product(n) else n.all_input_nodes)
+        found.update(*map(_parameters_of, filter(is_product, read)))
     return found
 
 

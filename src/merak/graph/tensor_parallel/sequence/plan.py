@@ -17,7 +17,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     Partial,
@@ -39,7 +39,6 @@ from merak.graph.tensor_parallel.search.cost import (
 from merak.graph.tensor_parallel.sequence.propagate import (
     SequenceChoice,
     SequencePropagation,
-    output_nodes,
     propagate_sequence,
 )
 
@@ -181,9 +180,9 @@ class _Judge:
             for node in self.graph.find_nodes(op="placeholder")
             if node.meta["kind"] is Kind.VALUE and node.meta["name"] in planner.values
         }
-        outputs = zip(segment.outputs, output_nodes(self.graph), strict=True)
+        outputs = zip(segment.outputs, returned_nodes(self.graph), strict=True)
         self.crossing = {node: name for name, node in outputs if name not in planner.returned}
-        for name, node in zip(segment.outputs, output_nodes(self.graph), strict=True):
+        for name, node in zip(segment.outputs, returned_nodes(self.graph), strict=True):
             if name in planner.returned:
                 self.crossing.pop(node, None)
         self.scale = max((math.prod(shape_of(n)) for n in self.entering), default=0)
@@ -191,7 +190,7 @@ class _Judge:
     def likeness(self) -> tuple[Any, ...]:
         """Key of the answer, besides the segment's structure."""
         entering = tuple(self.entering.get(n) for n in self.graph.find_nodes(op="placeholder"))
-        return entering, tuple(node in self.crossing for node in output_nodes(self.graph))
+        return entering, tuple(node in self.crossing for node in returned_nodes(self.graph))
 
     def leaving(self, propagated: Propagation) -> dict[str, Shard]:
         """Results that are sharded."""

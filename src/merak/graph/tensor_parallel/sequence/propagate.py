@@ -14,7 +14,6 @@ import math
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import fx
 
@@ -188,10 +187,3 @@ class _SequenceRule:
         need = REPLICATE if decision.output == REPLICATE else REPLICATE_PARTIAL_GRAD
         needs: dict[fx.Node, Placement] = dict.fromkeys(own, need)
         return replace(decision, needs={**needs, **decision.needs})
-
-
-def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """Nodes that a segment returns, in the order of its outputs."""
-    (output,) = graph.find_nodes(op="output")
-    nodes: Any = output.args[0]
-    return tuple(nodes)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
+from merak.graph.ir.reachable import reachable
 from merak.graph.trace.autograd.calls import (
     creates_graph,
     is_autograd_call,
@@ -80,13 +81,8 @@ def _refuse_opaque(graph: fx.Graph, call: fx.Node) -> None:
     for node in graph.nodes:
         if not after.isdisjoint(node.all_input_nodes):
             after.add(node)
-    todo, before = list(outputs), set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node in after and node not in before:
-            before.add(node)
-            todo += node.all_input_nodes
-    for node in before:
+    before = reachable(outputs, lambda node: after.intersection(node.all_input_nodes))
+    for node in after & before:
         target = node.target
         is_known = node.op != "call_function" or target is operator.getitem
         if is_known or is_autograd_call(node) or is_gradient_switch(node):

@@ -8,7 +8,7 @@ level is then a view of the argument, with respect to which gradients are taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from operator import itemgetter
 from typing import Any
@@ -26,8 +26,7 @@ _MOST_ROWS = 32
 _FUNC: Any = eager_transforms
 
 
-@contextmanager
-def func_by_autograd() -> Iterator[None]:
+def func_by_autograd() -> AbstractContextManager[Any]:
     """Let `torch.func.grad`, `vjp`, `jvp` and Jacobians call autograd, which a trace records."""
     by: dict[str, Callable[..., Any]] = {
         "grad_increment_nesting": _no_level,
@@ -37,11 +36,9 @@ def func_by_autograd() -> Iterator[None]:
         "_jvp_with_argnums": _jvp,
         "vmap": _row_by_row,
     }
-    with ExitStack() as stack:
-        for name, function in by.items():
-            chosen = _where_recorded(function, getattr(_FUNC, name))
-            stack.enter_context(mock.patch.object(_FUNC, name, chosen))
-        yield
+    chosen: Any = {name: _where_recorded(new, getattr(_FUNC, name)) for name, new in by.items()}
+    patches: AbstractContextManager[Any] = mock.patch.multiple(_FUNC, **chosen)
+    return patches
 
 
 def _where_recorded(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -51,6 +51,11 @@ _NUMBERS = (
 )  # fmt: skip
 """Host functions that draw a single number, for which torch draws one."""
 
+_STATES: Mapping[Any, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    random: (random.getstate, random.setstate),
+    np.random: (np.random.get_state, np.random.set_state),
+}
+"""Per module, what reads the state of its generator, and what sets it."""
 _STATE_FUNCTIONS = frozenset("getstate setstate get_state set_state".split())
 _UNIT = frozenset(("rand", "rand_like"))
 _BELOW = frozenset("lt le less less_equal __lt__ __le__".split())
@@ -87,7 +92,7 @@ class RandomConditions(TorchFunctionMode):
 
     def seed(self, owner: Any, seed: Any) -> None:
         """Note that the model seeds a generator, which then draws the same in every run."""
-        self._states.setdefault(owner, _state_of(owner)())
+        self._states.setdefault(owner, _STATES[owner][0]())
         if isinstance(seed, (int, np.integer, str, bytes)):
             self.seeded.add(owner)
         else:
@@ -101,7 +106,7 @@ class RandomConditions(TorchFunctionMode):
     def restore_generators(self) -> None:
         """Restore generators that the model has seeded to their state before its run."""
         for owner, state in self._states.items():
-            _set_state_of(owner)(state)
+            _STATES[owner][1](state)
         self._states.clear()
         self.seeded.clear()
 
@@ -124,7 +129,8 @@ class RandomConditions(TorchFunctionMode):
             return self._follow(result, (0.0, 1.0) if name in _UNIT else None)
         operands = [a for a in tree_leaves((args, kwargs)) if _is_fake(a)]
         if not any(a in self._drawn for a in operands):
-            if any(a in self._batch for a in operands) and not any(map(_has_gradient, operands)):
+            is_of_batch = any(a in self._batch for a in operands)
+            if is_of_batch and not any(a.requires_grad for a in operands):
                 self._batch.update((each, True) for each in filter(_is_fake, tree_leaves(result)))
             return result
         if name == "__iter__":
@@ -170,10 +176,6 @@ class RandomConditions(TorchFunctionMode):
         flat = drawn.reshape(())
         self.made.append(flat.clone() if flat.dtype is torch.bool else flat != 0)
         return self._answers[number] if number < len(self._answers) else False
-
-
-def _has_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad
 
 
 def _is_fake(value: Any) -> bool:
@@ -226,16 +228,6 @@ def _generators() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             is_own = isinstance(bound, (random.Random, np.random.RandomState))
             if name == "seed" or (is_own and name not in _STATE_FUNCTIONS):
                 yield owner, name, function
-
-
-def _state_of(owner: Any) -> Callable[[], Any]:
-    found: Callable[[], Any] = owner.getstate if owner is random else owner.get_state
-    return found
-
-
-def _set_state_of(owner: Any) -> Callable[[Any], None]:
-    found: Callable[[Any], None] = owner.setstate if owner is random else owner.set_state
-    return found
 
 
 def _of_model(

@@ -39,7 +39,7 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
             always[node] = frozenset().union(*reached)
         else:
             always[node] = frozenset().union(*(always[n] for n in node.all_input_nodes))
-    (output,) = graph.find_nodes(op="output")
+    output = graph.output_node()
     return tuple(name for name in segment.parameters if name not in always[output])
 
 

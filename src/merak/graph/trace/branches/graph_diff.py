@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from merak.core.errors import TraceError
+from merak.graph.ir.ir import returned_nodes
 from merak.graph.ir.mutation import is_mutating
 from merak.graph.trace.normalize import is_random
 from merak.graph.trace.traced import Trace
@@ -50,9 +51,8 @@ class GraphDiff:
 
 def conditions_of(trace: Trace) -> tuple[fx.Node, ...]:
     """The condition nodes of a trace, in the order in which the model evaluates them."""
-    (output,) = trace.graph.find_nodes(op="output")
-    returned: Any = output.args[0]
-    return tuple(returned[len(returned) - trace.num_conditions :])
+    returned = returned_nodes(trace.graph)
+    return returned[len(returned) - trace.num_conditions :]
 
 
 def regions_of(trace: Trace) -> dict[fx.Node, int]:
@@ -76,7 +76,7 @@ def diff_graphs(run: Trace, others: Sequence[tuple[Trace, frozenset[int]]]) -> G
     Raises:
         TraceError: they differ in more than skipped operators.
     """
-    aligner = _Aligner(run, [_Other.of(trace, skipped) for trace, skipped in others])
+    aligner = _Aligner(run, [_Other(trace, skipped, _keys(trace)) for trace, skipped in others])
     return aligner.run()
 
 
@@ -100,10 +100,6 @@ class _Other:
     keys: dict[fx.Node, Key]
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, trace: Trace, skipped: frozenset[int]) -> _Other:
-        return cls(trace, skipped, _keys(trace))
 
 
 def _keys(trace: Trace) -> dict[fx.Node, Key]:
@@ -156,9 +152,8 @@ class _Aligner:
         return GraphDiff(tuple(skipped), self._inside())
 
     def _pair_returned(self, other: _Other) -> None:
-        (mine,) = self.run_trace.graph.find_nodes(op="output")
-        (its,) = other.trace.graph.find_nodes(op="output")
-        for one, two in zip(mine.args[0], its.args[0], strict=True):
+        mine, its = returned_nodes(self.run_trace.graph), returned_nodes(other.trace.graph)
+        for one, two in zip(mine, its, strict=True):
             self._pair(other, one, two)
 
     def _pair_writes(self, other: _Other) -> None:

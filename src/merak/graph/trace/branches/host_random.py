@@ -7,13 +7,13 @@ operator, which runs before the segments of every microbatch.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -87,12 +87,6 @@ def _name_of(frame: FrameType) -> str | None:
     return f"{module}:{frame.f_code.co_name}" if is_function and module != "__main__" else None
 
 
-def _found(function: str) -> Callable[..., Any]:
-    module, _, name = function.partition(":")
-    made: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return made
-
-
 def _run(
     tensors: Sequence[torch.Tensor],
     function: str,
@@ -101,7 +95,9 @@ def _run(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Call a function with the host's generators seeded from torch's seed."""
-    made = _called(_found(function), [t.cpu() for t in tensors], arguments, torch.initial_seed())
+    made = _called(
+        resolve_name(function), [t.cpu() for t in tensors], arguments, torch.initial_seed()
+    )
     if made is None or (tuple(made.shape), made.dtype) != (tuple(shape), dtype):
         gave = "no array" if made is None else f"{made.dtype} of {tuple(made.shape)}"
         raise TraceError(
@@ -111,22 +107,12 @@ def _run(
     return made
 
 
-def _fake_array(
-    tensors: Sequence[torch.Tensor],
-    function: str,
-    arguments: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
 HOST_RANDOM = register(
     "host_random(Tensor[] tensors, str function, str arguments, int[] shape, ScalarType dtype) "
     "-> Tensor",
     Role.HOST_RANDOM,
     _run,
-    fake=_fake_array,
+    fake=lambda tensors, function, arguments, shape, dtype: torch.empty(tuple(shape), dtype=dtype),
     is_seeded=True,
     callee=1,
 )
@@ -194,7 +180,7 @@ class HostRandomFunctions(TorchFunctionMode):
                 )
             )
             for name in self._functions:
-                function = _found(name)
+                function = resolve_name(name)
                 new = self._recording(name, function)
                 for module in {*names, name.partition(":")[0]}:
                     file = sys.modules.get(module)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from merak.core.errors import TraceError
-from merak.graph.ir.ir import Kind
+from merak.graph.ir.ir import Kind, returned_nodes
 from merak.graph.ir.mutation import eliminate_dead_code, mutated_arguments
 from merak.graph.ir.operators import is_weight_gemm
+from merak.graph.ir.reachable import reachable
 from merak.graph.trace.branches.flags import mark_condition
 from merak.graph.trace.branches.graph_diff import GraphDiff, SkippedNode, conditions_of
 from merak.graph.trace.branches.rng_stream import draw_from_stream
@@ -44,9 +44,8 @@ def write_branches(run: Trace, found: GraphDiff, leaving: Sequence[bool]) -> Non
         select = conditions[number], leaving[number]
         passed[skipped.made] = _insert(run.graph, before, points, select)
     _draw_from_streams(run.graph, conditions)
-    (output,) = run.graph.find_nodes(op="output")
-    returned: Any = output.args[0]
-    output.args = (tuple(returned[: len(returned) - len(conditions)]),)
+    returned = returned_nodes(run.graph)
+    run.graph.output_node().args = (returned[: len(returned) - len(conditions)],)
     eliminate_dead_code(run.graph)
 
 
@@ -129,14 +128,7 @@ def _refuse_writes(
 
 def _draw_from_streams(graph: fx.Graph, conditions: Sequence[fx.Node]) -> None:
     """Draw the random numbers of conditions from streams of their own."""
-    needed: set[fx.Node] = set()
-    todo = list(conditions)
-    while todo:
-        node = todo.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        todo += node.all_input_nodes
+    needed = reachable(conditions, lambda node: node.all_input_nodes)
     number = 0
     for node in list(graph.nodes):
         if node not in needed:

@@ -7,11 +7,11 @@ the trace records, and which applies the function when the segment runs.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -32,12 +32,8 @@ _APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
 def named_function(function: str) -> type[Function]:
     """The autograd function of a name, "module:class"."""
-    module, _, path = function.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    made: type[Function] = found
-    return made
+    found: type[Function] = resolve_name(function)
+    return found
 
 
 def call_function(

@@ -11,55 +11,28 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.types import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 _T = torch.Tensor
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MOST_ELEMENTS = 2**20
 """Larger tensors are not computed beside the trace."""
 
 _FACTORIES = frozenset(
-    (
-        torch.arange,
-        torch.eye,
-        torch.zeros,
-        torch.ones,
-        torch.full,
-        torch.tensor,
-        torch.linspace,
-        torch.tril_indices,
-        torch.triu_indices,
-        torch.empty,
-    )
+    getattr(torch, name)
+    for name in "arange eye zeros ones full tensor linspace tril_indices triu_indices empty".split()
 )
-_LIKE = frozenset(
-    (
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        _T.new_zeros,
-        _T.new_ones,
-        _T.new_full,
-        _T.new_tensor,
-    )
+_LIKE = frozenset((torch.zeros_like, torch.ones_like, torch.full_like)) | frozenset(
+    getattr(_T, name) for name in "new_zeros new_ones new_full new_tensor".split()
 )
 """Functions that read no values of their argument."""
 _ANSWERS = frozenset((_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__))
 _DATA_DEPENDENT = frozenset(
-    (
-        _T.nonzero,
-        torch.nonzero,
-        torch.argwhere,
-        _T.argwhere,
-        torch.unique,
-        _T.unique,
-        torch.masked_select,
-        _T.masked_select,
-        torch.bincount,
-        _T.bincount,
-    )
+    getattr(owner, name)
+    for owner in (torch, _T)
+    for name in "nonzero argwhere unique masked_select bincount".split()
 )
 """Functions whose results have sizes that depend on numbers."""
 _SELECTS = frozenset((torch.masked_select, _T.masked_select))
@@ -134,7 +107,7 @@ class ConstantValues(TorchFunctionMode):
         """The function's result for known values; None if some are unknown."""
         leaves = tree_leaves((args, kwargs))
         name = getattr(func, "__name__", "")
-        if any(isinstance(leaf, _SYMBOLS) for leaf in leaves) or any(d in name for d in _DRAWS):
+        if any(isinstance(leaf, py_sym_types) for leaf in leaves) or any(d in name for d in _DRAWS):
             return None
         if func in _FACTORIES and func is not torch.tensor and _is_large(func, args):
             return None

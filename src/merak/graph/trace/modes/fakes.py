@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import warnings
 from collections import OrderedDict
@@ -12,13 +11,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.opaque.probe import host_generators
 
 
 @contextmanager
@@ -30,9 +29,8 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -
     every: list[dict[str, Any]] = [
         slots for module in model.modules() for slots in (module._parameters, module._buffers)
     ]
-    names = [frozenset(slots) for slots in every]
+    own = [dict(slots) for slots in every]
     fakes: dict[int, torch.Tensor] = {}
-    saved: list[tuple[dict[str, Any], str, Any]] = []
 
     def fake_of(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
@@ -47,17 +45,12 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -
 
     try:
         for slots in every:
-            for name, tensor in slots.items():
-                saved.append((slots, name, tensor))
-                if tensor is not None:
-                    slots[name] = fake_of(tensor)
+            slots.update({name: fake_of(t) for name, t in slots.items() if t is not None})
         yield
     finally:
-        for slots, name, tensor in saved:
-            slots[name] = tensor
-        for slots, known in zip(every, names, strict=True):
-            for name in slots.keys() - known:
-                del slots[name]
+        for slots, known in zip(every, own, strict=True):
+            slots.clear()
+            slots.update(known)
 
 
 def fake_batch(
@@ -92,15 +85,13 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
             return None
         return find_packed(position_ids)
 
-    with ExitStack() as stack:
-        patch = mock.patch.object
-        stack.enter_context(
-            patch(masking_utils, "find_packed_sequence_indices", find_packed_in_batch)
-        )
-        stack.enter_context(
-            patch(masking_utils, "is_torchdynamo_exporting", lambda: False, create=True)
-        )
-        stack.enter_context(patch(masking_utils, "is_tracing", is_tracing_mask))
+    with mock.patch.multiple(
+        masking_utils,
+        find_packed_sequence_indices=find_packed_in_batch,
+        is_torchdynamo_exporting=lambda: False,
+        is_tracing=is_tracing_mask,
+        create=True,  # older releases have no is_torchdynamo_exporting
+    ):
         yield
 
 
@@ -150,9 +141,9 @@ def refuse_host_random(model: nn.Module) -> Iterator[None]:
     Raises:
         TraceError: it has drawn.
     """
-    before = (random.getstate(), _numpy_state())
+    before = host_generators()
     yield
-    if (random.getstate(), _numpy_state()) != before:
+    if host_generators() != before:
         raise TraceError(
             f"{type(model).__name__} draws random numbers with Python's or NumPy's generator while "
             "it runs; a trace would repeat one draw for ever: draw with torch instead."
@@ -224,8 +215,3 @@ def find_replaced_attributes(model: nn.Module, replaced: dict[int, str]) -> Iter
             yield
         finally:
             handle.remove()
-
-
-def _numpy_state() -> tuple[int, bytes]:
-    state = np.random.get_state(legacy=False)["state"]
-    return int(state["pos"]), state["key"].tobytes()

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TrainingError
 from merak.graph.ir.custom_operators import Role, register
+from merak.graph.trace.verify import is_fake_or_meta
 
 _pack: Callable[..., Any] = torch._VF._pack_padded_sequence
 _unpack: Callable[..., Any] = torch._VF._pad_packed_sequence
@@ -35,17 +36,13 @@ _HARMLESS = frozenset("device dtype ndim requires_grad is_cuda layout".split())
 """Attributes that do not tell how many rows there are."""
 
 
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
-
-
 def _pack_padded(
     x: torch.Tensor, lengths: torch.Tensor, batch_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_time = x.transpose(0, 1) if batch_first else x
     longest, samples = by_time.shape[:2]
     rows = longest * samples
-    if _is_fake(x):
+    if is_fake_or_meta(x):
         return by_time.reshape(rows, *by_time.shape[2:]).clone(), lengths.new_empty(longest)
     data, counts = _pack(x, lengths.cpu(), batch_first)
     unused = (0, 0) * (data.dim() - 1)
@@ -61,7 +58,7 @@ def _pad_packed(
     is_longest: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     longest = counts.shape[0]
-    if _is_fake(data):
+    if is_fake_or_meta(data):
         samples = data.shape[0] // longest
         shape = (samples, length) if batch_first else (length, samples)
         padded = data[:1].expand(samples * length, *data.shape[1:]).clone()
@@ -92,7 +89,7 @@ def _packed_rnn(
     run = _RNNS[kind]
     given = tuple(states) if kind == "lstm" else states[0]
     how = (weights, biases, layers, dropout, train, bidirectional)
-    if _is_fake(data):  # all time steps have as many rows
+    if is_fake_or_meta(data):  # all time steps have as many rows
         by_time = data.view(counts.shape[0], -1, *data.shape[1:])
         output, *last = run(by_time, given, *how, False)
         return [output.flatten(0, 1), *last]

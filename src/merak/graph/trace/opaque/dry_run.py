@@ -6,7 +6,6 @@ and no memory taken, however long the sequence.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -27,15 +26,12 @@ from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.probe import (
     CannotBeOpaque,
     ProbeResult,
+    called,
     describe,
-    held_tensors,
-    mixed,
-    numpy_state,
-    refuse_held,
     restore,
     undisturbed,
 )
-from merak.graph.trace.opaque.run import attributes, invoke
+from merak.graph.trace.opaque.run import attributes
 
 
 def dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> ProbeResult:
@@ -58,11 +54,10 @@ def _dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device
     path = call.ref.path
     if call.scalars:
         raise CannotBeOpaque(path, "it is called with a number that depends on values")
-    assert call.ref.module is not None
     reason = ""
     with undisturbed(call):
         for mode, where in _modes(call, device):
-            before = attributes(call.ref.module)
+            before = attributes(call.module)
             try:
                 with mode:
                     measure = partial(_measured, call, device=where)
@@ -126,9 +121,9 @@ def _measured(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.devic
     tensors = [_empty(meta, device) for meta in metas]
     versions = [tensor._version for tensor in tensors]
     with torch.no_grad(), _Costs(tensors) as plain:
-        _called(call, tensors)
+        called(call, tensors)
     with torch.set_grad_enabled(call.grad), _Costs(tensors) as costs:
-        result = _called(call, tensors)
+        result = called(call, tensors)
         outputs, found = describe(call, tensors, result)
         del result
         forward_bytes = costs.peak_bytes
@@ -159,21 +154,6 @@ def _empty(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     return made.requires_grad_(meta.requires_grad)
 
 
-def _called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
-    """The module's result; as of `probe`, it must keep no tensor and draw with torch alone."""
-    assert call.ref.module is not None
-    before, states = held_tensors(call.ref.module), (random.getstate(), numpy_state())
-    with mixed(call):
-        result = invoke(call, tensors)
-    if (random.getstate(), numpy_state()) != states:
-        raise CannotBeOpaque(
-            call.ref.path,
-            "it draws random numbers with Python's or NumPy's generator; draw with torch",
-        )
-    refuse_held(call, before)
-    return result
-
-
 def _backward(
     costs: _Costs, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[int, frozenset[int]]:
@@ -198,8 +178,7 @@ def _written(
     Raises:
         CannotBeOpaque: it writes into its inputs.
     """
-    assert call.ref.module is not None
-    suspected = may_write(call.ref.module)
+    suspected = may_write(call.module)
     written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
     if any(i >= len(call.states) for i in written):
         raise CannotBeOpaque(call.ref.path, "it writes into what it is called with")

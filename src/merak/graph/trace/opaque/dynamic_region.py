@@ -20,18 +20,19 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.types import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from merak.core.errors import TrainingError
+from merak.core.storages import storage_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import DENSE_GEMMS, aten_family
+from merak.graph.ir.reachable import reachable
 from merak.graph.ir.serialize import may_call, pack, unpack
 from merak.graph.trace.explain import refuse_dynamic_shape
 from merak.graph.trace.opaque.operator import OPAQUE_CALL, CallCost, fake_call, is_dynamic_region
 from merak.graph.trace.opaque.out_of_place import write_out_of_place
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def _is_open(node: fx.Node) -> bool:
 def _has_symbol(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in value.shape)
-    return isinstance(value, _SYMBOLS)
+    return isinstance(value, py_sym_types)
 
 
 def _is_about_sizes(node: fx.Node) -> bool:
@@ -273,14 +274,11 @@ def _call(
 
 def _readers(leaving: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
     """Nodes outside a region that depend on it."""
-    found: set[fx.Node] = set()
-    todo = [user for node in leaving for user in node.users]
-    while todo:
-        node = todo.pop()
-        if node not in found and node not in inside:
-            found.add(node)
-            todo += node.users
-    return found
+
+    def outer(node: fx.Node) -> set[fx.Node]:
+        return node.users.keys() - inside
+
+    return reachable((user for node in leaving for user in outer(node)), outer)
 
 
 def _refuse(
@@ -311,10 +309,7 @@ def _first_open(inside: Iterable[fx.Node]) -> Any:
 
 
 def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return int(value.untyped_storage()._cdata)
+    return storage_of(node.meta.get("val"))
 
 
 def _packed(

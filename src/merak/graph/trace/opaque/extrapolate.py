@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
-from fractions import Fraction
+
+import sympy  # type: ignore[import-untyped]
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.operator import LoopCost
@@ -17,6 +18,8 @@ from merak.graph.trace.opaque.probe import ProbeResult
 
 LENGTHS = (16, 32, 48, 64, 80)
 """Evenly spaced; what works in chunks of 64 or fewer tokens is no polynomial over these."""
+
+_LENGTH = sympy.Symbol("length")
 
 Measure = Callable[[Sequence[TensorMeta]], ProbeResult]
 """Runs the loop on operands of some shapes."""
@@ -91,15 +94,8 @@ def _numbers(found: ProbeResult) -> list[int]:
 
 
 def _value(values: Sequence[int], length: int) -> int | None:
-    """The value at a length by Newton's forward differences; None if the last is not zero."""
-    rows = [list(values)]
-    while len(rows[-1]) > 1:
-        rows.append([b - a for a, b in zip(rows[-1], rows[-1][1:], strict=False)])
-    if rows[-1][0]:
-        return None
-    at = Fraction(length - LENGTHS[0], LENGTHS[1] - LENGTHS[0])
-    total, binomial = Fraction(0), Fraction(1)
-    for order, row in enumerate(rows[:-1]):
-        total += row[0] * binomial
-        binomial *= (at - order) / (order + 1)
-    return int(total) if total.denominator == 1 and total >= 0 else None
+    """The value at a length of the polynomial through some; None if it is of too high a degree."""
+    polynomial = sympy.interpolate(list(zip(LENGTHS, values, strict=True)), _LENGTH)
+    found = polynomial.subs(_LENGTH, length)
+    is_low = sympy.degree(polynomial, _LENGTH) < len(values) - 1
+    return int(found) if is_low and found.is_integer and found >= 0 else None

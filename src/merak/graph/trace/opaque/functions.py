@@ -8,10 +8,11 @@ the call is recorded whichever name the model calls it by.
 from __future__ import annotations
 
 import dis
-import importlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -75,12 +76,7 @@ def function_of(name: str) -> FunctionType:
         ImportError: there is no such module.
         AttributeError: there is no such function in it.
     """
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    while getattr(found, "__wrapped__", None) is not None:
-        found = found.__wrapped__
+    found = inspect.unwrap(resolve_name(name))
     if not isinstance(found, FunctionType):
         raise AttributeError(f"{name} is a {type(found).__name__}")
     return found

@@ -112,6 +112,12 @@ class OpaqueCall:
     loop: LoopCost | None = None
 
     @property
+    def module(self) -> nn.Module:
+        """The module, which `connect_modules` has found."""
+        assert self.ref.module is not None, f"{self.ref.path} is not connected to a model"
+        return self.ref.module
+
+    @property
     def written_inputs(self) -> tuple[int, ...]:
         """Numbers of its inputs, the module's own tensors aside, that it writes into."""
         return tuple(i for i in self.written if i >= len(self.states))

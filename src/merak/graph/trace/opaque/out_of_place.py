@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from merak.core.storages import storage_of
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import INDEXED_WRITES, RESHAPES, SQUEEZES, aten_family
 
@@ -70,7 +71,7 @@ class _Rewriting:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.place = {node: i for i, node in enumerate(graph.nodes)}
-        self.memory = {node: _storage(node) for node in graph.nodes}
+        self.memory = {node: storage_of(node.meta.get("val")) for node in graph.nodes}
         self.members: dict[int, list[fx.Node]] = {}
         for node, number in self.memory.items():
             if number is not None:
@@ -154,10 +155,3 @@ class _Rewriting:
     def _read_later(self, old: fx.Node, new: fx.Node, write: fx.Node) -> None:
         now = self.place[write]
         old.replace_all_uses_with(new, delete_user_cb=lambda user: self.place[user] > now)
-
-
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return int(value.untyped_storage()._cdata)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -29,7 +29,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
-from merak.graph.trace.opaque.run import attributes, invoke, set_attributes, sharing
+from merak.graph.trace.opaque.run import attributes, autocast_of, invoke, set_attributes, sharing
 
 _MODULE_CALL = nn.Module._wrapped_call_impl
 _MODULE_GETATTR = nn.Module.__getattr__
@@ -144,7 +144,7 @@ def _probe(subject: _Probe) -> ProbeResult:
             raise CannotBeOpaque(
                 path, "what it returns has sizes, or numbers, that depend on values"
             )
-    suspected = may_write(_module(subject.call))
+    suspected = may_write(subject.call.module)
     written = sorted(
         {place for one in found for place in one.written}
         | {i for i, names in enumerate(subject.call.states) if suspected.intersection(names)}
@@ -156,7 +156,7 @@ def _probe(subject: _Probe) -> ProbeResult:
 
 def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> ProbeResult:
     """Call it twice: with other results the second time, it could not be recomputed."""
-    before = attributes(_module(subject.call))
+    before = attributes(subject.call.module)
     try:
         first, _ = _once(subject, values, numbers)
         again, found = _once(subject, values, numbers)
@@ -186,22 +186,13 @@ def _once(
             saved[storage._cdata] = storage.nbytes()
         return tensor
 
-    before = held_tensors(_module(call))
-    states = (random.getstate(), numpy_state())
     with (
-        mixed(call),
         _inside(subject.modes),
         saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.set_grad_enabled(call.grad),
         _flop_counter() as counter,
     ):
-        result = invoke(call, tensors)
-    if (random.getstate(), numpy_state()) != states:
-        raise CannotBeOpaque(
-            call.ref.path,
-            "it draws random numbers with Python's or NumPy's generator; draw with torch",
-        )
-    refuse_held(call, before)
+        result = called(call, tensors)
     written = tuple(i for i, t in enumerate(tensors) if t._version != versions[i])
     outputs, described = describe(call, tensors, result)
     flops = counter.get_total_flops()
@@ -242,21 +233,34 @@ def held_tensors(module: nn.Module) -> dict[int, str]:
     return found | {id(buffer): f"the new buffer {n}" for n, buffer in module.named_buffers()}
 
 
-def refuse_held(call: OpaqueCall, before: Mapping[int, str]) -> None:
-    """Refuse a module that keeps a tensor for others, or for its next call."""
-    for number, where in held_tensors(_module(call)).items():
+def called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
+    """The module's result.
+
+    Raises:
+        CannotBeOpaque: it keeps a tensor for others or for its next call, or draws on the host.
+    """
+    before, states = held_tensors(call.module), host_generators()
+    with autocast_of(call):
+        result = invoke(call, tensors)
+    if host_generators() != states:
+        raise CannotBeOpaque(
+            call.ref.path,
+            "it draws random numbers with Python's or NumPy's generator; draw with torch",
+        )
+    for number, where in held_tensors(call.module).items():
         if number not in before:
             raise CannotBeOpaque(
                 call.ref.path,
                 f"it keeps a tensor in {where}; register a buffer for it before training, or "
                 "return it",
             )
+    return result
 
 
 def restore(call: OpaqueCall, before: Mapping[tuple[int, str], Any]) -> None:
     """Restore a probed module's attributes."""
-    parts = list(_module(call).modules())
-    for i, name in attributes(_module(call)).keys() - before.keys():
+    parts = list(call.module.modules())
+    for i, name in attributes(call.module).keys() - before.keys():
         del vars(parts[i])[name]
     set_attributes(parts, before)
 
@@ -339,31 +343,19 @@ def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
 @contextmanager
 def undisturbed(call: OpaqueCall) -> Iterator[None]:
     """Undo the patches of a trace, so that a module runs as in eager code."""
-    module = _module(call)
+    module, patch = call.module, mock.patch.multiple
     forward = vars(module).pop("forward", None)
-    with ExitStack() as stack:
-        patch = mock.patch.object
-        stack.enter_context(patch(nn.Module, "__call__", _MODULE_CALL))
-        stack.enter_context(patch(nn.Module, "__getattr__", _MODULE_GETATTR))
-        stack.enter_context(patch(Function, "apply", _APPLY))
-        for flag in ("_is_compiling_flag", "_is_exporting_flag"):
-            stack.enter_context(patch(torch.compiler, flag, False))
-        stack.enter_context(torch.random.fork_rng())
+    with (
+        patch(nn.Module, __call__=_MODULE_CALL, __getattr__=_MODULE_GETATTR),
+        patch(Function, apply=_APPLY),
+        patch(torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False),
+        torch.random.fork_rng(),
+    ):
         try:
             yield
         finally:
             if forward is not None:
                 vars(module)["forward"] = forward
-
-
-@contextmanager
-def mixed(call: OpaqueCall) -> Iterator[None]:
-    """The autocast context that a module runs in."""
-    if call.autocast is None:
-        yield
-        return
-    with torch.autocast(*call.autocast):
-        yield
 
 
 @contextmanager
@@ -388,12 +380,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one.detach(), other.detach(), equal_nan=True)
 
 
-def _module(call: OpaqueCall) -> nn.Module:
-    assert call.ref.module is not None
-    return call.ref.module
-
-
-def numpy_state() -> tuple[int, bytes]:
-    """The state of NumPy's global generator."""
+def host_generators() -> tuple[Any, int, bytes]:
+    """The states of Python's and NumPy's global generators."""
     state = np.random.get_state(legacy=False)["state"]
-    return int(state["pos"]), state["key"].tobytes()
+    return random.getstate(), int(state["pos"]), state["key"].tobytes()

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.types import py_sym_types
 
 PLAIN = (
     type(None),
@@ -58,7 +59,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
     known: dict[int, Slot] = {}
 
     def walk(item: Any) -> Any:
-        if isinstance(item, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(item, (torch.Tensor, *py_sym_types)):
             if id(item) not in known:
                 known[id(item)] = Slot(len(found))
                 found.append(item)

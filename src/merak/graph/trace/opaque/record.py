@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.types import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from merak.core.tensor_meta import TensorMeta
@@ -21,8 +23,6 @@ from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
 from merak.graph.trace.opaque.pytree import PLAIN, NotPlain, fill, flatten
 from merak.graph.trace.opaque.run import attributes
 from merak.graph.trace.opaque.selection import OpaqueSelection
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class ScalarSources(TorchFunctionMode):
@@ -37,12 +37,12 @@ class ScalarSources(TorchFunctionMode):
         if func is torch.Tensor.tolist and _is_row(args[0]):
             return [self._note(one.item(), one) for one in args[0].unbind()]
         result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.item and isinstance(result, _SYMBOLS):
+        if func is torch.Tensor.item and isinstance(result, py_sym_types):
             return self._note(result, args[0])
         return result
 
     def _note(self, number: Any, tensor: torch.Tensor) -> Any:
-        if isinstance(number, _SYMBOLS):
+        if isinstance(number, py_sym_types):
             self._sources[str(number.node.expr)] = tensor.detach().reshape(())
         return number
 
@@ -146,13 +146,10 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
     """Let a model of transformers make no key-value cache, which only text generation reads."""
     configs = {id(c): c for c in (vars(module).get("config") for module in model.modules())}
     found: dict[int, Any] = {i: c for i, c in configs.items() if getattr(c, "use_cache", False)}
-    try:
+    with ExitStack() as stack:
         for config in found.values():
-            config.use_cache = False
+            stack.enter_context(mock.patch.object(config, "use_cache", False))
         yield
-    finally:
-        for config in found.values():
-            config.use_cache = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +209,7 @@ class _Recorder:
         """The inputs with tensors in place of unknown scalars, and the places of those."""
         values, numbers = [], set()
         for i, value in enumerate(inputs):
-            if isinstance(value, _SYMBOLS):
+            if isinstance(value, py_sym_types):
                 source = self.numbers.source(value)
                 if source is None:
                     raise CannotBeOpaque(
@@ -250,8 +247,7 @@ class _Recorder:
         )
 
     def _record(self, call: OpaqueCall, inputs: list[torch.Tensor]) -> Any:
-        module = call.ref.module
-        assert module is not None
+        module = call.module
         states: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         states |= dict(module.named_buffers(remove_duplicate=False))
         tensors = [*(states[names[0]] for names in call.states), *inputs]
@@ -279,8 +275,8 @@ class _Recorder:
         is_loop = (
             call.ref.path in self.looped
         )  # a loop depends on no values, not on a buffer's either
-        real = {} if is_loop else self.real.under(_module(call))
-        likeness = _likeness(_module(call), real)
+        real = {} if is_loop else self.real.under(call.module)
+        likeness = _likeness(call.module, real)
         how = (repr(call.arguments), call.scalars, call.grad, call.autocast)
         key = (likeness, call.states, tuple(metas), how, is_loop)
         if key not in self.known and is_loop:
@@ -310,11 +306,6 @@ def _likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
         if name != "forward"
     )
     return tuple((type(part), part.training) for part in module.modules()), held
-
-
-def _module(call: OpaqueCall) -> nn.Module:
-    assert call.ref.module is not None
-    return call.ref.module
 
 
 def _usable(device: torch.device) -> torch.device:

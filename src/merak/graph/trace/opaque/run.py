@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return fake_outputs(call.outputs, call.saved_bytes, tensors, call.loop)
     needs_gradient = call.grad and torch.is_grad_enabled()
-    with _autocast(call):
+    with autocast_of(call):
         if needs_gradient and any(tensor.requires_grad for tensor in tensors):
             results = list(_OpaqueFunction.apply(call, *tensors))  # type: ignore[no-untyped-call]
         else:
@@ -67,10 +67,10 @@ class _OpaqueFunction(Function):
     def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the module on leaves of its own, and save its graph for the backward."""
         leaves = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
-        before = _attributes(call)
+        before = attributes(call.module)
         with torch.enable_grad():
             results = _outcome(call, _separate(call, leaves))
-        after = _attributes(call)
+        after = attributes(call.module)
         ctx.call, ctx.leaves, ctx.results = call, leaves, results
         ctx.attributes = {k: v for k, v in after.items() if before.get(k, ctx) is not v}
         ctx.set_materialize_grads(False)
@@ -154,7 +154,7 @@ def _refuse_other_outputs(call: OpaqueCall, found: Sequence[torch.Tensor]) -> No
 
 def invoke(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
     """The module's result; buffers that it replaces are written instead."""
-    module = _module(call)
+    module = call.module
     inputs = tensors[len(call.states) :]
     values = [t.item() if i in call.scalars else t for i, t in enumerate(inputs)]
     args, kwargs = fill(call.arguments, values)
@@ -183,7 +183,7 @@ def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def in_place(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Put parameters and buffers into the module, and the train modes it was traced in."""
-    module = _module(call)
+    module = call.module
     before: list[tuple[dict[str, Any], str, Any]] = []
     modes = [part.training for part in module.modules()]
     try:
@@ -227,15 +227,6 @@ def _slot(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), name
 
 
-def _module(call: OpaqueCall) -> nn.Module:
-    assert call.ref.module is not None, f"{call.ref.path} is not connected to a model"
-    return call.ref.module
-
-
-def _attributes(call: OpaqueCall) -> Mapping[tuple[int, str], Any]:
-    return attributes(_module(call))
-
-
 def attributes(module: nn.Module) -> dict[tuple[int, str], Any]:
     """Attributes of a module and its submodules, beside parameters, buffers and modules."""
     return {
@@ -252,7 +243,7 @@ def _having(call: OpaqueCall, wanted: Mapping[tuple[int, str], Any]) -> Iterator
     if not wanted:
         yield
         return
-    parts = list(_module(call).modules())
+    parts = list(call.module.modules())
     now = {key: vars(parts[key[0]]).get(key[1]) for key in wanted}
     try:
         set_attributes(parts, wanted)
@@ -267,11 +258,9 @@ def set_attributes(parts: Sequence[nn.Module], wanted: Mapping[tuple[int, str], 
         vars(parts[i])[name] = value
 
 
-def _autocast(call: OpaqueCall) -> Any:
-    if call.autocast is None:
-        return nullcontext()
-    device_type, dtype = call.autocast
-    return torch.autocast(device_type, dtype)
+def autocast_of(call: OpaqueCall) -> AbstractContextManager[Any]:
+    """The autocast context that a module runs in."""
+    return nullcontext() if call.autocast is None else torch.autocast(*call.autocast)
 
 
 def _what(call: OpaqueCall, place: int) -> str:

@@ -1,0 +1,1 @@
+"""Measurements of a job's own devices, links and segments, for a profile."""

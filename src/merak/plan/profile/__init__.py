@@ -1,0 +1,1 @@
+"""Profiles of a job's own devices and links: a versioned file, merged and compared."""

@@ -1,0 +1,45 @@
+"""The tables of papers' figures, and the models that are priced beside them."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def papers(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("papers")
+
+
+def num_parameters(workload):
+    return sum(parameter.numel() for parameter in workload.model.parameters())
+
+
+def test_chimeras_models_have_the_parameters_that_its_table_4_prints(papers):
+    assert num_parameters(papers.chimera_model("GPT-2", 512)) == 1_389_327_360
+    # The paper counts the bias of the vocabulary's head, which has 30,522 elements, once.
+    assert num_parameters(papers.chimera_model("Bert-48", 256)) == 669_790_012 + 30_522
+
+
+@pytest.mark.parametrize("name", ["GPT-1.4B", "GPT-2.5B", "GPT-8.3B", "GPT-20B"])
+def test_meraks_models_have_the_billions_of_their_names(papers, name):
+    wanted = float(name.removeprefix("GPT-").removesuffix("B")) * 1e9
+    assert num_parameters(papers.gpt(*papers.GPTS[name], 8)) == pytest.approx(wanted, rel=0.04)
+
+
+def test_the_clusters_are_those_of_the_papers(papers):
+    merak = papers.cluster("merak_cluster.yaml")
+    assert (merak.num_devices, merak.nodes[0].device.name) == (64, "rtx-3090")
+    daint = papers.cluster("chimera_piz_daint.yaml")
+    assert (daint.num_devices, daint.nodes[0].devices_per_node) == (2048, 1)
+
+
+def test_every_printed_range_is_one(papers):
+    rows = papers.read("merak_tpds.csv")
+    assert all(float(row["low"]) <= float(row["high"]) for row in rows if row["low"])
+    assert {row["figure"] for row in rows} >= {"table III", "figure 6", "figure 9a"}
+    firsts = {row["figure"]: row["schedule"] for row in reversed(papers.read("chimera.csv"))}
+    assert firsts == {"14": "chimera", "15": "chimera"}
