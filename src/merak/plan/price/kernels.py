@@ -6,8 +6,8 @@ stands for them: operators between matrix products that are pointwise or reducti
 another, are one kernel. It reads what comes from outside, writes what is read outside, and a byte
 an element for every dropout's mask. Its backward computes inner values again.
 
-Sources: NVFuser and torch.compile fuse so (Ansel et al., ASPLOS 2024, section 4.2; its
-partitioner recomputes what is fused, section 4.3); Megatron-LM by hand (arXiv 2104.04473, 4.2).
+A compiler such as torch.compile's fuses in this way; Megatron-LM (arXiv 2104.04473) has such
+kernels by hand.
 """
 
 from __future__ import annotations

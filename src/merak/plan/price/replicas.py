@@ -26,8 +26,7 @@ from merak.schedule.ir import Schedule
 INTERFERENCE = 0.15
 """Part of a hidden collective's time that the computation beside it takes longer.
 
-Source: arXiv 2401.16677, figure 4: matrix products beside a reduce-scatter or all-reduce of an
-MI210 run 1.1 to 1.2 times as long.
+An estimate, until a profile of the links has it.
 """
 
 

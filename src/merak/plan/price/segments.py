@@ -30,7 +30,7 @@ Pass = tuple[Step, ...]
 SUSTAINED = 0.9
 """Rate of products in a training run ÷ that in a benchmark of one product, which data sheets have.
 
-A device that multiplies for hours lowers its clock to stay within its power. Source: derived from
+Derived, with no measurement of its cause (such as lower clocks under long load), from
 the runs of arXiv 2205.05198, table 5, the same for all of them (`benchmarks/published_runs.py`).
 """
 

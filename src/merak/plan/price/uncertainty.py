@@ -1,7 +1,7 @@
-"""How sure a price is: what the parts of a step are known to, from the residuals of published runs.
+"""How sure a price is: what the parts of a step are known to.
 
-A benchmark prices runs whose times are published. The errors there, by what most
-of a run's step goes into, are the fractions below.
+The fractions are estimates. They were not fitted to runs; the errors of whole steps of published
+ones are in docs/benchmarks.md.
 """
 
 from __future__ import annotations
