@@ -48,7 +48,6 @@ class Workload:
         features: tensor parallel attributes that override those derived from the model.
         tied_gradients: as the option of this name, "microbatch" or "step".
         kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
-        memo: what others derive from the workload and want to have once.
     """
 
     source: GraphSource
@@ -62,6 +61,7 @@ class Workload:
     tied_gradients: str = "microbatch"
     kernels: KernelChoice = field(default_factory=KernelChoice)
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
+    """What others derive from the workload and want to have once."""
     _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
     _traced: RepeatedGraphs | None = field(init=False, default=None)
     _parallel: dict[Any, TensorParallel] = field(init=False, default_factory=dict)
