@@ -7,6 +7,7 @@ import json
 import pytest
 
 from merak.cli.main import main
+from merak.plan.search.pinned import Pinned
 
 TINY = (
     '{"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16, '
@@ -49,6 +50,20 @@ def test_people_get_a_ranking_with_reasons(capsys):
     page = capsys.readouterr().out
     assert "GPT2LMHeadModel on h100:2 (2 devices), 4 samples of 8 tokens a step" in page
     assert "left out:" in page and "torchrun --nproc-per-node 2" in page
+
+
+@pytest.mark.parametrize("flag", ["--output", "--page"])
+def test_a_folder_that_is_not_there_is_refused_before_planning(capsys, tmp_path, flag):
+    file = tmp_path / "missing" / "plan"
+    assert main([*SMALL, "--model", "NoSuchModel", flag, str(file)]) == 2
+    assert f"{flag} {file}: there is no folder" in capsys.readouterr().err
+
+
+def test_pinned_choices_are_named_also_where_they_switch_something_off():
+    assert str(Pinned()) == ""
+    assert str(Pinned(dp=2, zero=0, sequence_parallel=False)) == (
+        "dp=2, zero=0, sequence_parallel=False"
+    )
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def pinned_of(request: PlanRequest) -> Pinned:
     from merak.plan.search.pinned import Pinned
 
     _check_counts(request)
+    _check_folders(request)
     if request.options and request.schedule is None:
         raise CommandError(f"--option {request.options[0]} is of a schedule; name --schedule too.")
     if request.zero not in (None, 0, 1, 2, 3):
@@ -140,6 +141,13 @@ def _check_counts(request: PlanRequest) -> None:
     price = request.price_per_device_hour
     if price is not None and not (0 <= price < math.inf):
         raise CommandError(f"--price-per-device-hour {price} is no price; use 0 or more.")
+
+
+def _check_folders(request: PlanRequest) -> None:
+    """Refuse a file that cannot be written before minutes of planning, not after them."""
+    for flag, file in (("--output", request.output), ("--page", request.page)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise CommandError(f"{flag} {file}: there is no folder {file.parent}; make it first.")
 
 
 def _key_value(text: str) -> tuple[str, Any]:

@@ -43,4 +43,9 @@ class Pinned:
     def __str__(self) -> str:
         """What is pinned, such as "dp=2, zero=1"; empty for nothing."""
         named = {own.name: getattr(self, own.name) for own in fields(self)}
-        return ", ".join(f"{name}={value!r}" for name, value in named.items() if value)
+        return ", ".join(f"{name}={value!r}" for name, value in named.items() if _is_set(value))
+
+
+def _is_set(value: Any) -> bool:
+    """Whether a choice is pinned: zero=0 and sequence_parallel=False are."""
+    return value is not None and not (isinstance(value, Mapping) and not value)
