@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
         ArgumentsError: the plan is for other degrees, or an argument contradicts it.
         PlanError: the plan cannot be read.
     """
-    if arguments.plan is None:
+    if not isinstance(arguments.plan, str | os.PathLike):  # others are refused with the fields
         return
-    path = str(arguments.plan)
+    path = os.fspath(arguments.plan)
     candidate = read_plan(Path(path)).candidate
     _check_degrees(candidate, mesh, path)
     defaults = {own.name: own.default for own in dataclasses.fields(TrainingFields)}

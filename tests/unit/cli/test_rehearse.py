@@ -55,7 +55,7 @@ def test_the_page_says_what_was_measured_and_what_was_charged(capsys):
         (["--rank", "0", "--partition", "a,b"], "--partition a,b is none; give whole numbers"),
         (["--rank", "0", "--sub-pipelining", "auto"], "--sub-pipelining auto is none"),
         (["--rank", "0", "--cluster", "h101:8x4"], "There is no device 'h101'"),
-        (["--rank", "0", "--cluster", "h100:8x1"], "takes 32 devices, but the cluster has 8"),
+        (["--rank", "0", "--cluster", "h100:8x1"], "are 32 ranks, but the cluster has 8"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(capsys, words, sentence):

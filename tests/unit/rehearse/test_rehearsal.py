@@ -73,7 +73,7 @@ def test_a_rank_that_is_not_there(rehearsed):
 
 
 def test_a_cluster_that_is_too_small(rehearsed):
-    with pytest.raises(PlanError, match=r"takes 64 devices, but the cluster has 32"):
+    with pytest.raises(PlanError, match=r"are 64 ranks, but the cluster has 32"):
         rehearsed(0, dp=8)
 
 
