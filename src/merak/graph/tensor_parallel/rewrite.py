@@ -222,33 +222,38 @@ def _check_shapes(nodes: Sequence[fx.Node]) -> None:
         ShardError: an operator that does not take its local operands, or yields another shape than
             the rules say.
     """
-    empty: dict[fx.Node, Any] = {}
     for node in nodes:
         if isinstance(node.target, torch._ops.OpOverload):
-            _check_operator(node, empty)
+            _check_operator(node)
 
 
-def _check_operator(node: fx.Node, empty: dict[fx.Node, Any]) -> None:
-    def operand(n: fx.Node) -> Any:
-        if n not in empty:
-            empty[n] = tree_map_only(TensorMeta, _empty, n.meta["tensor"])
-        return empty[n]
-
-    found_args = fx.map_arg((node.args, dict(node.kwargs)), operand)
-    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), found_args)
-    assert isinstance(node.target, torch._ops.OpOverload)
-    try:
-        with torch.no_grad():
-            result = node.target(*args, **kwargs)
-        found = _shapes(result)
-    except Exception as error:
-        reason = str(error).strip().splitlines()
-        found = f"an error ({reason[0] if reason else type(error).__name__})"
+def _check_operator(node: fx.Node) -> None:
+    found_args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["tensor"])
+    key = (node.target, repr(found_args))
+    if key not in _found_shapes:
+        _found_shapes[key] = _run_on_meta(node.target, *found_args)
+    found = _found_shapes[key]
     if found != (expected := _shapes(node.meta["tensor"])):
         raise ShardError(
             f"the shard of {node.name} ({where(node)}) should be {expected} on every rank "
             f"but gives {found}; give the layers before it Replicate() in the feature dict."
         )
+
+
+_found_shapes: dict[tuple[Any, str], Any] = {}
+"""Shapes that operators yield, by operator and operands: those of one block are those of all."""
+
+
+def _run_on_meta(target: Any, args: Any, kwargs: Any) -> Any:
+    """Shapes of what an operator yields, or a clause about its error."""
+    empty = tree_map_only(TensorMeta, _empty, (args, kwargs))
+    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), empty)
+    try:
+        with torch.no_grad():
+            return _shapes(target(*args, **kwargs))
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        return f"an error ({reason[0] if reason else type(error).__name__})"
 
 
 def _empty(meta: TensorMeta) -> torch.Tensor:

@@ -19,12 +19,15 @@ from merak.core.tensor_meta import TensorMeta
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import group_of
+from merak.plan.cost.device import usable_bytes
 from merak.plan.cost.optimizer_memory import optimizer_memory
+from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.segments import SegmentPrice, price_segments
 from merak.plan.price.step import price
 from merak.plan.price.workload import Workload
+from merak.plan.search.space import SPLIT
 
 _FIFO = frozenset({"1f1b", "gpipe", "early_recompute", "last_no_recompute"})
 """Schedules in which a stage starts when those before it have run a microbatch."""
@@ -34,6 +37,12 @@ _BUBBLES = {"zero_bubble_h1": 1 / 3, "zero_bubble_v": 0.1, "dualpipe_v": 0.2}
 
 _SELECTIVE = 0.3
 """Part of a forward that selective recomputation usually runs again."""
+
+_SELECTIVE_SAVES = 0.5
+"""Part of the saved activations that selective recomputation usually leaves."""
+
+_SEQUENCE = 0.7
+"""Part of the saved activations that sharding over the sequence usually leaves."""
 
 
 class Pricing(Protocol):
@@ -51,6 +60,9 @@ class Pricing(Protocol):
     def state_bytes(self, candidate: Candidate) -> float:
         """Bytes that parameters, gradients and optimizer take on its fullest rank at least."""
 
+    def rough_bytes(self, candidate: Candidate) -> float:
+        """Estimate of the memory of its fullest rank, for the order of the search."""
+
     def price(self, candidate: Candidate) -> Price:
         """Its price.
 
@@ -60,7 +72,7 @@ class Pricing(Protocol):
 
     @property
     def device_bytes(self) -> float:
-        """Memory of the largest device."""
+        """Bytes that tensors may fill of the largest device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +105,13 @@ class JobPricing:
     base: int = 1
     _forms: dict[tuple[int, int, bool, bool], _Form] = field(init=False, default_factory=dict)
     _bytes: tuple[float, float, float] | None = field(init=False, default=None)
+    _saved: dict[int, tuple[float, float, float]] = field(init=False, default_factory=dict)
 
     @property
     def device_bytes(self) -> float:
-        """Memory of the largest device."""
+        """Bytes that tensors may fill of the largest device."""
         sizes = [own.device.memory_bytes for own in self.cluster.nodes]
-        return max(math.inf if size is None else float(size) for size in sizes)
+        return max(math.inf if size is None else float(usable_bytes(size)) for size in sizes)
 
     def price(self, candidate: Candidate) -> Price:
         """The price of a candidate."""
@@ -123,7 +136,8 @@ class JobPricing:
     def rough_s(self, candidate: Candidate) -> float:
         """Estimate of a candidate's step, without the graph of another microbatch."""
         scale = candidate.microbatch / self.base
-        form = self._form(replace(candidate, microbatch=self.base))
+        # Sharding over the sequence moves as many bytes over tp; it is told apart by the price.
+        form = self._form(replace(candidate, microbatch=self.base, sequence_parallel=False))
         again = {"full": 1.0, "selective": _SELECTIVE}.get(str(candidate.recompute), 0.0)
         stage_s = (form.forward_s * (1 + again) + form.backward_s) * scale / candidate.pp
         chunks = int(candidate.schedule_options.get("chunks", 1))
@@ -154,6 +168,42 @@ class JobPricing:
         held += gradients / (dp if zero >= 2 else 1)
         held += optimizer / (dp if zero else 1)
         return held / (candidate.tp * candidate.pp)
+
+    def rough_bytes(self, candidate: Candidate) -> float:
+        """Estimate of the memory of a candidate's fullest rank."""
+        saved, inputs, largest = self._held(candidate.tp)
+        scale = candidate.microbatch / self.base
+        if candidate.sequence_parallel:
+            scale *= _SEQUENCE
+        known = {"full": inputs, "selective": _SELECTIVE_SAVES * saved}
+        held = known.get(str(candidate.recompute), saved)
+        if candidate.schedule in SPLIT:  # which hold what was recomputed until the W
+            held = saved
+        chunks = int(candidate.schedule_options.get("chunks", 1))
+        in_flight = candidate.pp + (candidate.pp - 1) / chunks * (chunks > 1)
+        if candidate.schedule == "gpipe":
+            in_flight = candidate.num_microbatches
+        in_flight = min(in_flight, candidate.num_microbatches)
+        activations = scale * (held * in_flight / candidate.pp + largest)
+        return self.state_bytes(candidate) + activations
+
+    def _held(self, tp: int) -> tuple[float, float, float]:
+        """Bytes that a microbatch of `base` samples holds on one tensor parallel rank.
+
+        Returns:
+            Saved activations of all segments, their inputs, and the most of one segment.
+        """
+        if tp not in self._saved:
+            count = len(self.workload.graph(self.base).segments)
+            alone = Candidate(tp=tp, microbatch=self.base)
+            device = self.cluster.nodes[0].device
+            whole = Partition(count, ())
+            forecast = self.workload.forecast(alone, whole, device_profile=device)
+            sizes, graph = forecast.saved_bytes(), forecast.layout.graph
+            inputs = [sum(graph.values[n].num_bytes for n in s.inputs) for s in graph.segments]
+            own = [float(size) for size in sizes.values()]
+            self._saved[tp] = sum(own), float(sum(inputs)), max(own, default=0.0)
+        return self._saved[tp]
 
     def _state(self) -> tuple[float, float, float]:
         """Bytes of all parameters, their gradients, and optimizer states with masters."""

@@ -20,7 +20,7 @@ from merak.plan.search.prune import (
 from merak.plan.search.ranking import Cause, Rejection
 from merak.plan.search.space import RECOMPUTES
 
-MOST_PRICED = 64
+MOST_PRICED = 32
 """Candidates that a search prices; what is left then is said."""
 
 
@@ -57,6 +57,7 @@ def rank(
     found = Ranked()
     misfits, fitting = MisfitSet(), FitSet()
     waiting: list[Candidate] = []
+    unpriced: list[Candidate] = []
     for candidate in candidates:
         rejection = state_rejection(candidate, pricing)
         if rejection is None:
@@ -74,24 +75,33 @@ def rank(
             found.rejections.append(rejection)
             continue
         if found.num_priced >= most_priced:
-            _leave_out(candidate, pricing, found)
+            unpriced.append(candidate)
         elif _price(candidate, pricing, found, misfits):
             fitting.add(candidate)
+    if not found.plans:
+        unpriced = _until_one_fits(unpriced, pricing, found, misfits)
+    for candidate in unpriced:
+        _leave_out(candidate, pricing, found)
     found.rejections += [_behind(own) for own in found.plans[top:]]
     del found.plans[top:]
     return found
 
 
 def _in_order(waiting: list[Candidate], pricing: Pricing, found: Ranked) -> Iterable[Candidate]:
-    """Candidates by their rough estimates; of equal ones, the one with the least switched on."""
+    """Candidates by their rough estimates; of equal ones, the one with the least switched on.
+
+    Those that are estimated to be too large come last.
+    """
     keyed = []
     for number, candidate in enumerate(waiting):
         try:
             rough_s = pricing.rough_s(candidate)
+            is_large = pricing.rough_bytes(candidate) > pricing.device_bytes
         except MerakError as error:
             found.rejections.append(Rejection(candidate, Cause.REFUSED, str(error)))
             continue
-        keyed.append((rough_s, candidate.zero, _recompute_level(candidate), number))
+        level = _recompute_level(candidate)
+        keyed.append((is_large, rough_s, candidate.zero, level, number))
     return [waiting[key[-1]] for key in sorted(keyed)]
 
 
@@ -116,6 +126,20 @@ def _price(candidate: Candidate, pricing: Pricing, found: Ranked, misfits: Misfi
     found.rejections.append(rejection)
     misfits.add(rejection)
     return False
+
+
+def _until_one_fits(
+    unpriced: list[Candidate], pricing: Pricing, found: Ranked, misfits: MisfitSet
+) -> list[Candidate]:
+    """Price candidates, the least memory first, until one fits; return those that are left."""
+    leanest = sorted(unpriced, key=pricing.rough_bytes)
+    for number, candidate in enumerate(leanest):
+        rejection = misfits.find(candidate)
+        if rejection is not None:
+            found.rejections.append(rejection)
+        elif _price(candidate, pricing, found, misfits):
+            return leanest[number + 1 :]
+    return []
 
 
 def _leave_out(candidate: Candidate, pricing: Pricing, found: Ranked) -> None:

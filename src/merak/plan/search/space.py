@@ -48,7 +48,7 @@ RECOMPUTES = ("off", "selective", "full")
 _MULTIPLE = frozenset({"interleaved_1f1b", "interleaved_zero_bubble"})
 """Schedules whose microbatches are a multiple of the pp ranks."""
 
-_SPLIT = frozenset({"zero_bubble_h1", "interleaved_zero_bubble", "zero_bubble_v", "dualpipe_v"})
+SPLIT = frozenset({"zero_bubble_h1", "interleaved_zero_bubble", "zero_bubble_v", "dualpipe_v"})
 """Schedules with split backwards."""
 
 
@@ -212,7 +212,7 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
         for zero, sequence, sub, recompute in combinations:
             if sub == "on" and (sequence or (base.tp == 1 and pinned.sub_pipelining is None)):
                 continue
-            if zero == 3 and (name in _SPLIT or sub == "on"):
+            if zero == 3 and (name in SPLIT or sub == "on"):
                 continue
             yield Candidate(
                 dp=base.dp,

@@ -31,11 +31,13 @@ class Double:
         weights: of tp, zero, recomputation, microbatches and schedules.
         device_bytes: of a device.
         refused: a schedule that the model does not allow.
+        misjudged: rough estimates of memory are as many times the state's.
     """
 
     weights: tuple[float, ...] = (0.05, 0.02, 0.3, 0.4, 0.01)
     device_bytes: float = 100.0
     refused: str | None = None
+    misjudged: float = 1.0
     priced: list[Candidate] = field(default_factory=list)
 
     def bound_s(self, own: Candidate) -> float:
@@ -51,6 +53,9 @@ class Double:
     def state_bytes(self, own: Candidate) -> float:
         sharded = 90.0 / own.dp if own.zero == 3 else 90.0 - 20.0 * own.zero * (1 - 1 / own.dp)
         return sharded / (own.tp * own.pp)
+
+    def rough_bytes(self, own: Candidate) -> float:
+        return self.state_bytes(own) * self.misjudged
 
     def price(self, own: Candidate) -> Price:
         self.priced.append(own)

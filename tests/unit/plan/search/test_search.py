@@ -65,6 +65,19 @@ def test_what_is_not_priced_is_said():
     assert any(own.what == "not priced" for own in found.rejected)
 
 
+def test_a_job_fits_nowhere_only_where_every_candidate_was_looked_at():
+    """With few prices, all of them spent on plans that do not fit."""
+    found = search_job(job_of(), Double(device_bytes=16.0, misjudged=0.0), Pinned(), 1, 1)
+    assert found.fits_nowhere and found.num_priced > 1
+    assert found.plans and not found.is_proved
+
+
+@pytest.mark.parametrize("misjudged", [0.1, 1.0, 100.0])
+def test_estimates_of_memory_change_the_order_alone(misjudged):
+    found = search_job(job_of(), Double(misjudged=misjudged), Pinned(), 3, MANY)
+    assert [p.step_s for p in found.plans] == brute_force(job_of(), Double(), Pinned(), 3)
+
+
 def test_every_rejected_region_has_its_reason():
     reasons = {
         own.what: own.why for own in search_job(job_of(12, 24, 6, 12), Double(), Pinned()).rejected
