@@ -13,7 +13,7 @@ from merak.plan.price.candidate import Candidate
 from merak.plan.search.plan_file import plan_of, write_plan
 from tests.multirank.ranks import RankError
 from tests.multirank.training import Texts, gpt2
-from tests.unit.plan.search.doubles import Double
+from tests.unit.plan.search.doubles import Double, workload_of
 
 CANDIDATE = Candidate(
     pp=2, microbatch=2, num_microbatches=4, schedule="zero_bubble_h1", partition=(4, 6)
@@ -36,7 +36,7 @@ def train(path: str, folder: str) -> tuple[int, str, tuple[int, ...]]:
 def test_a_job_follows_its_plan(pool, tmp_path: Path, is_other: bool) -> None:
     path = tmp_path / "plan.json"
     model: nn.Module = nn.Linear(2, 2) if is_other else gpt2()
-    write_plan(path, plan_of(model, Double().price(CANDIDATE)))
+    write_plan(path, plan_of(workload_of(model), Double().price(CANDIDATE)))
     if is_other:
         with pytest.raises(RankError, match="is for another model: "):
             pool.run(train, 2, str(path), str(tmp_path / "out"))

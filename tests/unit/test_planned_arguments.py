@@ -16,7 +16,7 @@ from merak.core.mesh import Mesh
 from merak.launch.errors import CommandError
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.plan_file import plan_of, write_plan
-from tests.unit.plan.search.doubles import Double
+from tests.unit.plan.search.doubles import Double, workload_of
 
 CANDIDATE = Candidate(
     dp=2, pp=2, microbatch=3, num_microbatches=4, partition=(4, 3), zero=1, recompute="full"
@@ -26,7 +26,9 @@ CANDIDATE = Candidate(
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     file = tmp_path / "plan.json"
-    write_plan(file, plan_of(nn.Linear(3, 4), Double().price(CANDIDATE)))
+    write_plan(
+        file, plan_of(workload_of(nn.Linear(3, 4), torch.bfloat16), Double().price(CANDIDATE))
+    )
     return str(file)
 
 
@@ -40,6 +42,7 @@ def test_the_layout_is_that_of_the_plan(path: str) -> None:
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (3, 4)
     assert (args.schedule, args.partition, args.zero) == ("1f1b", [4, 3], 1)
     assert args.recompute == "full" and args.sub_pipelining == "off"
+    assert args.bf16 and not args.fp16  # what it was priced with
     with meshes.pretended(Mesh(2, 1, 2, 0, torch.device("cpu"), None)):
         assert dataclasses.replace(args, max_steps=3).partition == [4, 3]
 

@@ -12,7 +12,7 @@ from merak.arguments.fields import TrainingFields
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.plan.price.candidate import Candidate
-from merak.plan.search.plan_file import read_plan
+from merak.plan.search.plan_file import PlanFile, read_plan
 
 
 def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
@@ -29,10 +29,11 @@ def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
     if not isinstance(arguments.plan, str | os.PathLike):  # others are refused with the fields
         return
     path = os.fspath(arguments.plan)
-    candidate = read_plan(Path(path)).candidate
+    plan = read_plan(Path(path))
+    candidate = plan.candidate
     _check_degrees(candidate, mesh, path)
     defaults = {own.name: own.default for own in dataclasses.fields(TrainingFields)}
-    for name, value in planned_arguments(candidate).items():
+    for name, value in planned_arguments(plan).items():
         given = getattr(arguments, name)
         if given not in (defaults[name], value) and not _same(given, value):
             raise ArgumentsError(
@@ -43,13 +44,17 @@ def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
             setattr(arguments, name, value)
 
 
-def planned_arguments(candidate: Candidate) -> dict[str, Any]:
-    """Training arguments of a candidate, by name.
+def planned_arguments(plan: PlanFile) -> dict[str, Any]:
+    """Training arguments of a plan, by name.
 
     Args:
-        candidate: of a plan.
+        plan: as it was read.
     """
+    candidate = plan.candidate
     return {
+        "bf16": plan.autocast == "bfloat16",
+        "fp16": plan.autocast == "float16",
+        "master_weights": plan.master_weights,
         "per_device_train_batch_size": candidate.microbatch,
         "gradient_accumulation_steps": candidate.num_microbatches,
         "schedule": candidate.schedule,

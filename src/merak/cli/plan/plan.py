@@ -48,7 +48,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
     planned = find_plans(request)
     best = planned.ranking.plans[0]
     if request.output is not None:
-        write_plan(request.output, plan_of(planned.workload.model, best, request.cluster))
+        write_plan(request.output, plan_of(planned.workload, best, request.cluster))
     if request.page is not None:
         from merak.cli.plan.page import write_page
 
@@ -91,7 +91,7 @@ def find_plans(request: PlanRequest) -> Planned:
     ranking = search(workload, cluster, pinned, top=request.top)
     planned = Planned(workload, cluster, pinned, ranking)
     if not ranking.plans:
-        raise PlanError(_fits_nowhere(request, planned))
+        raise PlanError(ranking.refusal or _fits_nowhere(request, planned))
     return planned
 
 

@@ -98,6 +98,7 @@ def pinned_of(request: PlanRequest) -> Pinned:
 
     _check_counts(request)
     _check_folders(request)
+    _check_words(request)
     if request.options and request.schedule is None:
         raise CommandError(f"--option {request.options[0]} is of a schedule; name --schedule too.")
     if request.zero not in (None, 0, 1, 2, 3):
@@ -130,8 +131,12 @@ def _check_counts(request: PlanRequest) -> None:
         ("--global-batch", request.global_batch),
         ("--seq", request.sequence),
         ("--top", request.top),
+        ("--dp", request.dp),
+        ("--tp", request.tp),
+        ("--pp", request.pp),
+        ("--microbatch", request.microbatch),
     ):
-        if value < 1:
+        if value is not None and value < 1:
             raise CommandError(f"{flag} {value} is too few; use 1 or more.")
     for flag, degree in (("--ep", request.ep), ("--cp", request.cp)):
         if degree not in (None, 1):
@@ -141,6 +146,30 @@ def _check_counts(request: PlanRequest) -> None:
     price = request.price_per_device_hour
     if price is not None and not (0 <= price < math.inf):
         raise CommandError(f"--price-per-device-hour {price} is no price; use 0 or more.")
+
+
+def _check_words(request: PlanRequest) -> None:
+    """Refuse words that no option knows.
+
+    Raises:
+        MerakError: one is unknown; the sentence lists those that are known.
+    """
+    from merak.core.errors import ScheduleError
+    from merak.plan.activations.offload import parse_offload
+    from merak.plan.recompute_spec import parse_recompute
+    from merak.schedule import registry
+
+    parse_recompute(request.recompute)
+    parse_offload(request.offload)
+    if request.schedule is None or registry.is_file(request.schedule):
+        return
+    known = registry.options(request.schedule)
+    for name, _ in map(_key_value, request.options or ()):
+        if name not in known:
+            raise ScheduleError(
+                f"--option {name} is unknown to {request.schedule}; it takes "
+                f"{', '.join(known) or 'none'}."
+            )
 
 
 def _check_folders(request: PlanRequest) -> None:

@@ -16,6 +16,7 @@ from merak.core.elastic import PLAN_FORMAT, PLAN_VERSION, read_plan_content
 from merak.core.errors import PlanError
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
+from merak.plan.price.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,16 @@ class PlanFile:
         candidate: how the job is laid out.
         price: the figures of its price, by name.
         cluster: the devices, as they were named.
+        autocast: type of mixed precision that it was priced with, such as "bfloat16".
+        master_weights: whether parameters of a lower precision have float32 masters.
     """
 
     model: Mapping[str, Any]
     candidate: Candidate
     price: Mapping[str, Any]
     cluster: str = ""
+    autocast: str | None = None
+    master_weights: bool = False
 
     @property
     def world_size(self) -> int:
@@ -40,17 +45,25 @@ class PlanFile:
         return self.candidate.world_size
 
 
-def plan_of(model: nn.Module, price: Price, cluster: str = "") -> PlanFile:
+def plan_of(workload: Workload, price: Price, cluster: str = "") -> PlanFile:
     """The plan file of a price.
 
     Args:
-        model: the job's.
+        workload: the job.
         price: of the plan.
         cluster: the devices, as they were named.
     """
     names = [own.name for own in fields(price) if own.name != "candidate"]
     figures = {name: getattr(price, name) for name in names}
-    return PlanFile(describe_model(model), price.candidate, figures, cluster)
+    casts = None if workload.autocast is None else str(workload.autocast).removeprefix("torch.")
+    return PlanFile(
+        describe_model(workload.model),
+        price.candidate,
+        figures,
+        cluster,
+        casts,
+        workload.master_weights,
+    )
 
 
 def write_plan(path: Path, plan: PlanFile) -> None:
@@ -71,6 +84,8 @@ def write_plan(path: Path, plan: PlanFile) -> None:
         "version": PLAN_VERSION,
         "world_size": plan.world_size,
         "cluster": plan.cluster,
+        "autocast": plan.autocast,
+        "master_weights": plan.master_weights,
         "candidate": candidate,
         "price": dict(plan.price),
         "model": dict(plan.model),
@@ -95,7 +110,8 @@ def read_plan(path: Path) -> PlanFile:
         candidate = _candidate(content["candidate"])
         if candidate.world_size != content["world_size"]:
             raise ValueError(f"its degrees are not for world_size={content['world_size']}")
-        return PlanFile(content["model"], candidate, content["price"], content["cluster"])
+        names = ("model", "price", "cluster", "autocast", "master_weights")
+        return PlanFile(candidate=candidate, **{name: content[name] for name in names})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(
             f"the plan {path} has an error ({error}); plan again with `merak plan`."

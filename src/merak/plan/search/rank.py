@@ -78,7 +78,7 @@ def rank(
             unpriced.append(candidate)
         elif _price(candidate, pricing, found, misfits):
             fitting.add(candidate)
-    if not found.plans:
+    if not found.plans and found.misfits:  # else the model or the options refuse what was priced
         unpriced = _until_one_fits(unpriced, pricing, found, misfits)
     for candidate in unpriced:
         _leave_out(candidate, pricing, found)

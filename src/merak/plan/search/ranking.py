@@ -63,6 +63,7 @@ class Ranking:
         num_candidates: size of the space.
         num_priced: candidates that were priced.
         is_proved: whether no candidate outside of `plans` can be faster than the first plan.
+        refusal: why the model or the options allow none of the candidates, where that is so.
     """
 
     plans: tuple[Price, ...]
@@ -71,3 +72,4 @@ class Ranking:
     num_candidates: int = 0
     num_priced: int = 0
     is_proved: bool = True
+    refusal: str | None = None

@@ -11,8 +11,8 @@ from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
 from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
-from merak.plan.search.rank import MOST_PRICED, rank
-from merak.plan.search.ranking import Ranking
+from merak.plan.search.rank import MOST_PRICED, Ranked, rank
+from merak.plan.search.ranking import Cause, Ranking
 from merak.plan.search.space import Job, space_of
 
 
@@ -84,7 +84,14 @@ def search_job(
         num_candidates=len(space.candidates),
         num_priced=found.num_priced,
         is_proved=found.is_proved,
+        refusal=_refusal(found),
     )
+
+
+def _refusal(found: Ranked) -> str | None:
+    """The reason why nothing is allowed, as far as candidates were looked at."""
+    refused = [own for own in found.rejections if own.cause is Cause.REFUSED]
+    return refused[0].why if refused and not found.plans and not found.misfits else None
 
 
 def _excess(price: Price) -> float:

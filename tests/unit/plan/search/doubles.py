@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import nn
 
 from merak.core.errors import PlanError
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
+from merak.plan.price.workload import Workload
 from merak.plan.search.space import RECOMPUTES, Job
 
 BUBBLES = {"1f1b": 1.0, "zero_bubble_h1": 0.4, "zero_bubble_v": 0.1}
+
+
+def workload_of(model: nn.Module, autocast: torch.dtype | None = None) -> Workload:
+    """What a plan file takes of a workload."""
+    own = SimpleNamespace(model=model, autocast=autocast, master_weights=False)
+    return cast(Workload, own)
 
 
 def job_of(devices: int = 8, batch: int = 16, segments: int = 6, per_node: int = 4) -> Job:

@@ -12,7 +12,7 @@ from merak.core.elastic import plan_degrees
 from merak.core.errors import PlanError
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.plan_file import plan_of, read_plan, refuse_other_model, write_plan
-from tests.unit.plan.search.doubles import Double
+from tests.unit.plan.search.doubles import Double, workload_of
 
 CANDIDATE = Candidate(
     dp=2, pp=2, microbatch=2, num_microbatches=4, schedule="interleaved_1f1b",
@@ -23,7 +23,7 @@ CANDIDATE = Candidate(
 @pytest.fixture
 def path(tmp_path):
     file = tmp_path / "plan.json"
-    write_plan(file, plan_of(nn.Linear(3, 4), Double().price(CANDIDATE), "h100:4"))
+    write_plan(file, plan_of(workload_of(nn.Linear(3, 4)), Double().price(CANDIDATE), "h100:4"))
     return file
 
 
