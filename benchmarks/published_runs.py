@@ -222,9 +222,9 @@ def best(row: Row) -> Found:
     chosen, workload = min(fitting, key=lambda own: own[0].step_s)
     ranks = memory_of(workload, cluster, chosen.candidate)
     states = [sum(s.parameters + s.gradients + s.optimizer for s in own.stages) for own in ranks]
-    # The peak may be at the optimizer's step, when none are left.
-    activations = ranks[0].peak.by_category.get(Category.ACTIVATIONS, 0)
-    activations = activations or ranks[0].stages[0].activations
+    # The rank's peak may be at a moment when none are left; a stage's own peak never is.
+    held = ranks[0].peak.by_category.get(Category.ACTIVATIONS, 0)
+    activations = max(held, ranks[0].stages[0].activations)
     return Found(chosen, statistics.mean(states) / GIB, activations / GIB)
 
 
