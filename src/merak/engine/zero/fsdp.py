@@ -100,13 +100,18 @@ class _CountedCollective:
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Allocate a buffer to send or to receive."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return make_buffer(size, dtype, device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Begin the collective."""
         work = self._collective(*args, **kwargs)
         self._count()
         return work
+
+
+def make_buffer(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A buffer that a collective sends or receives; tests let memory run out here."""
+    return torch.empty(*size, dtype=dtype, device=device)
 
 
 def can_abort_step() -> bool:
