@@ -1,10 +1,16 @@
 """Training arguments: `MerakArguments`, and what becomes of every field of transformers' own."""
 
 from merak.arguments.single_process import single_process_accelerate
-from merak.arguments.training import MerakArguments, check_arguments, default_trace_cache
+from merak.arguments.training import (
+    MerakArguments,
+    argument_problem,
+    check_arguments,
+    default_trace_cache,
+)
 
 __all__ = [
     "MerakArguments",
+    "argument_problem",
     "check_arguments",
     "default_trace_cache",
     "single_process_accelerate",

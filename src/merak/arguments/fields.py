@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainingArguments
 
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS
 from merak.engine.step.replica_check import REPLICA_CHECK_STEPS
 from merak.plan.options import taken
+
+AUTO = "auto"
+"""The microbatch that is chosen when the model and its batches are known."""
+
+_USUAL_SAMPLES = 8
+
+
+class AutoBatch(int):
+    """Samples of a microbatch that are still to be chosen; until then transformers' default.
+
+    The number counts for the samples of a step, which the choice leaves as they are.
+
+    Args:
+        is_left_out: whether the user has said nothing; else it is "auto".
+    """
+
+    is_left_out: bool
+
+    def __new__(cls, is_left_out: bool = False) -> AutoBatch:
+        """Make transformers' default number of samples."""
+        made = super().__new__(cls, _USUAL_SAMPLES)
+        made.is_left_out = is_left_out
+        return made
+
+    def __getnewargs__(self) -> tuple[bool]:
+        """Arguments for a copy, which says the same."""
+        return (self.is_left_out,)
+
+
+LEFT_OUT = AutoBatch(is_left_out=True)
+"""The default of `per_device_train_batch_size`."""
+
+if TYPE_CHECKING:
+    BatchSize = int | Literal["auto"]
+else:
+
+    class BatchSize(int):
+        """A number of samples or "auto", as `HfArgumentParser` reads it from a command line."""
+
+        def __new__(cls, text: Any) -> int:
+            """Read a number; "auto" becomes an `AutoBatch`."""
+            return AutoBatch() if text == AUTO else int(text)
 
 
 def own(default: Any, help: str, **metadata: Any) -> Any:
@@ -38,7 +80,28 @@ class TrainingFields(TrainingArguments):
             "help": "File that `merak plan --output` has written: microbatch, accumulation steps, "
             "schedule, partition, recomputation, ZeRO and the rest of the layout are set from it, "
             "and what is set besides may not contradict it. merak.init(plan=…) takes its degrees "
-            "from the same file. Not for another model or another number of ranks."
+            "from the same file. Not for another model or another number of ranks. Or 'auto': the "
+            "trainer searches the fastest plan for the devices that are there; what is not at its "
+            "default stays as it is."
+        },
+    )
+    cluster: str | None = own(
+        None,
+        "With 'auto' for plan or per_device_train_batch_size, the devices, as of `merak plan "
+        "--cluster`: such as h100:8x4, a cluster file, or a file of `merak profile`. If unset, a "
+        "profile of these devices in the cache, else their data sheets, else a short measurement.",
+    )
+    global_batch: int | None = own(
+        None,
+        "Samples of one step of the whole job. gradient_accumulation_steps follows: global_batch ÷ "
+        "(per_device_train_batch_size × dp). If unset, a step has per_device_train_batch_size × "
+        "gradient_accumulation_steps × dp samples.",
+    )
+    per_device_train_batch_size: BatchSize = field(  # type: ignore[assignment]
+        default=LEFT_OUT,
+        metadata={
+            "help": "Samples of one microbatch of one replica. 'auto' for the fastest of 1, 2, 4, "
+            "8, … that fits the memory, with as many samples a step as if it were left out."
         },
     )
     schedule: str = taken("schedule")

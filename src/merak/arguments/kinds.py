@@ -19,7 +19,15 @@ from typing import Any
 from merak.core.did_you_mean import did_you_mean
 
 PATHS = frozenset(
-    ("output_dir", "resume_from_checkpoint", "segment_times", "feature_dict", "trace_cache", "plan")
+    (
+        "output_dir",
+        "resume_from_checkpoint",
+        "segment_times",
+        "feature_dict",
+        "trace_cache",
+        "plan",
+        "cluster",
+    )
 )
 """Fields of text that name a file or folder, which Python also has path objects for."""
 
@@ -29,6 +37,7 @@ ALSO: Mapping[str, tuple[Any, ...]] = {
     "fp16": (None,),
     "recompute": (float, list[Any]),
     "offload_activations": (float, list[Any]),
+    "per_device_train_batch_size": (int, typing.Literal["auto"]),
 }
 """Kinds that a field takes beside those of its annotation."""
 

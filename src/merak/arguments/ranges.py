@@ -23,6 +23,7 @@ RANGES: Mapping[str, Range] = {
     "check_replicas_steps": Range(0, LARGEST, "use 0 or more", "is no number of steps"),
     "sigterm_limit_s": _AMOUNT,
     "ddp_bucket_cap_mb": options.RANGES["bucket_bytes"],
+    "global_batch": _COUNT,
     "per_device_train_batch_size": _COUNT,
     "per_device_eval_batch_size": _COUNT,
     "gradient_accumulation_steps": _COUNT,

@@ -36,7 +36,10 @@ OUTPUT = {
 }
 
 LENGTH = {
-    "per_device_train_batch_size": honoured("samples of one microbatch of one replica"),
+    "per_device_train_batch_size": honoured(
+        "samples of one microbatch of one replica; 'auto' for the fastest of 1, 2, 4, 8, … that "
+        "fits the memory, with as many samples a step as if it were left out"
+    ),
     "per_device_eval_batch_size": honoured("samples of one evaluation batch of one replica"),
     "gradient_accumulation_steps": honoured(
         "the number of microbatches of a step; a step takes microbatch size × microbatches × dp "

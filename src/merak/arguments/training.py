@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
 from merak.arguments.fields import OWN_FIELDS, TrainingFields
 from merak.arguments.kinds import kind_problems
-from merak.arguments.planned import apply_plan
+from merak.arguments.planned import apply_plan, settle_batch
 from merak.arguments.ranges import range_problems
 from merak.arguments.rules import problems, raise_first
 from merak.arguments.single_process import fresh_state
@@ -64,7 +65,7 @@ class MerakArguments(TrainingFields):
         """Refuse what cannot be honoured, then fill in defaults as transformers does."""
         mesh = current_mesh()
         apply_plan(self, mesh)
-        raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
+        raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, _least(mesh)))
         raise_first(kind_problems(self, TrainingFields))
         raise_first(range_problems(self))
         if self.looks_at_device:
@@ -74,9 +75,7 @@ class MerakArguments(TrainingFields):
         if self.report_to is None:
             self.report_to = "none"  # which transformers would take for a logger
         self._post_init_of_transformers()
-        self.gradient_accumulation_steps = accumulation_steps(
-            self.gradient_accumulation_steps, mesh
-        )
+        settle_batch(self, mesh)
         check_arguments(self)
         self._fill_defaults()
 
@@ -182,32 +181,6 @@ class MerakArguments(TrainingFields):
                     dist.barrier()
 
 
-class _Accumulated(int):
-    """Accumulation steps that are for the mesh's dp already, also in a copy of the arguments."""
-
-
-def accumulation_steps(wanted: int, mesh: Mesh) -> int:
-    """Accumulation steps with which a step has the samples of the dp that the script names.
-
-    Args:
-        wanted: for the dp of `merak.init`.
-        mesh: of the job, of which a host may be lost.
-
-    Raises:
-        ArgumentsError: the microbatches of a step cannot be shared out equally.
-    """
-    if not mesh.wanted_dp or isinstance(wanted, _Accumulated):
-        return wanted
-    microbatches = wanted * mesh.wanted_dp
-    if microbatches % mesh.dp:
-        raise ArgumentsError(
-            f"gradient_accumulation_steps={wanted} × dp={mesh.wanted_dp} = {microbatches} "
-            f"microbatches a step cannot be shared out over the {mesh.dp} replicas that the ranks "
-            f"are enough for; use a number of accumulation steps that {mesh.dp} divides."
-        )
-    return _Accumulated(microbatches // mesh.dp)
-
-
 def check_arguments(arguments: TrainingFields) -> None:
     """Refuse arguments that this job cannot honour; call it again where they may have changed.
 
@@ -215,10 +188,26 @@ def check_arguments(arguments: TrainingFields) -> None:
         MeshError: `merak.init` has not been called.
         ArgumentsError: an argument cannot be honoured; the first one is named.
     """
-    mesh = current_mesh()
+    mesh = _least(current_mesh())
     raise_first(problems(arguments, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
     raise_first(kind_problems(arguments, TrainingFields))
     raise_first(own_problems(arguments, mesh))
+
+
+def argument_problem(arguments: TrainingFields, mesh: Mesh) -> str | None:
+    """The reason why arguments cannot be honoured in a layout; None where they can.
+
+    Args:
+        arguments: of a job.
+        mesh: a layout that it might have.
+    """
+    own = problems(arguments, RULES | SEQ2SEQ, OWN_FIELDS, mesh)
+    return next(chain(own, own_problems(arguments, mesh)), None)
+
+
+def _least(mesh: Mesh) -> Mesh:
+    """The degrees that arguments are checked for: the smallest, until a plan is chosen."""
+    return mesh if mesh.given is None else replace(mesh, dp=1)
 
 
 def _read_json(name: str, path: str, kind: type) -> Any:

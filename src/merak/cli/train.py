@@ -36,7 +36,7 @@ def train(request: TrainRequest) -> None:
 
     Starts the ranks on this machine, or joins those that torchrun started.
     """
-    from merak.cli.recipe.job import Job, check_job, run_job
+    from merak.cli.recipe.job import Job, check_job, num_ranks, run_job
     from merak.cli.recipe.recipe import read_recipe
     from merak.core.announce import announce, show_announcements
     from merak.core.health import failure
@@ -50,13 +50,13 @@ def train(request: TrainRequest) -> None:
         job = Job(read_recipe(request.recipe), request.backend, request.device, resumes)
         if not under_torchrun():
             check_job(job)  # once, and before ranks are started
-        num_ranks = job.recipe.parallel.num_ranks
-        if under_torchrun() or (num_ranks == 1 and not max_restarts):
+        ranks = num_ranks(job)
+        if under_torchrun() or (ranks == 1 and not max_restarts):
             report = run_job(job)
         else:
             show_announcements()
-            announce("starting %d ranks …", num_ranks)
-            report = run_ranks(Work(run_job, (job,)), num_ranks, max_restarts)
+            announce("starting %d ranks …", ranks)
+            report = run_ranks(Work(run_job, (job,)), ranks, max_restarts)
     if report is not None:
         show(report, _page, request.as_json)
 

@@ -1,13 +1,17 @@
-"""Degrees of a job: those of its plan file, and smaller ones where only some ranks are there."""
+"""Degrees of a job: those given, those of its plan, and smaller ones where ranks are missing."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from merak.core.errors import PlanError
+from merak.core.errors import MeshError, PlanError
+
+AUTO_PLAN = "auto"
+"""The plan that is searched when the model and its batches are known."""
 
 
 class Degrees(NamedTuple):
@@ -19,6 +23,50 @@ class Degrees(NamedTuple):
 
     def __str__(self) -> str:
         return f"dp={self.dp} × tp={self.tp} × pp={self.pp}"
+
+
+class GivenDegrees(NamedTuple):
+    """Degrees as a user gives them; None for one that is left out."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+
+    def __str__(self) -> str:
+        given = self._asdict().items()
+        return " × ".join(f"{axis}={degree}" for axis, degree in given if degree is not None)
+
+    def filled(self) -> Degrees:
+        """The degrees of a job without a plan, where one that is left out is 1."""
+        return Degrees(*(1 if degree is None else degree for degree in self))
+
+    def check(self) -> None:
+        """Refuse degrees that are none.
+
+        Raises:
+            MeshError: one is not a whole number of 1 or more.
+        """
+        for axis, degree in self._asdict().items():
+            if degree is None:
+                continue
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise MeshError(
+                    f"{axis}={degree!r} is not a degree; use a whole number of 1 or more."
+                )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse degrees with which no plan takes all ranks.
+
+        Raises:
+            MeshError: their product does not divide the number of ranks.
+        """
+        self.check()
+        product = math.prod(degree for degree in self if degree is not None)
+        if num_ranks % product or (None not in self and product != num_ranks):
+            raise MeshError(
+                f"{self} does not fit {num_ranks} ranks; use degrees whose product "
+                f"{'divides' if None in self else 'is'} that number, or leave them to the plan."
+            )
 
 
 def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:

@@ -16,11 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from merak.core.elastic import Degrees, plan_degrees, smaller_degrees
+from merak.core.elastic import (
+    AUTO_PLAN,
+    Degrees,
+    GivenDegrees,
+    plan_degrees,
+    smaller_degrees,
+)
 from merak.core.errors import MeshError, PlanError
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
-from merak.core.health.status import waiting
+from merak.core.health.status import waiting, waiting_for_all
 from merak.core.rank0 import warn_on_rank0
 
 logger = logging.getLogger(__name__)
@@ -46,6 +52,8 @@ class Mesh:
             that a job is only planned for.
         hosts: name of each rank's host; empty where all ranks are on one.
         wanted_dp: the dp of `init`, where there are too few ranks for it; 0 where there are enough.
+        given: the degrees that `init(plan="auto")` got, until the plan is chosen: then all ranks
+            count as replicas; None where the degrees are those of the job.
     """
 
     dp: int
@@ -56,6 +64,7 @@ class Mesh:
     device_mesh: DeviceMesh | None
     hosts: tuple[str, ...] = ()
     wanted_dp: int = 0
+    given: GivenDegrees | None = None
 
     @property
     def world_size(self) -> int:
@@ -109,9 +118,9 @@ _current: list[Mesh] = []
 
 
 def init(
-    dp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
     *,
     backend: str | None = None,
     device: str | torch.device | None = None,
@@ -122,9 +131,9 @@ def init(
     """Lay the ranks out as dp × tp × pp and connect them. Call once, before building the trainer.
 
     Args:
-        dp: data parallel degree.
-        tp: tensor parallel degree.
-        pp: pipeline parallel degree.
+        dp: data parallel degree; 1 where neither it nor a plan is given.
+        tp: tensor parallel degree; as dp.
+        pp: pipeline parallel degree; as dp.
         backend: "nccl" or "gloo"; nccl where the device is a GPU.
         device: "cpu" or "cuda", in a single process also one of several GPUs ("cuda:1"); what the
             machine has by default.
@@ -134,10 +143,13 @@ def init(
         elastic: whether the job may run in smaller degrees where torchrun has started fewer ranks
             (`--nnodes=MIN:MAX`): dp is lowered first, then pp, then tp. `MerakArguments` then
             raises `gradient_accumulation_steps`, so that a step has the same samples.
-        plan: file that `merak plan` has written, whose degrees count instead of dp, tp and pp.
+        plan: file that `merak plan` has written, whose degrees count instead of dp, tp and pp; or
+            "auto": `MerakTrainer` and `parallelize` search the fastest plan of all ranks, which
+            has the degrees that are given.
 
     Returns:
-        The mesh, which `current_mesh()` also gives.
+        The mesh, which `current_mesh()` also gives. With plan="auto" all its ranks are replicas,
+        until the plan is chosen.
 
     Raises:
         PlanError: the plan cannot be read, or has other degrees than those given.
@@ -148,20 +160,23 @@ def init(
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     preemption.listen()
-    dp, tp, pp = wanted = _planned_degrees(Degrees(dp, tp, pp), plan)
+    given = GivenDegrees(dp, tp, pp)
+    wanted = _planned_degrees(given, plan, elastic)
     degrees = _check_degrees(wanted, elastic)
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
         raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
     chosen = _pick_device(device)
     _check_backend(backend, chosen)
     mesh = _connect(*degrees, chosen, backend, timeout_s)
-    if degrees != (dp, tp, pp):
-        mesh = replace(mesh, wanted_dp=dp)
+    if plan == AUTO_PLAN:
+        mesh = replace(mesh, given=given)
+    if degrees != wanted:
+        mesh = replace(mesh, wanted_dp=wanted.dp)
         warn_on_rank0(
             logger,
             "%d ranks are there for %s: running as %s.",
             mesh.world_size,
-            Degrees(dp, tp, pp),
+            wanted,
             degrees,
         )
     _current.append(mesh)
@@ -169,12 +184,23 @@ def init(
     return mesh
 
 
-def _planned_degrees(given: Degrees, plan: str | os.PathLike[str] | None) -> Degrees:
+def _planned_degrees(
+    given: GivenDegrees, plan: str | os.PathLike[str] | None, elastic: bool
+) -> Degrees:
     """The degrees of a plan, which may be given besides; those given where there is no plan."""
     if plan is None:
-        return given
+        return given.filled()
+    if plan == AUTO_PLAN:
+        if elastic:
+            raise MeshError(
+                "elastic=True lowers degrees that are given, but plan='auto' chooses them for the "
+                "ranks that are there; leave elastic out, and set global_batch."
+            )
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        given.check_ranks(num_ranks)
+        return Degrees(num_ranks, 1, 1)
     planned = plan_degrees(plan)
-    if given not in (Degrees(1, 1, 1), planned):
+    if any(own not in (None, other) for own, other in zip(given, planned, strict=True)):
         raise PlanError(
             f"{given} contradicts the plan {plan}, which has {planned}; leave the degrees out, or "
             "plan again."
@@ -182,17 +208,32 @@ def _planned_degrees(given: Degrees, plan: str | os.PathLike[str] | None) -> Deg
     return planned
 
 
+def lay_out(dp: int, tp: int, pp: int) -> Mesh:
+    """Lay the ranks of `init(plan="auto")` out as the plan says; a collective of all ranks.
+
+    Args:
+        dp: data parallel degree.
+        tp: tensor parallel degree.
+        pp: pipeline parallel degree.
+
+    Returns:
+        The mesh, which `current_mesh()` gives from now on.
+    """
+    mesh = current_mesh()
+    laid = replace(mesh, dp=dp, tp=tp, pp=pp, given=None)
+    if mesh.device_mesh is not None and (dp, tp, pp) != (mesh.dp, mesh.tp, mesh.pp):
+        with waiting_for_all("the groups of ranks of"):
+            device_mesh = init_device_mesh(mesh.device.type, (pp, dp, tp), mesh_dim_names=AXES)
+        laid = replace(laid, device_mesh=device_mesh)
+        watchdog.move(_place(laid))
+    _current[0] = laid
+    _warn_of_tp(laid)
+    return laid
+
+
 def _warn_of_hosts(mesh: Mesh) -> None:
     """Warn of a tensor parallelism that hosts slow down, and of hosts that could not come back."""
-    if crosses_hosts(mesh, "tp"):
-        warn_on_rank0(
-            logger,
-            "tp=%d spans hosts (%s): every layer all-reduces over tp several times a microbatch, "
-            "and between hosts that takes many times as long as inside one; %s.",
-            mesh.tp,
-            describe_hosts(mesh.hosts),
-            _how_to_place(mesh.hosts, mesh.tp),
-        )
+    _warn_of_tp(mesh)
     if mesh.hosts and store.is_agents() and failure.restarts_left():
         warn_on_rank0(
             logger,
@@ -202,15 +243,25 @@ def _warn_of_hosts(mesh: Mesh) -> None:
         )
 
 
+def _warn_of_tp(mesh: Mesh) -> None:
+    if crosses_hosts(mesh, "tp"):
+        warn_on_rank0(
+            logger,
+            "tp=%d spans hosts (%s): every layer all-reduces over tp several times a microbatch, "
+            "and between hosts that takes many times as long as inside one; %s.",
+            mesh.tp,
+            describe_hosts(mesh.hosts),
+            _how_to_place(mesh.hosts, mesh.tp),
+        )
+
+
 def _check_degrees(wanted: Degrees, elastic: bool) -> Degrees:
     """Refuse degrees that are none, or whose product is not the number of ranks.
 
     Returns:
         The degrees to run in: smaller ones where fewer ranks are there and `elastic` allows it.
     """
-    for axis, degree in wanted._asdict().items():
-        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-            raise MeshError(f"{axis}={degree!r} is not a degree; use a whole number of 1 or more.")
+    GivenDegrees(*wanted).check()
     num_ranks = math.prod(wanted)
     if "RANK" not in os.environ and num_ranks > 1:
         raise MeshError(
@@ -333,8 +384,7 @@ def _connect(
     else:
         known = store.open_store(rank, timeout_s)
     if num_ranks > 1:
-        place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
-        watchdog.start(watchdog.Member(rank, num_ranks, place), limit)
+        watchdog.start(watchdog.Member(rank, num_ranks, _place(mesh)), limit)
     with waiting(watchdog.JOINING, tuple(r for r in range(num_ranks) if r != rank)):
         if known is not None:
             known.set_timeout(timeout)
@@ -354,6 +404,10 @@ def _connect(
         device_mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=AXES)
     hosts = names if len(set(names)) > 1 else ()
     return replace(mesh, device_mesh=device_mesh, hosts=hosts)
+
+
+def _place(mesh: Mesh) -> str:
+    return f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
 
 
 _quiet: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sized
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,13 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_unequal_replicas(
-    args: MerakArguments, loader: DataLoader[Any], dp_degree: int, updates_inside: bool = False
+    args: MerakArguments,
+    loader: DataLoader[Any] | Sized,
+    dp_degree: int,
+    updates_inside: bool = False,
 ) -> None:
     """Refuse a dataset whose last step gives replicas different numbers of microbatches.
 
     Args:
         args: of the job.
-        loader: of a single process, as transformers makes it.
+        loader: of a single process, as transformers makes it; only its length counts.
         dp_degree: data parallel degree.
         updates_inside: whether the schedule is asynchronous.
 

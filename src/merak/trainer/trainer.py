@@ -26,6 +26,7 @@ from merak.core.announce import announce, show_announcements
 from merak.core.errors import DataError
 from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
+from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.engine import Engine, build_engine
 from merak.engine.step.loss_scale import LossScale
@@ -34,7 +35,6 @@ from merak.graph.segment.build import GraphSource
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
-from merak.plan.search.plan_file import read_plan, refuse_other_model
 from merak.plan.summary import describe_mesh
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.before import check_what_follows
@@ -46,6 +46,7 @@ from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
+from merak.trainer.planning.plan import check_plan_file, plan_training
 from merak.trainer.stepping import Stepping
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
@@ -96,9 +97,14 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if arguments.should_save:
             make_output_folder(str(arguments.output_dir))
         show_announcements(announced_level(arguments))
-        announce("%s", describe_mesh(self.mesh))
+        if self.mesh.given is None:
+            announce("%s", describe_mesh(self.mesh))
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
+        if plan_training(self):
+            self.mesh = current_mesh()
+            self._train_batch_size = self.args.train_batch_size
+            announce("%s", describe_mesh(self.mesh))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let accelerate believe that this rank is alone, and leave the model as it is."""
@@ -130,15 +136,12 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if self.engine is not None:
             return self.engine
         check_arguments(self.args)
-        if self.args.plan is not None:
-            refuse_other_model(read_plan(Path(self.args.plan)), self.model, self.args.plan)
         batch = example_batch(loader, seed=self.args.seed)
+        check_plan_file(self, batch)
         check_batch(self, batch, dataset if dataset is not None else loader.dataset)
-        batch, self._plain = split_non_tensors(batch)
-        self._counter = self._make_counter()
         self._flops_per_token = self._estimate_flops()
-        columns = self._counter.signature(batch).columns
-        source = self._graph_source()
+        source, columns = self.trace_source(batch)
+        batch, _ = split_non_tensors(batch)
         trains = trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
         self.engine = build_engine(source, columns, self.mesh, options)
@@ -149,6 +152,16 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if self.engine.updates_inside:
             refuse_what_needs_all_gradients(self.args)
         return self.engine
+
+    def trace_source(self, batch: Mapping[str, Any]) -> tuple[GraphSource, Signature]:
+        """The model as it is called with a batch, and the batch's columns.
+
+        Args:
+            batch: its columns, and arguments of every batch that are no tensors.
+        """
+        columns, self._plain = split_non_tensors(batch)
+        self._counter = self._make_counter()
+        return self._graph_source(), self._counter.signature(columns).columns
 
     def _graph_source(self) -> GraphSource:
         compute = self.compute_loss_func

@@ -85,14 +85,15 @@ def find_plans(request: PlanRequest) -> Planned:
     # Heavy imports wait until a command is known to be well formed.
     from merak.plan.cluster.parse import parse_cluster
     from merak.plan.search.search import search
+    from merak.plan.search.smallest import fits_nowhere
 
     cluster = parse_cluster(request.cluster)
     workload = _workload(request, cluster)
     ranking = search(workload, cluster, pinned, top=request.top)
-    planned = Planned(workload, cluster, pinned, ranking)
     if not ranking.plans:
-        raise PlanError(ranking.refusal or _fits_nowhere(request, planned))
-    return planned
+        what = f"{request.model} with {request.global_batch} samples of {request.sequence} tokens"
+        raise PlanError(fits_nowhere(what, request.cluster, workload, cluster, pinned, ranking))
+    return Planned(workload, cluster, pinned, ranking)
 
 
 def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
@@ -116,26 +117,6 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
         optimizer=optimizer_factory(request.optimizer),
         master_weights=request.master_weights,
     )
-
-
-def _fits_nowhere(request: PlanRequest, planned: Planned) -> str:
-    """The sentence on a job that fits nowhere."""
-    from merak.plan.search.explain import describe
-    from merak.plan.search.smallest import smallest_cluster
-
-    what = f"{request.model} with {request.global_batch} samples of {request.sequence} tokens"
-    pinned = f" with {planned.pinned}" if str(planned.pinned) else ""
-    reasons = [own for own in planned.ranking.rejected if own.count] or planned.ranking.rejected
-    nearest = f" ({reasons[0].what}: {reasons[0].why})" if reasons else ""
-    found = smallest_cluster(planned.workload, planned.cluster, planned.pinned)
-    if found is None:
-        fix = "no number of such devices would do; use a smaller batch or pin less"
-    else:
-        fix = (
-            f"the smallest of 2, 4, 8, … times as many that would do has "
-            f"{found.candidate.world_size} devices, with {describe(found.candidate)}"
-        )
-    return f"{what} fits nowhere on {request.cluster}{pinned}{nearest}; {fix}."
 
 
 def _dollars_per_hour(request: PlanRequest, cluster: Cluster) -> float | None:

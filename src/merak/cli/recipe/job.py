@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from merak.cli.recipe.recipe import DataRecipe, Recipe
 from merak.cli.recipe.report import TrainReport
 from merak.cli.recipe.texts import Texts, find_source
 from merak.core.announce import announced, show_announcements
+from merak.core.elastic import AUTO_PLAN, GivenDegrees
 from merak.core.mesh import Mesh, current_mesh, pretended
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
@@ -69,9 +69,10 @@ def check_job(job: Job) -> None:
     recipe = job.recipe
     device = device_of(job.device)
     check_backend(job.backend, device)
-    if device.type == "cuda" and recipe.parallel.num_ranks > torch.cuda.device_count():
+    ranks = num_ranks(job)
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
         raise CommandError(
-            f"the recipe's degrees need {recipe.parallel.num_ranks} GPUs, but here are "
+            f"the recipe's degrees need {ranks} GPUs, but here are "
             f"{torch.cuda.device_count()}; lower them, or start ranks on several nodes with "
             "torchrun."
         )
@@ -81,8 +82,12 @@ def check_job(job: Job) -> None:
         trust_remote_code=recipe.model.trust_remote_code,
     )
     check_inner_fields(source.config, recipe.model.config)
-    wanted = recipe.parallel
-    with pretended(Mesh(wanted.dp, wanted.tp, wanted.pp, 0, device, device_mesh=None)):
+    mesh = Mesh(*recipe.parallel.axes().values(), 0, device, device_mesh=None)
+    if recipe.plan == AUTO_PLAN:
+        given = GivenDegrees(recipe.parallel.dp, recipe.parallel.tp, recipe.parallel.pp)
+        given.check_ranks(ranks)
+        mesh = replace(mesh, dp=ranks, tp=1, pp=1, given=given)
+    with pretended(mesh):
         args = DraftArguments(**_settings(recipe))
     refuse_no_steps(args)
     checkpoint_to_resume(
@@ -104,6 +109,19 @@ def check_job(job: Job) -> None:
     if source.weights is None:
         with merak.empty_weights():
             source.build()
+
+
+def num_ranks(job: Job) -> int:
+    """Number of ranks to start for a job: with `plan: auto`, one on every GPU of this machine.
+
+    Args:
+        job: the recipe, and its device.
+    """
+    own = job.recipe.parallel
+    if job.recipe.plan != AUTO_PLAN or own.ranks is not None:
+        return own.num_ranks
+    on_gpus = device_of(job.device).type == "cuda"
+    return torch.cuda.device_count() if on_gpus else own.num_ranks
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -128,7 +146,16 @@ def run_job(job: Job) -> TrainReport | None:
         recipe.model.config,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    merak.init(**dataclasses.asdict(recipe.parallel), backend=job.backend, device=job.device)
+    wanted = recipe.parallel
+    merak.init(
+        wanted.dp,
+        wanted.tp,
+        wanted.pp,
+        backend=job.backend,
+        device=job.device,
+        elastic=wanted.elastic,
+        plan=AUTO_PLAN if recipe.plan == AUTO_PLAN else None,
+    )
     args = merak.MerakArguments(**_settings(recipe))
     with announced(f"reading {recipe.data.source}"):
         corpus = _corpus(recipe, source, args.seed)

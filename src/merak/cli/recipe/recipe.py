@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from merak.core.did_you_mean import did_you_mean
-from merak.core.elastic import plan_degrees
+from merak.core.elastic import AUTO_PLAN, plan_degrees
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")
@@ -76,25 +76,29 @@ class Degrees:
     """Parallel section of a recipe.
 
     Args:
-        dp: data parallel degree.
-        tp: tensor parallel degree.
-        pp: pipeline parallel degree.
+        dp: data parallel degree; null for 1, or with `plan: auto` for what the plan chooses.
+        tp: tensor parallel degree; as dp.
+        pp: pipeline parallel degree; as dp.
         elastic: whether torchrun may start fewer ranks, as of `merak.init`.
+        ranks: number of ranks that `plan: auto` is for, where torchrun does not start them; null
+            for one on every GPU of the machine, and on the CPU for as few as the degrees allow.
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
     elastic: bool = False
+    ranks: int | None = None
 
     def axes(self) -> dict[str, int]:
-        """Return the degrees by axis."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        """Return the degrees by axis; 1 for one that is not given."""
+        given = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        return {axis: 1 if degree is None else degree for axis, degree in given.items()}
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the job."""
-        return math.prod((self.dp, self.tp, self.pp))
+        """Number of ranks of the job, unless a plan is to be searched for more."""
+        return math.prod(self.axes().values()) if self.ranks is None else self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ class Recipe:
         data: what it is trained on.
         parallel: the degrees.
         arguments: fields of `merak.MerakArguments`; `output_dir` is where results go.
-        plan: file of a plan, whose degrees and layout count; null for none.
+        plan: file of a plan, whose degrees and layout count; "auto" to search the fastest one for
+            the devices that are there; null for none.
     """
 
     model: ModelRecipe
@@ -189,11 +194,20 @@ def parse_recipe(parsed: object) -> Recipe:
 def _parallel(parsed: object, plan: Any) -> Degrees:
     """The degrees: those of the plan, where there is one, which the recipe may repeat."""
     given = _section(Degrees, "parallel", parsed)
-    if plan is None:
+    if plan == AUTO_PLAN and given.elastic:
+        raise CommandError(
+            "parallel.elastic lowers degrees that are given, but plan: auto chooses them for the "
+            "ranks that are there; leave it out, and set arguments.global_batch."
+        )
+    if given.ranks is not None and plan != AUTO_PLAN:
+        raise CommandError(
+            f"parallel.ranks={given.ranks} is for plan: auto; give dp, tp and pp instead."
+        )
+    if plan is None or plan == AUTO_PLAN:
         return given
     planned = dict(zip(("dp", "tp", "pp"), plan_degrees(plan), strict=True))
     for axis, degree in _mapping("parallel", parsed).items():
-        if degree != planned.get(axis, degree):
+        if degree not in (None, planned.get(axis, degree)):
             raise CommandError(
                 f"parallel.{axis}={degree} contradicts the plan {plan}, which has "
                 f"{axis}={planned[axis]}; leave it out, or plan again."
@@ -255,7 +269,8 @@ def _mapping(name: str, parsed: object) -> Mapping[str, Any]:
 
 def _check_values(recipe: Recipe) -> None:
     data = recipe.data
-    for axis, degree in recipe.parallel.axes().items():
+    counts = recipe.parallel.axes() | {"ranks": recipe.parallel.num_ranks}
+    for axis, degree in counts.items():
         if degree < 1:
             raise CommandError(f"parallel.{axis}={degree} is not a degree; use 1 or more.")
     if not 0 <= data.held_out <= 0.5:

@@ -153,6 +153,10 @@ class Watchdog:
         # A thread in torch's own code when Python ends would abort the process.
         atexit.register(lambda: self.join() if os.getpid() == pid else None)
 
+    def move(self, place: str) -> None:
+        """Name other coordinates of the rank from now on."""
+        self._member = replace(self._member, place=place)
+
     def add(self, reporter: Reporter) -> None:
         """Add a reporter of this rank's status, ahead of those added earlier."""
         self._reporters.insert(0, reporter)
@@ -401,6 +405,17 @@ def start(member: Member, limit: Limit) -> None:
     stop()
     _current.append(Watchdog(member, limit))
     _current[0].start()
+
+
+def move(place: str) -> None:
+    """Give this rank's coordinates in a new mesh of the same ranks.
+
+    Args:
+        place: its coordinates.
+    """
+    own = current()
+    if own is not None:
+        own.move(place)
 
 
 def stop() -> None:

@@ -52,7 +52,7 @@ def device_of(profile: Profile) -> DeviceProfile:
         profile: of the device.
     """
     speeds = profile.speeds
-    name = _sheet(profile.machine.device)
+    name = sheet_of(profile.machine.device)
     if name is not None:
         overhead_s = speeds.overhead_s if speeds.device_type == "cpu" else preset(name).overhead_s
         own = replace(preset(name), memory_bytes=speeds.memory_bytes, overhead_s=overhead_s)
@@ -104,7 +104,7 @@ def _beyond(seconds: float, overhead_s: float) -> float:
     return max(seconds - overhead_s, 0.05 * seconds)
 
 
-def _sheet(device: str) -> str | None:
+def sheet_of(device: str) -> str | None:
     """Name of the data sheet of a device that its driver names; None where there is none.
 
     Args:

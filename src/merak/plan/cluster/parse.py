@@ -26,19 +26,21 @@ _SHORT = re.compile(r"(?P<device>[A-Za-z0-9_-]+?)(?::(?P<size>\d{1,9})(?:x(?P<co
 _FILES = (".yaml", ".yml", ".json")
 
 
-def parse_cluster(text_or_path: str) -> Cluster:
+def parse_cluster(text_or_path: str, device: str | None = None) -> Cluster:
     """A cluster from "DEVICE", "DEVICE:PER_NODE", "DEVICE:PER_NODExNODES", or a file.
 
     Args:
         text_or_path: "h100" is one device, "h100:8" one node of eight, "h100:8x4" four such nodes;
             else the path of a YAML or JSON file, whose fields docs/devices.md lists, or of a
             profile.
+        device: name of the devices that are here; None where those of the cluster are not. A
+            profile of others is warned of.
 
     Raises:
         PlanError: no such device or file, or an error in the file, with its line and field.
     """
     is_file = text_or_path.endswith(_FILES) or Path(text_or_path).is_file()
-    cluster = _from_file(Path(text_or_path)) if is_file else _from_text(text_or_path)
+    cluster = _from_file(Path(text_or_path), device) if is_file else _from_text(text_or_path)
     if cluster.num_devices > _MOST_DEVICES:
         raise PlanError(
             f"cluster={text_or_path!r} has {cluster.num_devices:,} devices; use at most "
@@ -118,10 +120,10 @@ def _usual_adapters(sheet: DataSheet, size: int) -> int:
 # Files
 
 
-def _from_file(path: Path) -> Cluster:
+def _from_file(path: Path, device: str | None) -> Cluster:
     if is_profile(path):
         profile = load_profile(path)
-        for sentence in differences(profile, None, torch.__version__):
+        for sentence in differences(profile, device, torch.__version__):
             warn_on_rank0(logger, "%s", sentence)
         return cluster_of(profile)
     root = read_fields(path)

@@ -191,6 +191,16 @@ def usable_bytes(memory_bytes: int) -> int:
     return int(max(memory_bytes * (1 - _GAPS) - fixed, memory_bytes / 2))
 
 
+def memory_for(usable: int) -> int:
+    """Bytes of a device's memory of which tensors may fill so many: `usable_bytes` backwards.
+
+    Args:
+        usable: that tensors may fill.
+    """
+    fixed = (_CONTEXT_GIB + _COMMUNICATORS_GIB) * 2**30
+    return math.ceil(min(2 * usable, (usable + fixed) / (1 - _GAPS)))
+
+
 _CONTEXT_GIB = 0.6
 _COMMUNICATORS_GIB = 1.0
 _GAPS = 0.04

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from merak.checkpoint.description import describe_model, first_difference
 from merak.core.elastic import PLAN_FORMAT, PLAN_VERSION, read_plan_content
 from merak.core.errors import PlanError
+from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
@@ -30,6 +33,8 @@ class PlanFile:
         cluster: the devices, as they were named.
         autocast: type of mixed precision that it was priced with, such as "bfloat16".
         master_weights: whether parameters of a lower precision have float32 masters.
+        sequence: tokens of a sequence; None where there are none.
+        optimizer: name of its class; None where no state was forecast.
     """
 
     model: Mapping[str, Any]
@@ -38,6 +43,13 @@ class PlanFile:
     cluster: str = ""
     autocast: str | None = None
     master_weights: bool = False
+    sequence: int | None = None
+    optimizer: str | None = None
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step of the whole job."""
+        return self.candidate.dp * self.candidate.microbatch * self.candidate.num_microbatches
 
     @property
     def world_size(self) -> int:
@@ -63,7 +75,25 @@ def plan_of(workload: Workload, price: Price, cluster: str = "") -> PlanFile:
         cluster,
         casts,
         workload.master_weights,
+        workload.sequence,
+        optimizer_name(workload.optimizer),
     )
+
+
+def optimizer_name(factory: OptimizerFactory | None) -> str | None:
+    """Class of the optimizer that a factory makes; None where there is no factory, or it cannot.
+
+    Args:
+        factory: makes the optimizer of parameters.
+    """
+    if factory is None:
+        return None
+    with suppress(Exception):  # of an optimizer that refuses such a parameter
+        return type(factory([nn.Parameter(torch.zeros(2, 2))])).__name__
+    return None
+
+
+_OF_THE_JOB = ("cluster", "autocast", "master_weights", "sequence", "optimizer")
 
 
 def write_plan(path: Path, plan: PlanFile) -> None:
@@ -76,17 +106,13 @@ def write_plan(path: Path, plan: PlanFile) -> None:
     Raises:
         PlanError: it cannot be written.
     """
-    own = plan.candidate
-    candidate = {part.name: getattr(own, part.name) for part in fields(own)}
-    candidate["schedule_options"] = dict(own.schedule_options)
     content = {
         "format": PLAN_FORMAT,
         "version": PLAN_VERSION,
         "world_size": plan.world_size,
-        "cluster": plan.cluster,
-        "autocast": plan.autocast,
-        "master_weights": plan.master_weights,
-        "candidate": candidate,
+        "global_batch": plan.global_batch,
+        **{name: getattr(plan, name) for name in _OF_THE_JOB},
+        "candidate": candidate_fields(plan.candidate),
         "price": dict(plan.price),
         "model": dict(plan.model),
     }
@@ -107,10 +133,10 @@ def read_plan(path: Path) -> PlanFile:
     """
     content = read_plan_content(path)
     try:
-        candidate = _candidate(content["candidate"])
+        candidate = candidate_from(content["candidate"])
         if candidate.world_size != content["world_size"]:
             raise ValueError(f"its degrees are not for world_size={content['world_size']}")
-        names = ("model", "price", "cluster", "autocast", "master_weights")
+        names = ("model", "price", *_OF_THE_JOB)
         return PlanFile(candidate=candidate, **{name: content[name] for name in names})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(
@@ -118,7 +144,25 @@ def read_plan(path: Path) -> PlanFile:
         ) from error
 
 
-def _candidate(given: Mapping[str, Any]) -> Candidate:
+def candidate_fields(candidate: Candidate) -> dict[str, Any]:
+    """Fields of a candidate, as plain values.
+
+    Args:
+        candidate: the layout.
+    """
+    found = {part.name: getattr(candidate, part.name) for part in fields(candidate)}
+    return found | {"schedule_options": dict(candidate.schedule_options)}
+
+
+def candidate_from(given: Mapping[str, Any]) -> Candidate:
+    """The candidate of `candidate_fields`.
+
+    Args:
+        given: its fields, as they were or as JSON has them.
+
+    Raises:
+        ValueError: a degree or a number of samples is none.
+    """
     own = dict(given)
     own["schedule_options"] = MappingProxyType(dict(own["schedule_options"]))
     if own["partition"] is not None:
@@ -147,3 +191,25 @@ def refuse_other_model(plan: PlanFile, model: nn.Module, path: str) -> None:
         raise PlanError(
             f"the plan {path} is for another model: {difference}; plan again with `merak plan`."
         )
+
+
+def job_differences(plan: PlanFile, sequence: int | None, optimizer: str | None) -> list[str]:
+    """Sentences on a job whose time and memory are not those of its plan.
+
+    Args:
+        plan: that is followed.
+        sequence: tokens of a sequence of the job; None where there are none.
+        optimizer: class of the job's optimizer.
+    """
+    found = []
+    if None not in (plan.sequence, sequence) and plan.sequence != sequence:
+        found.append(
+            f"the plan was priced for sequences of {plan.sequence} tokens, but the first batch has "
+            f"{sequence}; plan again with --seq {sequence} for this job's time and memory."
+        )
+    if None not in (plan.optimizer, optimizer) and plan.optimizer != optimizer:
+        found.append(
+            f"the plan was priced with {plan.optimizer}, but this job steps with {optimizer}; plan "
+            "again with --optimizer for its memory."
+        )
+    return found

@@ -6,14 +6,18 @@ from collections.abc import Callable
 
 from merak.core.errors import MerakError
 from merak.plan.cluster.cluster import Cluster
+from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
 from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.rank import MOST_PRICED, Ranked, rank
-from merak.plan.search.ranking import Cause, Ranking
-from merak.plan.search.space import Job, space_of
+from merak.plan.search.ranking import Cause, Ranking, Rejection
+from merak.plan.search.space import Job, Space, space_of
+
+Refusal = Callable[[Candidate], str | None]
+"""Says why a job cannot have a layout; None where it can."""
 
 
 def search(
@@ -23,6 +27,7 @@ def search(
     *,
     top: int = 5,
     most_priced: int = MOST_PRICED,
+    refusal: Refusal | None = None,
 ) -> Ranking:
     """Find the fastest plans of a job that fit its devices.
 
@@ -32,6 +37,7 @@ def search(
         pinned: choices that are made already.
         top: plans that are wanted.
         most_priced: candidates that may be priced.
+        refusal: says which layouts the job cannot have, whatever the model; None for none.
 
     Raises:
         PlanError: what is pinned contradicts the devices or the batch.
@@ -39,7 +45,8 @@ def search(
     """
     pinned = Pinned() if pinned is None else pinned
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
-    return search_job(job_of(workload, cluster, pinned), pricing, pinned, top, most_priced)
+    job = job_of(workload, cluster, pinned)
+    return search_job(job, pricing, pinned, top, most_priced, refusal)
 
 
 def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
@@ -61,7 +68,12 @@ def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
 
 
 def search_job(
-    job: Job, pricing: Pricing, pinned: Pinned, top: int = 5, most_priced: int = MOST_PRICED
+    job: Job,
+    pricing: Pricing,
+    pinned: Pinned,
+    top: int = 5,
+    most_priced: int = MOST_PRICED,
+    refusal: Refusal | None = None,
 ) -> Ranking:
     """Find the fastest plans of a job, given its prices.
 
@@ -71,12 +83,16 @@ def search_job(
         pinned: choices that are made already.
         top: plans that are wanted.
         most_priced: candidates that may be priced.
+        refusal: as of `search`.
 
     Raises:
         PlanError: what is pinned contradicts the devices or the batch.
     """
     space = space_of(job, pinned)
+    refused = [] if refusal is None else _refused(space, refusal)
     found = rank(space.candidates, pricing, top, most_priced)
+    reason = _refusal([*found.rejections, *([] if space.candidates else refused)], found)
+    found.rejections.extend(refused)
     return Ranking(
         plans=tuple(found.plans),
         rejected=tuple(merge(found.rejections, space.rejected.values())),
@@ -84,13 +100,20 @@ def search_job(
         num_candidates=len(space.candidates),
         num_priced=found.num_priced,
         is_proved=found.is_proved,
-        refusal=_refusal(found),
+        refusal=reason,
     )
 
 
-def _refusal(found: Ranked) -> str | None:
+def _refused(space: Space, refusal: Refusal) -> list[Rejection]:
+    """Take the candidates out of a space that the job cannot have."""
+    problems = [(own, refusal(own)) for own in space.candidates]
+    space.candidates = [own for own, problem in problems if problem is None]
+    return [Rejection(own, Cause.REFUSED, why) for own, why in problems if why is not None]
+
+
+def _refusal(rejections: list[Rejection], found: Ranked) -> str | None:
     """The reason why nothing is allowed, as far as candidates were looked at."""
-    refused = [own for own in found.rejections if own.cause is Cause.REFUSED]
+    refused = [own for own in rejections if own.cause is Cause.REFUSED]
     return refused[0].why if refused and not found.plans and not found.misfits else None
 
 

@@ -10,8 +10,10 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing
+from merak.plan.search.explain import describe
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.prune import state_rejection
+from merak.plan.search.ranking import Ranking
 from merak.plan.search.search import job_of
 from merak.plan.search.space import RECOMPUTES, space_of
 
@@ -41,6 +43,40 @@ def smallest_cluster(workload: Workload, cluster: Cluster, pinned: Pinned) -> Pr
             if price.fits:
                 return price
     return None
+
+
+def fits_nowhere(
+    what: str,
+    where: str,
+    workload: Workload,
+    cluster: Cluster,
+    pinned: Pinned,
+    ranking: Ranking,
+) -> str:
+    """The sentence on a job that has no plan.
+
+    Args:
+        what: the job, for people.
+        where: its devices, for people.
+        workload: the job.
+        cluster: its devices.
+        pinned: choices that are made already.
+        ranking: of a search without plans.
+    """
+    if ranking.refusal is not None:
+        return f"{ranking.refusal.rstrip('.')}."
+    named = f" with {pinned}" if str(pinned) else ""
+    reasons = [own for own in ranking.rejected if own.count] or ranking.rejected
+    nearest = f" ({reasons[0].what}: {reasons[0].why})" if reasons else ""
+    found = smallest_cluster(workload, cluster, pinned)
+    if found is None:
+        fix = "no number of such devices would do; use a smaller batch or pin less"
+    else:
+        fix = (
+            f"the smallest of 2, 4, 8, … times as many that would do has "
+            f"{found.candidate.world_size} devices, with {describe(found.candidate)}"
+        )
+    return f"{what} fits nowhere on {where}{named}{nearest}; {fix}."
 
 
 def _larger(cluster: Cluster) -> Iterator[Cluster]:

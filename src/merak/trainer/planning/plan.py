@@ -1,0 +1,190 @@
+"""The plan of a trainer's job, before its engine is built: searched, or followed from a file."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from merak.arguments import MerakArguments, argument_problem
+from merak.arguments.planned import (
+    chooses_microbatch,
+    chooses_plan,
+    given_layout,
+    pinned_arguments,
+    set_layout,
+    set_microbatch,
+    step_samples,
+)
+from merak.core.elastic import AUTO_PLAN
+from merak.core.errors import ArgumentsError, DataError
+from merak.core.mesh import Mesh, current_mesh, lay_out
+from merak.core.rank0 import warn_on_rank0
+from merak.data import check_not_empty, example_batch
+from merak.engine.planning.choose import Job, choose_microbatch, choose_plan
+from merak.engine.planning.devices import devices_here
+from merak.graph.tensor_parallel.feature_file import parse_features
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.workload import Workload
+from merak.plan.search.plan_file import (
+    job_differences,
+    optimizer_name,
+    read_plan,
+    refuse_other_model,
+)
+from merak.plan.search.space import MOST_MICROBATCH
+from merak.trainer.columns import check_batch
+from merak.trainer.last_step import refuse_unequal_replicas
+from merak.trainer.optimizer_like import similar_optimizer
+from merak.trainer.planning.shapes import samples_of, tokens_of
+
+logger = logging.getLogger(__name__)
+
+
+def plan_training(trainer: Any) -> bool:
+    """Choose what the arguments leave to be chosen, and lay the ranks out; a collective.
+
+    Args:
+        trainer: a `MerakTrainer` whose model, data and arguments are there.
+
+    Returns:
+        Whether something was chosen.
+
+    Raises:
+        ArgumentsError: there is nothing to train on.
+        MerakError: the model cannot be traced, or no plan fits.
+    """
+    args, mesh = trainer.args, current_mesh()
+    if not chooses_plan(args) and not chooses_microbatch(args):
+        return False
+    samples = step_samples(args, mesh)
+    if not chooses_plan(args) and samples % mesh.dp:
+        raise ArgumentsError(
+            f"global_batch={samples} cannot be shared out over dp={mesh.dp} replicas; use a "
+            f"multiple of {mesh.dp}."
+        )
+    cache = Path(args.trace_cache) if args.trace_cache else None
+    workload = _workload(trainer, samples)
+    cluster = devices_here(mesh, args.cluster, cache, args.memory_budget)
+    job = Job(workload, cluster, _Refusal(args, trainer.train_dataset, mesh).reason)
+    if chooses_plan(args):
+        chosen = choose_plan(mesh, job, pinned_arguments(args, mesh))
+        lay_out(chosen.dp, chosen.tp, chosen.pp)
+        set_layout(args, chosen)
+    else:
+        set_microbatch(args, choose_microbatch(mesh, job, given_layout(args, mesh)))
+    return True
+
+
+def _workload(trainer: Any, samples: int) -> Workload:
+    """The trainer's model at the shapes of its first samples."""
+    if trainer.train_dataset is None:
+        raise ArgumentsError(
+            "'auto' for plan or per_device_train_batch_size is chosen for training, and there is "
+            "nothing to train on; pass train_dataset=… to MerakTrainer, or give the layout."
+        )
+    check_not_empty(trainer.train_dataset)
+    args = trainer.args
+    batch = _first_samples(trainer)
+    check_batch(trainer, batch, trainer.train_dataset)
+    source, columns = trainer.trace_source(batch)
+    per_sample, sequence = tokens_of(batch, _main_input(trainer))
+    return Workload(
+        source,
+        samples_of(batch, columns, _main_input(trainer)).of,
+        samples,
+        tokens_per_sample=per_sample,
+        sequence=sequence,
+        optimizer=partial(similar_optimizer, trainer),
+        master_weights=args.master_weights,
+        features=parse_features(args.feature_dict) if args.feature_dict else None,
+        tied_gradients=args.tied_gradients,
+    )
+
+
+def _first_samples(trainer: Any) -> dict[str, Any]:
+    """A batch of the first samples, as many as the largest microbatch that is searched has."""
+    usual = trainer._train_batch_size
+    trainer._train_batch_size = MOST_MICROBATCH
+    try:
+        with torch.random.fork_rng(devices=[]):
+            loader: DataLoader[Any] = Trainer.get_train_dataloader(trainer)
+    finally:
+        trainer._train_batch_size = usual
+    return example_batch(loader, seed=trainer.args.seed)
+
+
+def _main_input(trainer: Any) -> str:
+    return str(getattr(trainer.model, "main_input_name", "input_ids"))
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """Layouts that the arguments or the data do not allow.
+
+    Args:
+        args: of the job.
+        dataset: that is trained on.
+        mesh: of the job, in whatever layout.
+    """
+
+    args: MerakArguments
+    dataset: Any
+    mesh: Mesh
+    _known: dict[Any, str | None] = field(init=False, default_factory=dict)
+
+    def reason(self, candidate: Candidate) -> str | None:
+        """Why a layout is not allowed; None where it is.
+
+        Args:
+            candidate: the layout.
+        """
+        own = candidate
+        key = (own.dp, own.tp, own.pp, own.zero, own.schedule, own.microbatch)
+        if key not in self._known:
+            self._known[key] = self._reason(own)
+        return self._known[key]
+
+    def _reason(self, candidate: Candidate) -> str | None:
+        args = copy.copy(self.args)
+        set_layout(args, candidate)
+        mesh = Mesh(
+            candidate.dp, candidate.tp, candidate.pp, self.mesh.rank, self.mesh.device, None
+        )
+        problem = argument_problem(args, mesh)
+        if problem is None and isinstance(self.dataset, Sized):
+            batches = range(-(-len(self.dataset) // candidate.microbatch))
+            try:
+                refuse_unequal_replicas(args, batches, candidate.dp)
+            except DataError as error:
+                problem = str(error)
+        return None if problem is None else problem.rstrip(".")
+
+
+def check_plan_file(trainer: Any, batch: Mapping[str, Any]) -> None:
+    """Refuse a plan file for another model, and warn of one for another sequence or optimizer.
+
+    Args:
+        trainer: a `MerakTrainer` whose arguments may name a plan.
+        batch: of the first samples.
+
+    Raises:
+        PlanError: the plan is for another model; the first difference is named.
+    """
+    path = trainer.args.plan
+    if path is None or path == AUTO_PLAN:
+        return
+    plan = read_plan(Path(path))
+    refuse_other_model(plan, trainer.model, str(path))
+    _, sequence = tokens_of(batch, _main_input(trainer))
+    name = optimizer_name(partial(similar_optimizer, trainer))
+    for sentence in job_differences(plan, sequence, name):
+        warn_on_rank0(logger, "%s: %s", path, sentence)
