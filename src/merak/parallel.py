@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from merak.arguments import default_trace_cache
 from merak.checkpoint.saved import check_valid
 from merak.checkpoint.saver import Contents, save_state
 from merak.checkpoint.state import load_state
+from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import (
     ArgumentsError,
     DataError,
@@ -22,11 +24,13 @@ from merak.core.errors import (
     TrainingError,
     WeightsError,
 )
-from merak.core.mesh import current_mesh
+from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import drop_non_tensors, signature, split_non_tensors
 from merak.engine import Engine, build_engine
+from merak.engine.planning.own_loop import plan_loop
+from merak.engine.planning.shapes import samples_of
 from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
@@ -260,6 +264,8 @@ def parallelize(
     autocast: torch.dtype | None = None,
     nan_policy: str = "stop",
     locate_nan: bool = False,
+    plan: str | None = None,
+    cluster: str | None = None,
     **options: Any,
 ) -> ParallelModel:
     """Lay a model out over the ranks of `merak.init`, to train it in a loop of one's own.
@@ -280,6 +286,9 @@ def parallelize(
             an error on all ranks, "skip" leaves the parameters as they are, "ignore" steps the
             optimizer all the same.
         locate_nan: run such a step once more, and name the source line where it appeared.
+        plan: "auto" searches the rest of the layout, also the number of microbatches. A step has
+            `example_batch` of every replica; of every rank where `merak.init` got no dp.
+        cluster: the devices of plan="auto", as of `MerakArguments`.
         **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
             `schedule`, `recompute` and `memory_budget`; and `seed`.
 
@@ -294,21 +303,59 @@ def parallelize(
     check_autocast(autocast, mesh.device)
     not_finite = _not_finite(nan_policy, locate_nan)
     columns, plain = split_non_tensors(example_batch)
-    sample = signature(split_batch(columns, num_microbatches)[0]).columns
     source = GraphSource(model, loss_fn, fixed=plain, device=mesh.device, autocast=autocast)
-    options = _todays_options(options)
-    chosen = EngineOptions(num_microbatches=num_microbatches, optimizer=optimizer, **options)
-    engine = build_engine(source, sample, mesh, chosen)
+    chosen = EngineOptions(
+        num_microbatches=num_microbatches, optimizer=optimizer, **_todays_options(options)
+    )
+    engine, num_microbatches = _build(source, columns, chosen, plan, cluster)
     scaler = LossScale() if autocast == torch.float16 else None
     if engine.updates_inside:
         _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
-    if idle := engine.idle_pipeline("num_microbatches"):
-        warn_on_rank0(logger, "%s", idle)
     made = ParallelModel(
         model, engine, num_microbatches, optimizer, max_grad_norm, scaler, not_finite
     )
     made.plain = plain
     return made
+
+
+def _searches_plan(plan: str | None, mesh: Mesh, num_microbatches: int) -> bool:
+    """Whether a plan is to be searched: `merak.init(plan="auto")` says so, too.
+
+    Raises:
+        ArgumentsError: the plan is a file, or something that it chooses is given.
+    """
+    if plan not in (None, AUTO_PLAN):
+        raise ArgumentsError(
+            f"plan={plan!r} is not a choice; use 'auto', or the options of the plan file one by "
+            "one."
+        )
+    searches = plan == AUTO_PLAN or mesh.given is not None
+    if searches and num_microbatches != 1:
+        raise ArgumentsError(
+            f"num_microbatches={num_microbatches} is for plan='auto' to choose; leave it out."
+        )
+    return searches
+
+
+def _build(
+    source: GraphSource,
+    columns: Mapping[str, torch.Tensor],
+    options: EngineOptions,
+    plan: str | None,
+    cluster: str | None,
+) -> tuple[Engine, int]:
+    """The engine, with the plan that is searched if one is to be, and its microbatches."""
+    mesh = current_mesh()
+    if _searches_plan(plan, mesh, options.num_microbatches):
+        cache = Path(default_trace_cache()) if default_trace_cache() else None
+        batch = samples_of(columns, signature(columns).columns)
+        mesh, options, sample = plan_loop(mesh, source, batch, options, cluster, cache)
+    else:
+        sample = signature(split_batch(columns, options.num_microbatches)[0]).columns
+    engine = build_engine(source, sample, mesh, options)
+    if idle := engine.idle_pipeline("num_microbatches"):
+        warn_on_rank0(logger, "%s", idle)
+    return engine, options.num_microbatches
 
 
 def _not_finite(nan_policy: str, locate_nan: bool) -> NotFinite | None:

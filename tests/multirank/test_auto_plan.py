@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import merak
 from merak.core.mesh import current_mesh
@@ -115,3 +116,33 @@ def test_the_devices_are_measured_once(pool, tmp_path: Path) -> None:
     second, _ = pool.run(measure, 2, str(tmp_path))
     assert any("by the profile saved in" in line for line in second)
     assert not any("measured now" in line for line in second)
+
+
+def own_loop(degrees: dict[str, int], options: dict[str, Any]) -> tuple[Any, int, list[float]]:
+    """Degrees, microbatches and losses of a loop of one's own: 16 samples a step."""
+    merak.init(**(degrees or {"plan": "auto"}), device="cpu")
+    torch.manual_seed(5)
+    texts = Texts(16, padded=False)
+    batch = {name: torch.stack([own[name] for own in texts]) for name in texts[0]}
+    share = 8 if not degrees else 16 // degrees["dp"]
+    model = merak.parallelize(
+        gpt2(),
+        {name: column[:share] for name, column in batch.items()},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        **options,
+    )
+    mesh = current_mesh()
+    rows = slice(mesh.dp_rank * 16 // mesh.dp, (mesh.dp_rank + 1) * 16 // mesh.dp)
+    own = {name: column[rows] for name, column in batch.items()}
+    losses = [float(model.step(own)) for _ in range(2)]
+    return {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp}, model.num_microbatches, losses
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_follows_the_plan_that_is_searched(pool) -> None:
+    options = {"recompute": "full", "schedule": "1f1b", "zero": 0}
+    searched = {"cluster": "a100:2"} | options
+    degrees, microbatches, losses = pool.run(own_loop, 2, {}, searched)[0]
+    again = pool.run(own_loop, 2, degrees, options | {"num_microbatches": microbatches})[0]
+    assert again[:2] == (degrees, microbatches)
+    assert again[2] == pytest.approx(losses, rel=1e-5)

@@ -13,7 +13,7 @@ from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.plan.price.candidate import Candidate
-from merak.plan.search.pinned import Pinned
+from merak.plan.search.pinned import Pinned, pinned_options
 from merak.plan.search.plan_file import PlanFile, read_plan
 
 _CHOSEN = "_is_plan_chosen"
@@ -132,7 +132,7 @@ class _Accumulated(int):
     """Accumulation steps that are for the mesh's dp already, also in a copy of the arguments."""
 
 
-def settle_batch(arguments: TrainingFields, mesh: Mesh) -> None:
+def set_accumulation(arguments: TrainingFields, mesh: Mesh) -> None:
     """Set the accumulation steps of the mesh's dp, unless the microbatch is still to be chosen.
 
     Args:
@@ -219,24 +219,10 @@ def pinned_arguments(arguments: TrainingFields, mesh: Mesh) -> Pinned:
         arguments: as the user gives them.
         mesh: of the job.
     """
-    dp, tp, pp = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given
-    microbatch, options = arguments.per_device_train_batch_size, arguments.schedule_options
-    sub_pipelining = arguments.sub_pipelining
-    is_usual = arguments.schedule == "1f1b" and not options
-    return Pinned(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        microbatch=None if isinstance(microbatch, AutoBatch) else int(microbatch),
-        schedule=None if is_usual else arguments.schedule,
-        schedule_options=dict(options) if isinstance(options, Mapping) else {},
-        recompute=_spec(arguments.recompute),
-        offload=_spec(arguments.offload_activations),
-        zero=arguments.zero or None,
-        sequence_parallel=arguments.sequence_parallel or None,
-        sub_pipelining=None if sub_pipelining == "auto" else sub_pipelining,
-        partition=None if arguments.partition is None else tuple(arguments.partition),
-    )
+    degrees = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given
+    given = arguments.per_device_train_batch_size
+    microbatch = None if isinstance(given, AutoBatch) else int(given)
+    return pinned_options(arguments, degrees, microbatch)
 
 
 def given_layout(arguments: TrainingFields, mesh: Mesh) -> Candidate:
@@ -261,13 +247,6 @@ def given_layout(arguments: TrainingFields, mesh: Mesh) -> Candidate:
         sub_pipelining=pinned.sub_pipelining or "off",
         partition=pinned.partition,
     )
-
-
-def _spec(given: Any) -> str | None:
-    """The option `recompute` or `offload_activations` as text."""
-    if isinstance(given, list | tuple):
-        return ",".join(map(str, given))
-    return None if given is None else str(given)
 
 
 def set_layout(arguments: TrainingFields, candidate: Candidate) -> None:

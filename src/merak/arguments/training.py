@@ -19,7 +19,7 @@ from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
 from merak.arguments.fields import OWN_FIELDS, TrainingFields
 from merak.arguments.kinds import kind_problems
-from merak.arguments.planned import apply_plan, settle_batch
+from merak.arguments.planned import apply_plan, set_accumulation
 from merak.arguments.ranges import range_problems
 from merak.arguments.rules import problems, raise_first
 from merak.arguments.single_process import fresh_state
@@ -75,7 +75,7 @@ class MerakArguments(TrainingFields):
         if self.report_to is None:
             self.report_to = "none"  # which transformers would take for a logger
         self._post_init_of_transformers()
-        settle_batch(self, mesh)
+        set_accumulation(self, mesh)
         check_arguments(self)
         self._fill_defaults()
 

@@ -144,12 +144,10 @@ def init(
             (`--nnodes=MIN:MAX`): dp is lowered first, then pp, then tp. `MerakArguments` then
             raises `gradient_accumulation_steps`, so that a step has the same samples.
         plan: file that `merak plan` has written, whose degrees count instead of dp, tp and pp; or
-            "auto": `MerakTrainer` and `parallelize` search the fastest plan of all ranks, which
-            has the degrees that are given.
+            "auto": `MerakTrainer` and `parallelize` search the rest of the degrees.
 
     Returns:
-        The mesh, which `current_mesh()` also gives. With plan="auto" all its ranks are replicas,
-        until the plan is chosen.
+        The mesh, which `current_mesh()` also gives; with plan="auto" one of replicas until then.
 
     Raises:
         PlanError: the plan cannot be read, or has other degrees than those given.
@@ -171,17 +169,22 @@ def init(
     if plan == AUTO_PLAN:
         mesh = replace(mesh, given=given)
     if degrees != wanted:
-        mesh = replace(mesh, wanted_dp=wanted.dp)
-        warn_on_rank0(
-            logger,
-            "%d ranks are there for %s: running as %s.",
-            mesh.world_size,
-            wanted,
-            degrees,
-        )
+        mesh = _smaller(mesh, wanted)
     _current.append(mesh)
     _warn_of_hosts(mesh)
     return mesh
+
+
+def _smaller(mesh: Mesh, wanted: Degrees) -> Mesh:
+    """A mesh of fewer ranks than a job is written for."""
+    warn_on_rank0(
+        logger,
+        "%d ranks are there for %s: running as %s.",
+        mesh.world_size,
+        wanted,
+        Degrees(mesh.dp, mesh.tp, mesh.pp),
+    )
+    return replace(mesh, wanted_dp=wanted.dp)
 
 
 def _planned_degrees(

@@ -17,6 +17,7 @@ from merak.engine.profile.measure import ProfiledModel, measure_profile
 from merak.launch.ranks import Work, run_ranks, under_torchrun
 from merak.plan.profile.profile import Profile
 from merak.plan.profile.profile_file import profile_from, profile_text
+from merak.plan.profile.saved import save_for_jobs
 from merak.zoo.batches.batch import example_columns
 from merak.zoo.batches.columns import draw_batch
 from merak.zoo.model_source import ModelSource, check_inner_fields, resolve_model
@@ -39,7 +40,7 @@ class ProfileJob:
         dtype: of the parameters.
         autocast: type of mixed precision; None without.
         trust_remote_code: whether code in the model's folder may run.
-        cache: folder of traces; None for none.
+        cache: folder of traces, where jobs with plan="auto" find the profile; None for none.
         sizes: bytes of messages and collectives.
         round_s: seconds of a round of calls.
     """
@@ -81,7 +82,10 @@ def _measured(job: ProfileJob) -> str:
     source = _source(job)
     mesh = init(*job.degrees, device=job.device, backend=job.backend)
     model = None if source is None else _profiled(source, job, mesh.device)
-    return profile_text(measure_profile(mesh, model, sizes=job.sizes, round_s=job.round_s))
+    measured = measure_profile(mesh, model, sizes=job.sizes, round_s=job.round_s)
+    if mesh.rank == 0 and job.cache is not None:
+        save_for_jobs(job.cache, measured)
+    return profile_text(measured)
 
 
 def _source(job: ProfileJob) -> ModelSource | None:

@@ -82,7 +82,8 @@ def check_job(job: Job) -> None:
         trust_remote_code=recipe.model.trust_remote_code,
     )
     check_inner_fields(source.config, recipe.model.config)
-    mesh = Mesh(*recipe.parallel.axes().values(), 0, device, device_mesh=None)
+    degrees = recipe.parallel.axes()
+    mesh = Mesh(degrees["dp"], degrees["tp"], degrees["pp"], 0, device, device_mesh=None)
     if recipe.plan == AUTO_PLAN:
         given = GivenDegrees(recipe.parallel.dp, recipe.parallel.tp, recipe.parallel.pp)
         given.check_ranks(ranks)

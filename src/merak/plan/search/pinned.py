@@ -49,3 +49,39 @@ class Pinned:
 def _is_set(value: Any) -> bool:
     """Whether a choice is pinned: zero=0 and sequence_parallel=False are."""
     return value is not None and not (isinstance(value, Mapping) and not value)
+
+
+def pinned_options(
+    options: Any, degrees: tuple[int | None, int | None, int | None], microbatch: int | None
+) -> Pinned:
+    """The choices that options make which are not at their default.
+
+    Args:
+        options: with the fields of `merak.plan.options.ParallelOptions`.
+        degrees: dp, tp and pp.
+        microbatch: samples of a microbatch.
+    """
+    dp, tp, pp = degrees
+    own = options.schedule_options
+    is_usual = options.schedule == "1f1b" and not own
+    return Pinned(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        microbatch=microbatch,
+        schedule=None if is_usual else options.schedule,
+        schedule_options=dict(own) if isinstance(own, Mapping) else {},
+        recompute=_spec(options.recompute),
+        offload=_spec(options.offload_activations),
+        zero=options.zero or None,
+        sequence_parallel=options.sequence_parallel or None,
+        sub_pipelining=None if options.sub_pipelining == "auto" else options.sub_pipelining,
+        partition=None if options.partition is None else tuple(options.partition),
+    )
+
+
+def _spec(given: Any) -> str | None:
+    """The option `recompute` or `offload_activations` as text."""
+    if isinstance(given, list | tuple):
+        return ",".join(map(str, given))
+    return None if given is None else str(given)

@@ -31,6 +31,7 @@ from merak.core.rank0 import warn_on_rank0
 from merak.data import check_not_empty, example_batch
 from merak.engine.planning.choose import Job, choose_microbatch, choose_plan
 from merak.engine.planning.devices import devices_here
+from merak.engine.planning.shapes import samples_of, tokens_of
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.workload import Workload
@@ -44,7 +45,6 @@ from merak.plan.search.space import MOST_MICROBATCH
 from merak.trainer.columns import check_batch
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.optimizer_like import similar_optimizer
-from merak.trainer.planning.shapes import samples_of, tokens_of
 
 logger = logging.getLogger(__name__)
 

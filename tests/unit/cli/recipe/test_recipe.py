@@ -31,7 +31,7 @@ def test_reads_a_recipe(tmp_path: Path) -> None:
     recipe = read_recipe(file)
     assert recipe.model == ModelRecipe("GPT2LMHeadModel", {"n_layer": 4})
     assert recipe.data == DataRecipe(sequence=64, held_out=0)
-    assert recipe.parallel == Degrees(1, 2, 2)
+    assert recipe.parallel == Degrees(None, 2, 2)
     assert recipe.parallel.num_ranks == 4
     assert not recipe.parallel.elastic
     assert recipe.arguments == {"output_dir": "runs/small", "max_steps": 3}

@@ -11,7 +11,13 @@ from torch import nn
 from merak.core.elastic import plan_degrees
 from merak.core.errors import PlanError
 from merak.plan.price.candidate import Candidate
-from merak.plan.search.plan_file import plan_of, read_plan, refuse_other_model, write_plan
+from merak.plan.search.plan_file import (
+    job_differences,
+    plan_of,
+    read_plan,
+    refuse_other_model,
+    write_plan,
+)
 from tests.unit.plan.search.doubles import Double, workload_of
 
 CANDIDATE = Candidate(
@@ -61,3 +67,12 @@ def test_files_that_are_no_plans_are_refused(path, tmp_path):
     path.write_text("{")
     with pytest.raises(PlanError, match="is not JSON"):
         read_plan(path)
+
+
+def test_another_sequence_or_optimizer_is_warned_of(path):
+    plan = read_plan(path)
+    assert (plan.global_batch, plan.sequence, plan.optimizer) == (16, 12, "SGD")
+    assert job_differences(plan, 12, "SGD") == job_differences(plan, None, None) == []
+    sequence, optimizer = job_differences(plan, 64, "AdamW")
+    assert "for sequences of 12 tokens, but the first batch has 64" in sequence
+    assert "priced with SGD, but this job steps with AdamW" in optimizer

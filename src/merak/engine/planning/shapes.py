@@ -1,8 +1,8 @@
-"""Shapes of a trainer's microbatches of any size, from its first samples."""
+"""Shapes of microbatches of any size, from a job's first samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,21 +37,18 @@ class Samples:
         return replace(meta, shape=(microbatch, *meta.shape[1:]))
 
 
-def samples_of(batch: Mapping[str, Any], columns: Signature, main_input: str) -> Samples:
+def samples_of(batch: Mapping[str, Any], columns: Signature, main_input: str = "") -> Samples:
     """The samples of a batch.
 
     Args:
         batch: columns of the batch.
         columns: their types and shapes, with those that are added to them.
-        main_input: name of the column of which each sample has one row, if it is there.
+        main_input: name of the column of which each sample has one row; else it is the first.
     """
-    known = batch.get(main_input)
-    first = known if isinstance(known, torch.Tensor) else _first(batch.values())
-    return Samples(columns, 1 if first is None or not first.dim() else len(first))
-
-
-def _first(values: Sequence[Any] | Any) -> torch.Tensor | None:
-    return next((own for own in values if isinstance(own, torch.Tensor) and own.dim()), None)
+    tensors = [own for own in batch.values() if isinstance(own, torch.Tensor) and own.dim()]
+    known = batch.get(main_input, tensors[0] if tensors else None)
+    is_column = isinstance(known, torch.Tensor) and known.dim()
+    return Samples(columns, len(known) if is_column else 1)
 
 
 def tokens_of(batch: Mapping[str, Any], main_input: str) -> tuple[int, int | None]:

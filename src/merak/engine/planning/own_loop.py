@@ -1,0 +1,69 @@
+"""The plan of a loop of one's own: `parallelize` on ranks whose degrees are still open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from merak.core.mesh import Mesh, lay_out
+from merak.core.tensor_meta import Signature
+from merak.engine.planning.choose import Job, choose_plan
+from merak.engine.planning.devices import devices_here
+from merak.engine.planning.shapes import Samples
+from merak.graph.segment.build import GraphSource
+from merak.plan.engine_options import EngineOptions
+from merak.plan.price.workload import Workload
+from merak.plan.search.pinned import pinned_options
+
+
+def plan_loop(
+    mesh: Mesh,
+    source: GraphSource,
+    batch: Samples,
+    options: EngineOptions,
+    cluster: str | None,
+    cache: Path | None,
+) -> tuple[Mesh, EngineOptions, Signature]:
+    """Search the fastest plan of a loop, and lay the ranks out; all ranks call it together.
+
+    Args:
+        mesh: of `merak.init`.
+        source: the model.
+        batch: of one replica, where each rank is one unless dp is given.
+        options: as the user gives them; those at their default are chosen.
+        cluster: the devices, as of `parse_cluster`; None to find them out.
+        cache: folder of profiles; None for none.
+
+    Returns:
+        The mesh, the options of the plan, and the columns of its microbatches.
+
+    Raises:
+        MerakError: the model cannot be traced, or no plan fits.
+    """
+    given = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given
+    replicas = given[0] or mesh.dp
+    workload = Workload(
+        source,
+        batch.of,
+        batch.count * replicas,
+        optimizer=options.optimizer,
+        master_weights=options.master_weights,
+        features=options.features,
+        tied_gradients=options.tied_gradients,
+    )
+    devices = devices_here(mesh, cluster, cache, options.memory_budget)
+    job = Job(workload, devices, lambda _: None)
+    chosen = choose_plan(mesh, job, pinned_options(options, given, None))
+    planned = replace(
+        options,
+        num_microbatches=chosen.num_microbatches,
+        schedule=chosen.schedule,
+        schedule_options=dict(chosen.schedule_options) or None,
+        partition=chosen.partition,
+        recompute=chosen.recompute,
+        offload_activations=chosen.offload,
+        zero=chosen.zero,
+        sequence_parallel=chosen.sequence_parallel,
+        sub_pipelining=chosen.sub_pipelining,
+    )
+    return lay_out(chosen.dp, chosen.tp, chosen.pp), planned, batch.of(chosen.microbatch)

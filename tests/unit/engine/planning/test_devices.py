@@ -1,0 +1,67 @@
+"""Devices at hand as a cluster, and the memory that a budget leaves of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from merak.core.errors import PlanError
+from merak.core.mesh import Mesh
+from merak.engine.planning import devices
+from merak.engine.planning.devices import devices_here
+from merak.plan.cost.device import memory_for, usable_bytes
+from merak.plan.profile.profile_file import save_profile
+from merak.plan.profile.saved import find_saved, save_for_jobs
+from tests.unit.plan.profile.helpers import MACHINE, profile
+
+MESH = Mesh(2, 1, 1, 0, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize("usable", [1, 1000, 2**30, 3 * 2**30, 80 * 10**9])
+def test_a_budget_is_what_tensors_may_fill(usable: int) -> None:
+    assert usable <= usable_bytes(memory_for(usable)) <= usable + 2
+
+
+def test_a_named_cluster_has_as_many_devices_as_the_job_ranks() -> None:
+    cluster = devices_here(MESH, "h100:2", None, 10**9)
+    assert cluster is not None and cluster.num_devices == 2
+    memory = cluster.nodes[0].device.memory_bytes
+    assert memory is not None and usable_bytes(memory) in (10**9, 10**9 + 1)
+    with pytest.raises(PlanError, match=r"has 8 devices, but the job has 2 ranks; name a cluster"):
+        devices_here(MESH, "h100:8", None, None)
+
+
+def test_known_gpus_are_those_of_their_data_sheets() -> None:
+    ranks = [devices._Device(host, "NVIDIA H100 80GB HBM3", 85 * 10**9) for host in "aabb"]
+    cluster = devices._known(ranks, None)
+    assert cluster is not None
+    assert [(own.devices_per_node, own.count) for own in cluster.nodes] == [(2, 2)]
+    assert cluster.nodes[0].device.memory_bytes == 85 * 10**9
+    assert devices._known([replace(own, name="unheard of") for own in ranks], None) is None
+
+
+def test_a_profile_is_found_for_equal_devices_alone(tmp_path: Path) -> None:
+    measured = profile(machine=replace(MACHINE, torch=torch.__version__))
+    save_for_jobs(tmp_path, measured)
+    name, hosts = measured.machine.device, dict(measured.hosts)
+    assert find_saved(tmp_path, name, hosts) == measured
+    assert find_saved(tmp_path, "another", hosts) is None
+    assert find_saved(tmp_path, name, Counter({"h": 7})) is None
+    (saved,) = tmp_path.glob("profiles/*.json")
+    saved.write_text("{")
+    assert find_saved(tmp_path, name, hosts) is None  # and measured anew
+
+
+def test_a_profile_of_other_devices_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = replace(MACHINE, device="Elsewhere", torch="1.0")
+    own = profile(machine=machine, hosts=(("h", 2),))
+    save_profile(tmp_path / "profile.json", own)
+    devices_here(MESH, str(tmp_path / "profile.json"), None, None)
+    assert "The profile is of 'Elsewhere', but the device here is" in caplog.text
+    assert "measured with torch 1.0, but this is torch" in caplog.text
