@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class ParallelModel:
         max_grad_norm: clip the global gradient norm to this; None leaves it.
         scaler: the loss scale of fp16; None for other precisions.
         not_finite: what becomes of steps whose loss or gradient is not finite; None looks at none.
+        plain: arguments in every batch that are no tensors.
     """
 
     def __init__(
@@ -78,13 +80,14 @@ class ParallelModel:
         max_grad_norm: float | None,
         scaler: LossScale | None = None,
         not_finite: NotFinite | None = None,
+        plain: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.model = model
         self.engine = engine
         self.num_microbatches = num_microbatches
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
-        self.plain: Mapping[str, Any] = {}  # arguments in every batch that are no tensors
+        self.plain = plain
         self._finite_check = FiniteCheck(scaler)
         self._not_finite = not_finite
         own = list(engine.optimizer_params.named.values())
@@ -286,8 +289,8 @@ def parallelize(
             an error on all ranks, "skip" leaves the parameters as they are, "ignore" steps the
             optimizer all the same.
         locate_nan: run such a step once more, and name the source line where it appeared.
-        plan: "auto" searches the rest of the layout, also the number of microbatches. A step has
-            `example_batch` of every replica; of every rank where `merak.init` got no dp.
+        plan: "auto" searches the layout: num_microbatches, and options at their default. A step
+            has `example_batch` of every replica; of every rank where `merak.init` got no dp.
         cluster: the devices of plan="auto", as of `MerakArguments`.
         **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
             `schedule`, `recompute` and `memory_budget`; and `seed`.
@@ -299,23 +302,19 @@ def parallelize(
         MeshError: `merak.init` has not been called.
         MerakError: the model, the batch and the degrees do not fit together.
     """
-    mesh = current_mesh()
-    check_autocast(autocast, mesh.device)
+    device = current_mesh().device
+    check_autocast(autocast, device)
     not_finite = _not_finite(nan_policy, locate_nan)
     columns, plain = split_non_tensors(example_batch)
-    source = GraphSource(model, loss_fn, fixed=plain, device=mesh.device, autocast=autocast)
-    chosen = EngineOptions(
-        num_microbatches=num_microbatches, optimizer=optimizer, **_todays_options(options)
-    )
+    source = GraphSource(model, loss_fn, fixed=plain, device=device, autocast=autocast)
+    options |= {"num_microbatches": num_microbatches, "optimizer": optimizer}
+    chosen = EngineOptions(**_todays_options(options))
     engine, num_microbatches = _build(source, columns, chosen, plan, cluster)
     scaler = LossScale() if autocast == torch.float16 else None
     if engine.updates_inside:
         _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
-    made = ParallelModel(
-        model, engine, num_microbatches, optimizer, max_grad_norm, scaler, not_finite
-    )
-    made.plain = plain
-    return made
+    rest = (optimizer, max_grad_norm, scaler, not_finite, plain)
+    return ParallelModel(model, engine, num_microbatches, *rest)
 
 
 def _searches_plan(plan: str | None, mesh: Mesh, num_microbatches: int) -> bool:

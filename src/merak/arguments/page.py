@@ -27,9 +27,13 @@ of a newer transformers that this table does not know is refused as soon as it i
 
 Sizes of batches are those of one microbatch of one replica. A step takes
 `per_device_train_batch_size` × `gradient_accumulation_steps` × dp samples: the number of
-accumulation steps is the number of microbatches in the pipeline. `args.world_size` is dp, the
-number by which batch sizes are multiplied, and `args.process_index` is the global rank. Rank 0
-alone logs and saves.
+accumulation steps is the number of microbatches in the pipeline. `global_batch` sets this product,
+and the accumulation steps follow. With `plan="auto"` or `per_device_train_batch_size="auto"` the
+trainer chooses how a step is cut, and leaves its samples as they are; until then the arguments are
+those of a job whose ranks are all replicas ([docs](plan.md#let-the-job-choose-its-plan)).
+
+`args.world_size` is dp, the number by which batch sizes are multiplied, and `args.process_index` is
+the global rank. Rank 0 alone logs and saves.
 
 This page is made from the table in `merak.arguments.table` by `python -m merak.arguments.page`.
 """

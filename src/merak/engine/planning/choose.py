@@ -142,8 +142,10 @@ def fastest_microbatch(
 def _too_large(price: Price) -> str:
     peaks = zip(price.peak_memory_bytes, price.device_bytes, strict=True)
     rank, (peak, most) = max(enumerate(peaks), key=lambda own: own[1][0] / own[1][1])
-    own = price.candidate
-    return f"one of {own.microbatch} takes {size(peak)} on pp rank {rank} of {size(int(most))}; use recompute='full', a higher zero, more ranks, or plan='auto'"
+    return (
+        f"one of {price.candidate.microbatch} takes {size(peak)} on pp rank {rank} of "
+        f"{size(int(most))}; use recompute='full', a higher zero, more ranks, or plan='auto'"
+    )
 
 
 def _on_rank0(mesh: Mesh, what: str, job: Job, chosen: Callable[[], Price]) -> Candidate:
