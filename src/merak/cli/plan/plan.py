@@ -84,9 +84,11 @@ def find_plans(request: PlanRequest) -> Planned:
     pinned = pinned_of(request)
     # Heavy imports wait until a command is known to be well formed.
     from merak.plan.cluster.parse import parse_cluster
+    from merak.plan.search.degrees import check_degrees
     from merak.plan.search.search import search
 
     cluster = parse_cluster(request.cluster)
+    check_degrees(cluster.num_devices, request.global_batch, pinned)
     workload = _workload(request, cluster)
     ranking = search(workload, cluster, pinned, top=request.top)
     planned = Planned(workload, cluster, pinned, ranking)

@@ -9,6 +9,7 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
+from merak.plan.search.degrees import check_degrees
 from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.rank import MOST_PRICED, Ranked, rank
@@ -38,6 +39,7 @@ def search(
         TraceError: the model cannot be traced.
     """
     pinned = Pinned() if pinned is None else pinned
+    check_degrees(cluster.num_devices, workload.global_batch, pinned)  # before anything is traced
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
     return search_job(job_of(workload, cluster, pinned), pricing, pinned, top, most_priced)
 
