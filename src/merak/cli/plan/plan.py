@@ -63,6 +63,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         sequence=request.sequence,
         plans=[row_of(own, cluster, dtype, dollars) for own in planned.ranking.plans],
         rejected=rejected_rows(planned.ranking),
+        notes=list(planned.ranking.notes),
         candidates=planned.ranking.num_candidates,
         priced=planned.ranking.num_priced,
         proved=planned.ranking.is_proved,

@@ -124,6 +124,7 @@ class PlanReport:
         sequence: tokens of one.
         plans: fastest first.
         rejected: regions of the space, with reasons.
+        notes: sentences on what tensor parallel degrees leave whole on every rank.
         candidates: size of the space.
         priced: candidates that were priced.
         proved: whether no other candidate can be faster than the first plan.
@@ -141,6 +142,7 @@ class PlanReport:
     sequence: int
     plans: list[PlanRow]
     rejected: list[RejectedRow]
+    notes: list[str]
     candidates: int
     priced: int
     proved: bool
@@ -233,7 +235,10 @@ def text_of(report: PlanReport) -> str:
         what_ifs = [line for own in report.what_if for line in _wrapped(_what_if(own), "  ")]
         lines += ["what if:", *what_ifs, ""]
     rejected = [line for own in report.rejected for line in _wrapped(_rejected(own), "  ")]
-    lines += ["left out:", *rejected, "", "to start it:"] if rejected else ["to start it:"]
+    notes = [line for own in report.notes for line in _wrapped(f"note: {own}")]
+    lines += ["left out:", *rejected, ""] if rejected else []
+    lines += [*notes, ""] if notes else []
+    lines += ["to start it:"]
     lines += [f"  {command}" for command in report.commands]
     return "\n".join(lines)
 

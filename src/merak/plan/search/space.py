@@ -118,17 +118,29 @@ def space_of(job: Job, pinned: Pinned) -> Space:
     return space
 
 
+def searched_tp(job: Job, pinned: Pinned) -> list[int]:
+    """Tensor parallel degrees that are searched: the pinned one, or all that a node can hold.
+
+    Args:
+        job: the devices.
+        pinned: choices that are made.
+    """
+    if pinned.tp is not None:
+        return [pinned.tp]
+    return [tp for tp in divisors(job.num_devices) if tp <= job.devices_per_node]
+
+
 def _tensor_parallel(job: Job, pinned: Pinned, space: Space) -> Iterator[int]:
-    for tp in divisors(job.num_devices) if pinned.tp is None else [pinned.tp]:
-        if pinned.tp is None and tp > job.devices_per_node:
-            where = f"the {job.devices_per_node} devices of a node"
-            space.reject(f"tp≥{tp}", f"a tensor parallel group would span more than {where}")
-            return
+    for tp in searched_tp(job, pinned):
         problem = job.tp_problem(tp)
         if problem is None:
             yield tp
         else:
             space.reject(f"tp={tp}", problem)
+    beyond = [tp for tp in divisors(job.num_devices) if tp > job.devices_per_node]
+    if pinned.tp is None and beyond:
+        where = f"the {job.devices_per_node} devices of a node"
+        space.reject(f"tp≥{beyond[0]}", f"a tensor parallel group would span more than {where}")
 
 
 def _pipelines(job: Job, pinned: Pinned, tp: int, space: Space) -> Iterator[tuple[int, int]]:
