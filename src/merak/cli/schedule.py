@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from merak.cli.devices import cluster, sheet_device
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
-from merak.cli.schedule_of_model import simulate_model
+from merak.cli.schedule_of_model import StagesRequest, simulate_model
 from merak.core.errors import ScheduleError
 from merak.core.units import seconds
 from merak.plan.cost.overlap import Layers, layer_costs
@@ -80,8 +79,8 @@ class ListReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleRequest:
-    """Request for a schedule of equal stages."""
+class ScheduleRequest(StagesRequest):
+    """Request for a schedule of equal stages, or of a model's."""
 
     name: str | None = argument(None, "NAME", "A schedule's name, or a file with one.")
     list_names: bool = option(False, "--list", "", "List the names and end.")
@@ -116,24 +115,6 @@ class ScheduleRequest:
     )
     output: Path | None = option(
         None, "--output", "", "Also write it: .txt or .json to run, .svg, .html or .png to look at."
-    )
-    model: str | None = option(
-        None, "--model", "M", "Take the stages of this model instead: transformers class or config."
-    )
-    config: str | None = option(
-        None, "--config", "JSON", "Fields of the model's config to change, as an object."
-    )
-    batch: int = option(1, "--batch", "B", "Samples of a microbatch of the model.")
-    sequence: int | None = option(
-        None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
-    )
-    tp: int = option(1, "--tp", "T", "Tensor parallel degree of the model.")
-    dtype: str = option("float32", "--dtype", "TYPE", "Of the model's parameters.")
-    autocast: str | None = option(None, "--autocast", "TYPE", "bfloat16 or float16.")
-    device: str | None = sheet_device("What the model's stages run on.")
-    cluster: str | None = cluster()
-    trust_remote_code: bool = option(
-        False, "--trust-remote-code", "", "Run code that is in the model's folder."
     )
     as_json: bool = json_output()
 
@@ -175,12 +156,23 @@ def _simulated_model(request: ScheduleRequest) -> tuple[Simulation, tuple[int, .
     name, stages, microbatches = request.name, request.stages, request.microbatches
     if name is None or stages is None or microbatches is None:
         raise ScheduleError("--model needs a schedule's NAME, --stages P and --microbatches M.")
+    _refuse_times(request)
     options = dict(map(_parse_option, request.options or ()))
     _announce_duration(stages, microbatches)
-    simulation, partition = simulate_model(request, stages, microbatches, options)
+    simulation, partition = simulate_model(request, name, stages, microbatches, options)
     if request.memory_limit is not None:
         check_in_flight(simulation.schedule, request.memory_limit)
     return simulation, partition
+
+
+def _refuse_times(request: ScheduleRequest) -> None:
+    """Refuse options that say what stages take, which a model says by itself."""
+    defaults = {own.name: own.default for own in fields(request)}
+    for name in (*request.times, "all_reduce", "layers", "in_halves"):
+        name = name.removesuffix("_s")
+        if getattr(request, name) != defaults[name]:
+            flag = "--" + name.replace("_", "-")
+            raise ScheduleError(f"{flag} and --model both say what stages take; leave one out.")
 
 
 def simulated(request: ScheduleRequest) -> Simulation:

@@ -3,28 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.devices import planned_cluster
+from merak.cli.devices import cluster, planned_cluster, sheet_device
+from merak.cli.options import option
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
-    from merak.cli.schedule import ScheduleRequest
     from merak.schedule.simulator.simulate import Simulation
 
-_TIMES = ("forward", "backward", "recompute", "transfer", "all_reduce", "layers", "in_halves")
-"""Options that say what stages take, which a model says by itself."""
+
+@dataclass(frozen=True, kw_only=True)
+class StagesRequest:
+    """Request for the stages of a model on devices that need not be here."""
+
+    model: str | None = option(
+        None, "--model", "M", "Take the stages of this model instead: transformers class or config."
+    )
+    config: str | None = option(
+        None, "--config", "JSON", "Fields of the model's config to change, as an object."
+    )
+    batch: int = option(1, "--batch", "B", "Samples of a microbatch of the model.")
+    sequence: int | None = option(
+        None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
+    )
+    tp: int = option(1, "--tp", "T", "Tensor parallel degree of the model.")
+    dtype: str = option("float32", "--dtype", "TYPE", "Of the model's parameters.")
+    autocast: str | None = option(None, "--autocast", "TYPE", "bfloat16 or float16.")
+    device: str | None = sheet_device("What the model's stages run on.")
+    cluster: str | None = cluster()
+    trust_remote_code: bool = option(
+        False, "--trust-remote-code", "", "Run code that is in the model's folder."
+    )
 
 
 def simulate_model(
-    request: ScheduleRequest, stages: int, microbatches: int, options: Mapping[str, Any]
+    request: StagesRequest,
+    name: str,
+    stages: int,
+    microbatches: int,
+    options: Mapping[str, Any],
 ) -> tuple[Simulation, tuple[int, ...]]:
     """Simulate a schedule with the stages of a model, balanced for its devices.
 
     Args:
-        request: the model, the devices and the schedule.
+        request: the model and the devices.
+        name: of the schedule.
         stages: pipeline degree.
         microbatches: of an iteration.
         options: of the schedule.
@@ -33,7 +59,7 @@ def simulate_model(
         The simulation, in seconds, and the number of segments of every stage.
 
     Raises:
-        CommandError: no devices, or times that contradict the model's.
+        CommandError: no devices, or counts below 1.
         MerakError: the model does not fit the schedule or the devices.
     """
     _check(request)
@@ -65,7 +91,7 @@ def simulate_model(
         pp=stages,
         microbatch=request.batch,
         num_microbatches=microbatches,
-        schedule=str(request.name),
+        schedule=name,
         schedule_options=options,
         recompute=None,
     )
@@ -73,16 +99,11 @@ def simulate_model(
     return simulated_pipeline(workload, devices, chosen), chosen.partition or ()
 
 
-def _check(request: ScheduleRequest) -> None:
+def _check(request: StagesRequest) -> None:
     if request.device is None and request.cluster is None:
         raise CommandError(
             f"--model {request.model} takes time on devices; name them with --device or --cluster."
         )
-    defaults = {own.name: own.default for own in fields(request)}
-    for name in _TIMES:
-        if getattr(request, name) != defaults[name]:
-            flag = "--" + name.replace("_", "-")
-            raise CommandError(f"{flag} and --model both say what stages take; leave one out.")
     for flag, value in (("--tp", request.tp), ("--batch", request.batch)):
         if value < 1:
             raise CommandError(f"{flag} {value} is too few; use 1 or more.")

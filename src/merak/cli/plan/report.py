@@ -284,7 +284,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
     """How every plan lays the job out."""
-    rows = [("#", "dp", "tp", "pp", "microbatches", "zero", "schedule", "recompute")]
+    rows: list[tuple[str, ...]] = [
+        ("#", "dp", "tp", "pp", "microbatches", "zero", "schedule", "recompute")
+    ]
     for number, row in enumerate(plans, start=1):
         options = "".join(f" {key}={value}" for key, value in row.schedule_options.items())
         extras = " +sp" if row.sequence_parallel else " +sub" if row.sub_pipelining == "on" else ""
@@ -304,7 +306,7 @@ def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
 
 def _times(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
     """How long a step of every plan takes, by cause, and its memory."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "#",
             *("step", "±", "compute", "bubble", "commun.", "optim."),

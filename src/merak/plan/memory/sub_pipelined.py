@@ -121,25 +121,27 @@ def _read_whole(
 
 
 def _memory_of(split: SubPipelinedSegment, measure: Measure) -> SplitMemory:
-    halves = [_Half(program, split, measure) for program in split.programs]
-    saved_bytes = sum(half.held_bytes - half.returned_bytes for half in halves)
-    given_bytes = sum(half.output_bytes for half in halves)
-    first, later = (_backward_bytes(halves, is_first) for is_first in (True, False))
+    sub_microbatches = [_SubMicrobatchMemory(program, split, measure) for program in split.programs]
+    saved_bytes = sum(one.held_bytes - one.returned_bytes for one in sub_microbatches)
+    given_bytes = sum(one.output_bytes for one in sub_microbatches)
+    first, later = (_backward_bytes(sub_microbatches, is_first) for is_first in (True, False))
     return SplitMemory(
         saved_bytes=saved_bytes,
-        forward_bytes=sum(half.passed_bytes for half in halves)
-        + max(half.plain_bytes for half in halves),
+        forward_bytes=sum(one.passed_bytes for one in sub_microbatches)
+        + max(one.plain_bytes for one in sub_microbatches),
         saving_forward_bytes=saved_bytes
         + given_bytes
-        + max(half.temporary_bytes for half in halves),
+        + max(one.temporary_bytes for one in sub_microbatches),
         first_backward_bytes=first,
         backward_bytes=later,
-        held_outputs=tuple(map(sum, zip(*(half.held_outputs for half in halves), strict=True))),
+        held_outputs=tuple(
+            map(sum, zip(*(one.held_outputs for one in sub_microbatches), strict=True))
+        ),
     )
 
 
 @dataclass(slots=True)
-class _Half:
+class _SubMicrobatchMemory:
     """Bytes of one sub-microbatch of a segment.
 
     Args:
@@ -220,16 +222,16 @@ class _Half:
         return max((m.forward_bytes - m.own_bytes for _, m in self.pieces), default=0)
 
 
-def _backward_bytes(halves: Sequence[_Half], is_first: bool) -> int:
+def _backward_bytes(sub_microbatches: Sequence[_SubMicrobatchMemory], is_first: bool) -> int:
     """Peak of the backward beyond its start, with both sub-microbatches in turn."""
     live, peak = 0, 0
-    gradients: list[dict[str, int]] = [{} for _ in halves]
+    gradients: list[dict[str, int]] = [{} for _ in sub_microbatches]
     accumulated: set[str] = set()
-    for number in reversed(range(max(len(half.pieces) for half in halves))):
-        for half, own in zip(halves, gradients, strict=True):
-            if number >= len(half.pieces):
+    for number in reversed(range(max(len(one.pieces) for one in sub_microbatches))):
+        for one, own in zip(sub_microbatches, gradients, strict=True):
+            if number >= len(one.pieces):
                 continue
-            piece, memory = half.pieces[number]
+            piece, memory = one.pieces[number]
             copied = [c for c in piece.all_reduces if not c.in_forward and c.result in own]
             peak = max(peak, live + max((own[c.result] for c in copied), default=0))
             for crossing in piece.all_reduces:
