@@ -45,7 +45,7 @@ def test_products_on_an_a100_are_those_that_nvidia_prints(size, published):
      ("rtx-4090", "float16", 172), ("rtx-4090", "tfloat32", 86)],
 )  # fmt: skip
 def test_products_on_geforce_cards_are_as_measured(name, dtype, published):
-    """8,192 rows. Source: mli/transformers-benchmarks; an RTX 3090 Ti, by the ratio of the peaks."""
+    """8,192 rows. Source: mli/transformers-benchmarks; an RTX 3090 Ti by the peaks' ratio."""
     sheet = SHEETS[name]
     shape = ProductShape(8192, 8192, 8192)
     fraction = product_fraction(shape, sheet.efficiency, sheet.multiprocessors)
