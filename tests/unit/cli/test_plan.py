@@ -127,3 +127,17 @@ def test_a_model_that_fits_nowhere_names_a_cluster_that_would_do(capsys, monkeyp
     error = capsys.readouterr().err
     assert "fits nowhere on h100:2 with microbatch=1" in error
     assert "the smallest of 2, 4, 8, … times as many that would do has 4 devices" in error
+
+
+def test_notes_name_what_is_whole_and_what_is_slow(capsys):
+    config = (
+        '{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, '
+        '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}'
+    )
+    words = ["--model", "LlamaForCausalLM", "--config", config, "--cluster", "v100:4"]
+    pins = ["--tp", "4", "--no-sequence-parallel", "--autocast", "bfloat16", "--json"]
+    assert main([*SMALL, *words, *pins]) == 0
+    whole, slow = json.loads(capsys.readouterr().out)["notes"]
+    assert whole.startswith("tp=4 does not divide the outputs of k_proj.weight and v_proj.weight")
+    assert "(2 pieces): every rank holds and computes them whole" in whole
+    assert slow == "v100 multiplies bfloat16 as slowly as float32; float16 is faster there"

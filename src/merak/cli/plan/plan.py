@@ -17,6 +17,8 @@ from merak.cli.plan.request import PlanRequest, pinned_of
 from merak.core.errors import PlanError
 
 if TYPE_CHECKING:
+    import torch
+
     from merak.plan.cluster.cluster import Cluster
     from merak.plan.price.workload import Workload
 
@@ -63,7 +65,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         sequence=request.sequence,
         plans=[row_of(own, cluster, dtype, dollars) for own in planned.ranking.plans],
         rejected=rejected_rows(planned.ranking),
-        notes=list(planned.ranking.notes),
+        notes=[*planned.ranking.notes, *_slow_types(cluster, dtype)],
         candidates=planned.ranking.num_candidates,
         priced=planned.ranking.num_priced,
         proved=planned.ranking.is_proved,
@@ -120,6 +122,16 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
         optimizer=optimizer_factory(request.optimizer),
         master_weights=request.master_weights,
     )
+
+
+def _slow_types(cluster: Cluster, dtype: torch.dtype) -> Iterator[str]:
+    """Sentences on devices without units for the element type of the products."""
+    name = str(dtype).removeprefix("torch.")
+    for device in dict.fromkeys(own.device.name for own in cluster.nodes):
+        known = next(own.device for own in cluster.nodes if own.device.name == device).flops_per_s
+        if name not in known and known.keys() & {"bfloat16", "float16"}:
+            other = "bfloat16" if "bfloat16" in known else "float16"
+            yield f"{device} multiplies {name} as slowly as float32; {other} is faster there"
 
 
 def _dollars_per_hour(request: PlanRequest, cluster: Cluster) -> float | None:

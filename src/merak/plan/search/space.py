@@ -179,6 +179,8 @@ def _microbatches(job: Job, pinned: Pinned, dp: int, space: Space) -> Iterator[i
     while samples % microbatch == 0 and microbatch <= job.most_microbatch:
         yield microbatch
         microbatch *= 2
+    if samples % microbatch == 0:
+        space.reject(f"microbatch≥{microbatch}", "not searched, but can be pinned")
 
 
 def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterator[Candidate]:
@@ -193,8 +195,11 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
         )
         for zero, sequence, sub, recompute in combinations:
             if sub == "on" and (sequence or (base.tp == 1 and pinned.sub_pipelining is None)):
+                space.reject("sub-pipelining with sequence parallelism", "no all-reduces to hide")
                 continue
             if zero == 3 and (name in SPLIT or sub == "on"):
+                what = "sub-pipelining" if sub == "on" else "split backwards"
+                space.reject(f"zero=3 with {what}", "gathers one segment's parameters at a time")
                 continue
             yield Candidate(
                 dp=base.dp,

@@ -1,5 +1,7 @@
 """Graphs of a workload, its unique segments, and the memory of candidates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -94,3 +96,16 @@ def test_memory_with_repeated_blocks_traced_once() -> None:
     old = forecast_of(source, example_signature(deep, 16, 1), mesh, options)
     new, schedule = workload.forecast(candidate, partition), old.layout.schedule
     assert new.ranks(schedule, old.policy) == old.ranks(schedule, old.policy)
+
+
+def test_sub_microbatches_hold_copies_of_what_is_summed(llama: Workload) -> None:
+    """At least what the two all-reduces of every block get, for the microbatches in flight."""
+    whole = Candidate(tp=2, microbatch=2, num_microbatches=2)
+    own = (llama.forecast(one, from_sizes((10,), 10)) for one in (whole, _split(whole)))
+    plain, split = (sum(one.saved_bytes().values()) for one in own)
+    blocks, activation = 4, 2 * 16 * 64 * 4
+    assert split - plain >= 2 * blocks * activation
+
+
+def _split(candidate: Candidate) -> Candidate:
+    return replace(candidate, sub_pipelining="on")
