@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -290,9 +290,10 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def described(plan: Candidate) -> str:
-    usual = asdict(Candidate(dp=0, tp=0, pp=0, num_microbatches=0))
-    own = {name: value for name, value in asdict(plan).items() if value != usual[name]}
-    return " ".join(f"{name}={value}" for name, value in own.items())
+    usual = Candidate(dp=0, tp=0, pp=0, num_microbatches=0)
+    names = [field.name for field in fields(plan)]
+    own = [name for name in names if getattr(plan, name) != getattr(usual, name)]
+    return " ".join(f"{name}={getattr(plan, name)}" for name in own)
 
 
 def parse() -> argparse.Namespace:
