@@ -263,14 +263,21 @@ class Search:
         }
 
     def _common(self, late: set[fx.Node]) -> Iterator[fx.Node]:
-        """Latest values from which the same two or more of some others are made."""
-        seen: set[frozenset[fx.Node]] = set()
+        """Latest values from which the same of some others are made: two or more, or a larger one.
+
+        As of experts, which read every token several times.
+        """
+        seen: set[tuple[frozenset[fx.Node], int]] = set()
         for node in reversed(self.graph.nodes):
             if node in self._weights or not has_gradient(node):
                 continue
             reached = frozenset(n for n in late if self._is_made_from(n, node))
-            if len(reached) > 1 and reached not in seen:
-                seen.add(reached)
+            size = math.prod(shape_of(node))
+            is_less = len(reached) == 1 and any(size < math.prod(shape_of(n)) for n in reached)
+            # Of one value, side inputs come first, which are no use: one of each size is tried.
+            kind = (reached, size if is_less else 0)
+            if (len(reached) > 1 or is_less) and kind not in seen:
+                seen.add(kind)
                 yield node
 
     def _between(self, source: fx.Node, ends: set[fx.Node]) -> frozenset[fx.Node]:
