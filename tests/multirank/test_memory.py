@@ -39,6 +39,16 @@ def test_replicas_and_shards_take_what_was_foreseen(pool, tmp_path, degrees):
 
 
 @pytest.mark.slow
+def test_sub_microbatches_take_what_was_foreseen(pool, tmp_path):
+    split = {"sub_pipelining": "on"}
+    jobs = [
+        MemoryJob(family, 0.1, options={"recompute": recompute, **split})
+        for family, recompute in (("gpt2", "off"), ("bert", "off"), ("t5", "off"), ("vit", "full"))
+    ]
+    assert_close(pool.run(measure, 2, (1, 2, 1), jobs, tmp_path))
+
+
+@pytest.mark.slow
 def test_schedules_take_what_was_foreseen(pool, tmp_path):
     names = ("gpipe", "early_recompute", "shifted_critical_path", "interleaved_1f1b")
     names = (*names, "zero_bubble_h1", "zero_bubble_v", "dualpipe_v", "chimera", "gems")

@@ -31,7 +31,7 @@ def test_a_tiny_model_is_profiled_and_priced(tmp_path: Path) -> None:
     assert (profile.num_ranks, profile.machine.backend) == (2, "gloo")
     assert profile.machine.torch == torch.__version__
     assert {own.kind for own in profile.links} == {"host"}
-    kinds = {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
+    kinds = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"}
     assert {own.kind for own in profile.collectives} == kinds
     assert dict(profile.interference).keys() == {"host"}
     assert {row.microbatch for row in profile.segments} == {1, 2}

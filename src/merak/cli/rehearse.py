@@ -97,7 +97,10 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     """
     # Heavy imports wait until a command is known to be well formed.
     from merak.arguments import default_trace_cache
+    from merak.core.mesh import Mesh
+    from merak.plan.cluster.fit import usable_by_pp_rank
     from merak.plan.cluster.parse import parse_cluster
+    from merak.rehearse.rehearsal import refuse_rank
     from merak.rehearse.rehearsal import rehearse as run
     from merak.zoo.batches.batch import example_columns
     from merak.zoo.batches.columns import draw_batch
@@ -107,6 +110,9 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     candidate = _candidate(request)
     here = device_of(request.device)
     cluster = parse_cluster(request.cluster)
+    mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, request.rank, here, None)
+    refuse_rank(mesh, request.steps)
+    usable_by_pp_rank(cluster, mesh.dp, mesh.tp, mesh.pp)  # refuses a cluster that is too small
     dtype, autocast = types_of(request.dtype, request.autocast)
     changes = parse_overrides(request.config)
     source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)

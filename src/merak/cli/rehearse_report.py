@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from merak.core import units
 from merak.core.units import size
 
 if TYPE_CHECKING:
@@ -159,23 +160,23 @@ def page(report: RehearsalReport) -> str:
     ]
     for own in report.actions:
         lines.append(
-            f"  {own.action:<6}  {own.stage:>5}  {own.count:>6}  {_seconds(own.compute):>12}"
-            f"  {_seconds(own.communication):>14}  {_seconds(own.forecast):>12}"
+            f"  {own.action:<6}  {own.stage:>5}  {own.count:>6}  {units.seconds(own.compute):>12}"
+            f"  {units.seconds(own.communication):>14}  {units.seconds(own.forecast):>12}"
         )
     lines += ["", "  charged for a step  ranks   calls         bytes       seconds"]
     for charge in report.charges:
         what = f"{charge.axis} {charge.kind}"
         lines.append(
             f"  {what:<18}  {charge.ranks:>5}  {charge.calls:>6}  {size(charge.bytes):>12}"
-            f"  {_seconds(charge.seconds):>12}"
+            f"  {units.seconds(charge.seconds):>12}"
         )
     forecast, seconds = report.forecast, report.seconds
+    planned_s, likely = float(forecast["step_seconds"]), float(forecast["uncertainty"])
     lines += [
         "",
-        f"  optimizer: {_seconds(seconds['optimizer'])}",
-        f"  step of the job: {_seconds(seconds['step'])} with this rank's stages as measured, "
-        f"{_seconds(float(forecast['step_seconds']))} ± {float(forecast['uncertainty']):.0%} by "
-        "the forecast",
+        f"  optimizer: {units.seconds(seconds['optimizer'])}",
+        f"  step of the job: {units.seconds(seconds['step'])} with this rank's stages as measured, "
+        f"{units.seconds(planned_s)} ± {likely:.0%} by the forecast",
         f"  memory: at most {size(report.peak_memory_bytes)} measured, "
         f"{size(int(forecast['peak_memory_bytes']))} ± "
         f"{float(forecast['memory_uncertainty']):.0%} by the forecast (at {forecast['at']}): "
@@ -184,9 +185,3 @@ def page(report: RehearsalReport) -> str:
         *(f"  warning: {sentence}" for sentence in report.warnings),
     ]
     return "\n".join(lines)
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3f} s"
-    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"

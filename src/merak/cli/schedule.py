@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
+from merak.cli.schedule_of_model import StagesRequest, simulate_model
 from merak.core.errors import ScheduleError
+from merak.core.units import seconds
 from merak.plan.cost.overlap import Layers, layer_costs
 from merak.schedule import registry
 from merak.schedule.costs import Costs, uniform
@@ -52,6 +54,7 @@ class ScheduleReport:
         weight_versions: per stage, how many updates the weights of each microbatch have had; empty
             for a synchronous schedule.
         notes: what had to be changed about the request.
+        partition: segments of the stages of a model; empty for stages of given times.
     """
 
     name: str
@@ -65,6 +68,7 @@ class ScheduleReport:
     pipes: list[list[int]]
     weight_versions: list[list[int]]
     notes: list[str]
+    partition: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,8 @@ class ListReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleRequest:
-    """Request for a schedule of equal stages."""
+class ScheduleRequest(StagesRequest):
+    """Request for a schedule of equal stages, or of a model's."""
 
     name: str | None = argument(None, "NAME", "A schedule's name, or a file with one.")
     list_names: bool = option(False, "--list", "", "List the names and end.")
@@ -131,12 +135,44 @@ def schedule(request: ScheduleRequest) -> None:
     if request.list_names:
         show(ListReport(list(registry.names())), _list_page, request.as_json)
         return
-    simulation = simulated(request)
+    simulation, partition = _simulated(request)
     for note in simulation.schedule.notes:
         print(f"merak: {note}", file=sys.stderr)
     if request.output is not None:
         _write(simulation, request.output)
-    show(report(simulation), lambda _: _page(simulation), request.as_json)
+    show(report(simulation, partition), lambda own: _page(simulation, own), request.as_json)
+
+
+def _simulated(request: ScheduleRequest) -> tuple[Simulation, tuple[int, ...]]:
+    """The simulation, and the segments of the stages of a model."""
+    if request.model is None and (request.device or request.cluster):
+        raise ScheduleError(
+            f"--{'device' if request.device else 'cluster'} needs work to price; name --model too."
+        )
+    return (simulated(request), ()) if request.model is None else _simulated_model(request)
+
+
+def _simulated_model(request: ScheduleRequest) -> tuple[Simulation, tuple[int, ...]]:
+    name, stages, microbatches = request.name, request.stages, request.microbatches
+    if name is None or stages is None or microbatches is None:
+        raise ScheduleError("--model needs a schedule's NAME, --stages P and --microbatches M.")
+    _refuse_times(request)
+    options = dict(map(_parse_option, request.options or ()))
+    _announce_duration(stages, microbatches)
+    simulation, partition = simulate_model(request, name, stages, microbatches, options)
+    if request.memory_limit is not None:
+        check_in_flight(simulation.schedule, request.memory_limit)
+    return simulation, partition
+
+
+def _refuse_times(request: ScheduleRequest) -> None:
+    """Refuse options that say what stages take, which a model says by itself."""
+    defaults = {own.name: own.default for own in fields(request)}
+    for name in (*request.times, "all_reduce", "layers", "in_halves"):
+        name = name.removesuffix("_s")
+        if getattr(request, name) != defaults[name]:
+            flag = "--" + name.replace("_", "-")
+            raise ScheduleError(f"{flag} and --model both say what stages take; leave one out.")
 
 
 def simulated(request: ScheduleRequest) -> Simulation:
@@ -182,8 +218,13 @@ def _announce_duration(stages: int, microbatches: int) -> None:
         )
 
 
-def report(simulation: Simulation) -> ScheduleReport:
-    """Make the report that `--json` prints."""
+def report(simulation: Simulation, partition: Sequence[int] = ()) -> ScheduleReport:
+    """Make the report that `--json` prints.
+
+    Args:
+        simulation: of the schedule.
+        partition: segments of the stages of a model.
+    """
     built = simulation.schedule
     return ScheduleReport(
         name=built.name,
@@ -197,6 +238,7 @@ def report(simulation: Simulation) -> ScheduleReport:
         pipes=[list(pipe) for pipe in built.pipes],
         weight_versions=[list(versions) for versions in built.weight_versions],
         notes=list(built.notes),
+        partition=list(partition),
     )
 
 
@@ -261,10 +303,15 @@ def _list_page(report: ListReport) -> str:
     return "\n".join(report.schedules)
 
 
-def _page(simulation: Simulation) -> str:
+def _page(simulation: Simulation, own: ScheduleReport) -> str:
     colour = sys.stdout.isatty()
     drawn = render_text(simulated_timeline(simulation), _NUM_COLUMNS, colour)
     lines = [drawn, "", f"in flight, per rank: {' '.join(map(str, simulation.peak_in_flight))}"]
+    if own.partition:
+        lines.append(
+            f"segments of the stages: {' '.join(map(str, own.partition))}; an iteration takes "
+            f"{seconds(own.makespan)}"
+        )
     staleness = _staleness(simulation.schedule)
     if staleness:
         lines.append(f"staleness, updates per stage at most: {staleness}")

@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from merak.cli.devices import cluster, planned_cluster, sheet_device
 from merak.cli.options import ModelRequest, option, takes
 from merak.cli.output import show, stdout_to_stderr
-from merak.core.units import count, size
+from merak.core.units import count, seconds, size
 
 if TYPE_CHECKING:
-    from merak.graph.ir.ir import Segment
+    from merak.graph.ir.ir import ModelGraph, Segment
     from merak.graph.segment.build import BuiltGraph
+    from merak.graph.tensor_parallel.apply import TensorParallel
     from merak.graph.tensor_parallel.report import SegmentReport
     from merak.graph.trace.opaque.report import OpaqueModule
+    from merak.plan.cluster.cluster import Cluster
+    from merak.plan.price.segments import SegmentPrice
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,9 @@ class SegmentSummary:
         shared_values: activations between split products whose sequence is sharded.
         values: number of activations between split products; 0 without sequence parallelism.
         gathered_for: operators between split products for which activations are gathered.
+        forward_seconds: of a microbatch on one tensor parallel rank of the device that was named,
+            with its collectives; None without a device.
+        backward_seconds: likewise, without recomputation.
     """
 
     name: str
@@ -48,6 +55,8 @@ class SegmentSummary:
     shared_values: int = 0
     values: int = 0
     gathered_for: list[str] = field(default_factory=list)
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class TraceReport:
         sequence_parallel: whether its ranks shard the sequence between split products.
         parts: the segments, in order.
         kept_whole: opaque modules, which run as one operator each.
+        device: that the times of the segments are for; None without one.
     """
 
     model: str
@@ -82,6 +92,7 @@ class TraceReport:
     sequence_parallel: bool = False
     parts: list[SegmentSummary] = field(default_factory=list)
     kept_whole: list[OpaqueModule] = field(default_factory=list)
+    device: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +103,8 @@ class TraceRequest(ModelRequest):
     no_cache: bool = option(
         False, "--no-cache", "", "Trace anew, and keep nothing for the next time."
     )
+    device: str | None = sheet_device("Also show the time of every segment.")
+    cluster: str | None = cluster()
 
 
 @takes(TraceRequest)
@@ -119,6 +132,7 @@ def trace_report(request: TraceRequest) -> TraceReport:
     from merak.zoo.batches.batch import example_arguments, example_columns
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
 
+    devices = planned_cluster(request.device, request.cluster, request.tp)
     changes = parse_overrides(request.config)
     source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
     check_inner_fields(source.config, changes)
@@ -137,10 +151,12 @@ def trace_report(request: TraceRequest) -> TraceReport:
         cache_dir=Path(folder) if folder else None,
     )
     timed = build_timed(graph_source, metas, training=True)
-    return _report(source.name, request, timed, built - started)
+    return _report(source.name, request, timed, built - started, devices)
 
 
-def _report(name: str, request: TraceRequest, timed: BuiltGraph, build_s: float) -> TraceReport:
+def _report(
+    name: str, request: TraceRequest, timed: BuiltGraph, build_s: float, devices: Cluster | None
+) -> TraceReport:
     from merak.graph.tensor_parallel.apply import auto_tensor_parallel
     from merak.graph.tensor_parallel.report import report_sharding
     from merak.graph.trace.opaque.report import report_opaque
@@ -166,12 +182,47 @@ def _report(name: str, request: TraceRequest, timed: BuiltGraph, build_s: float)
         tp=request.tp,
         tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (num_parameters or 1),
         sequence_parallel=request.sequence_parallel,
-        parts=[_part(*pair, shapes) for pair in zip(graph.segments, splits, strict=True)],
+        parts=[
+            _part(segment, found, shapes, times)
+            for segment, found, times in zip(
+                graph.segments, splits, _times(graph, parallel, devices), strict=True
+            )
+        ],
         kept_whole=report_opaque(graph),
+        device=None if devices is None else devices.nodes[0].device.name,
     )
 
 
-def _part(segment: Segment, found: SegmentReport, shapes: Mapping[str, int]) -> SegmentSummary:
+def _times(
+    graph: ModelGraph, parallel: TensorParallel, devices: Cluster | None
+) -> Sequence[tuple[float | None, float | None]]:
+    """Seconds of the forward and backward of every segment on the first of some devices."""
+    from merak.graph.ir.structure import structural_key
+    from merak.plan.cluster.groups import group_of
+    from merak.plan.price.kernels import KernelChoice
+    from merak.plan.price.segments import price_graph
+
+    if devices is None:
+        return [(None, None)] * len(graph.segments)
+    group = group_of(devices, parallel.auto_sharder.degree, 1)
+    device = devices.nodes[0].device
+    local, fitted = parallel.fit(graph)
+    known: dict[object, SegmentPrice] = {}
+    found = []
+    for segment in local.segments:
+        key = structural_key(segment.graph)
+        if key not in known:
+            known[key] = price_graph(fitted(segment)[0].graph, KernelChoice(), device, group)
+        found.append((known[key].forward_s, known[key].backward_s))
+    return found
+
+
+def _part(
+    segment: Segment,
+    found: SegmentReport,
+    shapes: Mapping[str, int],
+    times: tuple[float | None, float | None],
+) -> SegmentSummary:
     return SegmentSummary(
         segment.name,
         sum(shapes[name] for name in segment.parameters),
@@ -182,6 +233,7 @@ def _part(segment: Segment, found: SegmentReport, shapes: Mapping[str, int]) -> 
         found.sharded,
         found.values,
         list(found.gathered),
+        *times,
     )
 
 
@@ -204,7 +256,7 @@ def _page(report: TraceReport) -> str:
     from merak.graph.trace.opaque.report import opaque_lines
 
     most = max(report.boundary_tensors, default=0)
-    seconds = report.seconds
+    took = report.seconds
     lines = [
         f"{report.model}: {count(report.parameters)} parameters, {report.segments} segments, "
         f"at most {most} tensor{'s' if most != 1 else ''} across a cut",
@@ -212,25 +264,42 @@ def _page(report: TraceReport) -> str:
         *_segments(report.parts),
         "",
         *opaque_lines(report.kept_whole),
+        *_device_line(report),
         f"with tp={report.tp}, {report.tp_sharded_fraction:.0%} of the parameters are split; "
         f"{sum(p.forward_collectives for p in report.parts)} collectives of activations in the "
         f"forward, {sum(p.backward_collectives for p in report.parts)} in the backward",
-        f"built in {seconds['build']:.2f} s, traced in {seconds['trace']:.2f} s, cut in "
-        f"{seconds['shard']:.2f} s{', from the cache' if report.cached else ''}; "
+        f"built in {took['build']:.2f} s, traced in {took['trace']:.2f} s, cut in "
+        f"{took['shard']:.2f} s{', from the cache' if report.cached else ''}; "
         f"{size(report.peak_rss_bytes)} of memory at the most",
     ]
     return "\n".join(lines)
+
+
+def _device_line(report: TraceReport) -> Iterator[str]:
+    if report.device is not None:
+        forward_s = sum(part.forward_seconds or 0.0 for part in report.parts)
+        backward_s = sum(part.backward_seconds or 0.0 for part in report.parts)
+        yield (
+            f"on one of {report.tp} tensor parallel {report.device}: forward {seconds(forward_s)}, "
+            f"backward {seconds(backward_s)} for a microbatch, by the data sheet"
+        )
 
 
 def _segments(parts: Sequence[SegmentSummary]) -> Iterator[str]:
     """List the segments; the sharding of one is listed for the first of its kind."""
     shown: set[tuple[str, ...]] = set()
     for index, part in enumerate(parts):
-        yield f"  {index:>4}  {part.name:<48} {count(part.parameters):>14}"
+        yield f"  {index:>4}  {part.name:<48} {count(part.parameters):>14}{_time(part)}"
         lines = tuple(_sharding_lines(part))
         if lines not in shown:
             shown.add(lines)
             yield from (f"        {line}" for line in lines)
+
+
+def _time(part: SegmentSummary) -> str:
+    if part.forward_seconds is None or part.backward_seconds is None:
+        return ""
+    return f"  F {seconds(part.forward_seconds)}, B {seconds(part.backward_seconds)}"
 
 
 def _sharding_lines(part: SegmentSummary) -> Iterator[str]:

@@ -19,6 +19,13 @@ def size(num_bytes: int, digits: int = 1) -> str:
     return f"{num_bytes} B"
 
 
+def seconds(duration_s: float) -> str:
+    """Format a duration: 9.720 ms, 12.3 µs."""
+    if duration_s >= 1:
+        return f"{duration_s:.3f} s"
+    return f"{duration_s * 1e3:.3f} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:.1f} µs"
+
+
 def ranges(numbers: range | list[int]) -> str:
     """Format whole numbers as ranges: 0–3, 6."""
     parts: list[list[int]] = []

@@ -117,7 +117,7 @@ def rehearse(
         MerakError: the plan does not fit the model.
     """
     mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, rank, device, None)
-    _refuse(mesh, steps)
+    refuse_rank(mesh, steps)
     planned = price(workload, cluster, candidate)
     chosen = planned.candidate
     stages = priced_stages(workload, cluster, chosen)
@@ -146,8 +146,17 @@ def rehearse(
     return replace(found, warnings=tuple(_warnings(found, cluster)))
 
 
-def _refuse(mesh: Mesh, steps: int) -> None:
-    """Refuse a rank that the job does not have, and a rehearsal that times nothing."""
+def refuse_rank(mesh: Mesh, steps: int) -> None:
+    """Refuse a rank that the job does not have, and a rehearsal that times nothing.
+
+    Args:
+        mesh: the degrees and the rank.
+        steps: that are timed.
+
+    Raises:
+        PlanError: too few steps.
+        MeshError: there is no such rank.
+    """
     if steps < 1:
         raise PlanError(f"{steps=} times nothing; use 1 or more.")
     if not 0 <= mesh.rank < mesh.world_size:

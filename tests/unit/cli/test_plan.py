@@ -45,11 +45,35 @@ def test_the_report_has_the_fields_of_the_contract(capsys, tmp_path):
     assert drawn.count("<svg") == 3 and "http" not in drawn.replace("http://www.w3.org/", "")
 
 
-def test_people_get_a_ranking_with_reasons(capsys):
+def test_people_get_a_ranking_with_reasons_in_80_columns(capsys):
     assert main([*SMALL, "--no-sequence-parallel", "--sub-pipelining", "off"]) == 0
     page = capsys.readouterr().out
     assert "GPT2LMHeadModel on h100:2 (2 devices), 4 samples of 8 tokens a step" in page
     assert "left out:" in page and "torchrun --nproc-per-node 2" in page
+    assert max(map(len, page.splitlines())) <= 80
+    for heading in ("microbatches", "schedule", "recompute", "bubble", "commun.", "MFU", "memory"):
+        assert page.count(f" {heading}") >= 1
+
+
+def test_one_pp_rank_has_no_bubble(capsys):
+    words = ["--dp", "2", "--tp", "1", "--pp", "1", "--json"]
+    assert main([*SMALL, *words]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["plans"]
+    assert row["bubble_fraction"] == 0.0 and row["seconds"]["bubble"] == pytest.approx(0.0)
+    assert row["seconds"]["exposed_communication"] > 0  # which was counted as a bubble
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--dp", "3"], "dp=3 takes 3 devices, but the cluster has 2"),
+        (["--microbatch", "3"], "microbatch=3 does not divide the global batch of 4 samples; use"),
+        (["--tp", "1", "--pp", "1", "--global-batch", "3"], "dp=2, which tp=1 × pp=1 leaves of 2"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_before_the_model_is_built(capsys, words, sentence):
+    assert main([*JOB, "--model", "NoSuchModel", *words]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--output", "--page"])

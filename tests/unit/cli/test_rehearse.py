@@ -61,3 +61,15 @@ def test_the_page_says_what_was_measured_and_what_was_charged(capsys):
 def test_bad_input_is_refused_in_one_sentence(capsys, words, sentence):
     assert main([*COMMAND, *PLAN, *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--rank", "32"], "rank 32 is none of the 32 ranks"),
+        (["--rank", "0", "--cluster", "h100:8x1"], "are 32 ranks, but the cluster has 8"),
+    ],
+)
+def test_a_rank_that_is_not_there_is_refused_before_the_model_is_built(capsys, words, sentence):
+    assert main([*COMMAND, *PLAN, *words, "--model", "NoSuchModel"]) == 2
+    assert sentence in capsys.readouterr().err

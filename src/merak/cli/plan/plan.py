@@ -63,6 +63,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         sequence=request.sequence,
         plans=[row_of(own, cluster, dtype, dollars) for own in planned.ranking.plans],
         rejected=rejected_rows(planned.ranking),
+        notes=list(planned.ranking.notes),
         candidates=planned.ranking.num_candidates,
         priced=planned.ranking.num_priced,
         proved=planned.ranking.is_proved,
@@ -84,9 +85,11 @@ def find_plans(request: PlanRequest) -> Planned:
     pinned = pinned_of(request)
     # Heavy imports wait until a command is known to be well formed.
     from merak.plan.cluster.parse import parse_cluster
+    from merak.plan.search.degrees import check_degrees
     from merak.plan.search.search import search
 
     cluster = parse_cluster(request.cluster)
+    check_degrees(cluster.num_devices, request.global_batch, pinned)
     workload = _workload(request, cluster)
     ranking = search(workload, cluster, pinned, top=request.top)
     planned = Planned(workload, cluster, pinned, ranking)

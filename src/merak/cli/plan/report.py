@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from merak.core import units
 from merak.core.units import size
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ class PlanReport:
         sequence: tokens of one.
         plans: fastest first.
         rejected: regions of the space, with reasons.
+        notes: sentences on what tensor parallel degrees leave whole on every rank.
         candidates: size of the space.
         priced: candidates that were priced.
         proved: whether no other candidate can be faster than the first plan.
@@ -139,6 +142,7 @@ class PlanReport:
     sequence: int
     plans: list[PlanRow]
     rejected: list[RejectedRow]
+    notes: list[str]
     candidates: int
     priced: int
     proved: bool
@@ -209,21 +213,32 @@ def rejected_rows(ranking: Ranking) -> list[RejectedRow]:
 
 
 def text_of(report: PlanReport) -> str:
-    """Format a report for people."""
+    """Format a report for people, in at most 80 columns as far as words can be broken."""
     lines = [
-        f"{report.model} on {report.cluster} ({report.devices} devices), {report.global_batch} "
-        f"samples of {report.sequence} tokens a step",
-        f"{report.candidates} candidates, {report.priced} of them priced in "
-        f"{report.seconds:.1f} s: {_claim(report)}",
+        *_wrapped(
+            f"{report.model} on {report.cluster} ({report.devices} devices), "
+            f"{report.global_batch} samples of {report.sequence} tokens a step"
+        ),
+        *_wrapped(
+            f"{report.candidates:,} candidates, {report.priced} of them priced: {_claim(report)}; "
+            f"planned in {report.seconds:.1f} s"
+        ),
         "",
-        *_table(report.plans),
+        *_aligned(_layouts(report.plans)),
+        "",
+        *_aligned(_times(report.plans)),
         "",
         *_best(report),
         "",
     ]
     if report.what_if:
-        lines += ["what if:", *map(_what_if, report.what_if), ""]
-    lines += ["left out:", *map(_rejected, report.rejected), "", "to start it:"]
+        what_ifs = [line for own in report.what_if for line in _wrapped(_what_if(own), "  ")]
+        lines += ["what if:", *what_ifs, ""]
+    rejected = [line for own in report.rejected for line in _wrapped(_rejected(own), "  ")]
+    notes = [line for own in report.notes for line in _wrapped(f"note: {own}")]
+    lines += ["left out:", *rejected, ""] if rejected else []
+    lines += [*notes, ""] if notes else []
+    lines += ["to start it:"]
     lines += [f"  {command}" for command in report.commands]
     return "\n".join(lines)
 
@@ -234,40 +249,97 @@ def _claim(report: PlanReport) -> str:
     return "the others are estimated slower"
 
 
-def _table(plans: Sequence[PlanRow]) -> list[str]:
-    head = (
-        f"{'dp':>6} {'tp':>4} {'pp':>4} {'micro':>9}  {'schedule':<24} {'zero':>4} "
-        f"{'recompute':<10} {'step':>10} {'± %':>4} {'compute':>8} {'bubble':>7} {'commun.':>8} "
-        f"{'optim.':>7} {'tokens/s/dev':>12} {'MFU':>6} {'memory':>9}"
-    )
-    return [head, *map(_line, plans)]
+_WIDTH = 80
+"""Columns that the page takes: those of a terminal that nobody has made wider."""
 
 
-def _line(row: PlanRow) -> str:
-    options = "".join(f" {key}={value}" for key, value in row.schedule_options.items())
-    extras = " +sp" if row.sequence_parallel else " +sub" if row.sub_pipelining == "on" else ""
-    schedule = f"{row.schedule}{options}{extras}"
-    shares = [row.seconds[name] / row.step_seconds for name in row.seconds]
-    micro = f"{row.num_microbatches}×{row.microbatch}"
-    recompute = row.recompute or "off"
-    return (
-        f"{row.dp:>6} {row.tp:>4} {row.pp:>4} {micro:>9}  {schedule:<24} {row.zero:>4} "
-        f"{recompute if len(recompute) <= 10 else 'some':<10} {row.step_seconds:>8.4g} s "
-        f"{row.uncertainty:>4.0%} {shares[0]:>8.0%} {shares[1]:>7.0%} {shares[2]:>8.0%} "
-        f"{shares[3]:>7.0%} {row.tokens_per_second_per_device:>12,.0f} {row.mfu:>6.1%} "
-        f"{size(max(row.peak_memory_bytes)):>9}"
+_WORDS = ("schedule", "recompute")
+"""Headings of columns of words."""
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as a table: columns of words to the left, of numbers to the right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_word = [heading in _WORDS for heading in rows[0]]
+    return [
+        "  ".join(
+            text.ljust(width) if word else text.rjust(width)
+            for text, width, word in zip(row, widths, is_word, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
+    """How every plan lays the job out."""
+    rows: list[tuple[str, ...]] = [
+        ("#", "dp", "tp", "pp", "microbatches", "zero", "schedule", "recompute")
+    ]
+    for number, row in enumerate(plans, start=1):
+        options = "".join(f" {key}={value}" for key, value in row.schedule_options.items())
+        extras = " +sp" if row.sequence_parallel else " +sub" if row.sub_pipelining == "on" else ""
+        recompute = row.recompute or "off"
+        rows.append(
+            (
+                str(number),
+                *map(str, (row.dp, row.tp, row.pp)),
+                f"{row.num_microbatches} of {row.microbatch}",
+                str(row.zero),
+                f"{row.schedule}{options}{extras}",
+                recompute if recompute.isalpha() else "some",
+            )
+        )
+    return rows
+
+
+def _times(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
+    """How long a step of every plan takes, by cause, and its memory."""
+    rows: list[tuple[str, ...]] = [
+        (
+            "#",
+            *("step", "±", "compute", "bubble", "commun.", "optim."),
+            *("tokens/s/dev.", "MFU", "memory"),
+        )
+    ]
+    for number, row in enumerate(plans, start=1):
+        rows.append(
+            (
+                str(number),
+                units.seconds(row.step_seconds),
+                f"{row.uncertainty:.0%}",
+                *(f"{own / row.step_seconds:.0%}" for own in row.seconds.values()),
+                f"{row.tokens_per_second_per_device:,.0f}",
+                f"{row.mfu:.1%}",
+                size(max(row.peak_memory_bytes)),
+            )
+        )
+    return rows
 
 
 def _best(report: PlanReport) -> list[str]:
     best = report.plans[0]
-    sizes = " ".join(size(peak) for peak in best.peak_memory_bytes)
+    sizes = ", ".join(size(peak) for peak in best.peak_memory_bytes)
     limit = best.device_memory_bytes
-    of = "" if limit is None else f" of {size(int(min(limit)))}"
-    lines = [f"the first: memory by pp rank {sizes}{of}, ± {best.memory_uncertainty:.0%}"]
+    of = "" if limit is None else f", of {size(int(min(limit)))} that tensors may take"
+    lines = _wrapped(
+        f"the first: memory by pp rank {sizes} (± {best.memory_uncertainty:.0%}){of}; segments of "
+        f"its stages {', '.join(map(str, best.partition or ()))}"
+    )
     if best.dollars_per_step is not None and best.dollars_per_billion_tokens is not None:
         lines.append(
-            f"           ${best.dollars_per_step:.4g} a step, "
+            f"  ${best.dollars_per_step:.4g} a step, "
             f"${best.dollars_per_billion_tokens:,.0f} a billion tokens"
         )
     return lines
@@ -275,14 +347,14 @@ def _best(report: PlanReport) -> list[str]:
 
 def _what_if(own: WhatIf) -> str:
     if own.plan is None:
-        return f"  {own.what}: no plan fits"
+        return f"{own.what}: no plan fits"
     row = own.plan
     return (
-        f"  {own.what}: {row.step_seconds:.4g} s, {row.tokens_per_second_per_device:,.0f} "
+        f"{own.what}: {units.seconds(row.step_seconds)}, {row.tokens_per_second_per_device:,.0f} "
         f"tokens/s a device, with dp={row.dp} tp={row.tp} pp={row.pp}"
     )
 
 
 def _rejected(own: RejectedRow) -> str:
     count = f" ({own.candidates:,} candidates)" if own.candidates else ""
-    return f"  {own.what}{count}: {own.why}"
+    return f"{own.what}{count}: {own.why}"

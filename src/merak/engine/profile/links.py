@@ -212,10 +212,17 @@ def _broadcast(count: int, group: _Group, device: torch.device) -> Callable[[], 
     return lambda: dist.broadcast(whole, group=group.own, group_src=0)
 
 
+def _all_to_all(count: int, group: _Group, device: torch.device) -> Callable[[], object]:
+    pieces = max(1, count // group.ranks) * group.ranks
+    received, shard = torch.zeros(pieces, device=device), torch.zeros(pieces, device=device)
+    return lambda: dist.all_to_all_single(received, shard, group=group.own)
+
+
 _KINDS: Mapping[str, Callable[[int, _Group, torch.device], Callable[[], object]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
     "broadcast": _broadcast,
 }
 

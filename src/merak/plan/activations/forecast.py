@@ -240,6 +240,7 @@ class Forecast:
             ),
             kernels=kernels,
             measured=local.measured(self.options.float32_gradients, kernels),
+            split=local.split if mesh.tp > 1 and self.options.sub_pipelining == "on" else None,
         )
 
     def _local_model(self) -> LocalModel:

@@ -24,6 +24,7 @@ from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.cost.optimizer_memory import OptimizerMemories
 from merak.plan.cost.segment_memory import SegmentMemories
 from merak.plan.memory.measured import Measured
+from merak.plan.memory.sub_pipelined import SplitSegments
 
 
 class LocalModel:
@@ -51,6 +52,7 @@ class LocalModel:
             self.graph, fitted = rewrite.fit(graph)
             self._rewrites = [fitted]
         self._compiler = _CompilerOnce(self.graph)
+        self.split = SplitSegments(graph, self.graph, self._rewrites)
         self.device = device
         self.optimizers = optimizers
         self._measured: dict[tuple[bool, str | None], Measured] = {}

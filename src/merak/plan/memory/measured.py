@@ -30,6 +30,10 @@ class Measured:
             self._segments[segment.index] = self._measure(segment)
         return self._segments[segment.index]
 
+    def piece(self, piece: Segment) -> SegmentMemory:
+        """Memory of a piece of a segment, which has the segment's number."""
+        return self._measure(piece)
+
     def prologue_bytes(self, program: Program) -> tuple[int, int]:
         """Bytes of batch-only values that are held throughout, and of those of one microbatch."""
         key = (program.fixed.segment.outputs, program.batch_only.segment.outputs)

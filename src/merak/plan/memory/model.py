@@ -22,6 +22,7 @@ from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
 from merak.plan.memory.ledger import Category, Ledger, Peak
 from merak.plan.memory.measured import Measured
+from merak.plan.memory.sub_pipelined import SplitSegments
 from merak.plan.memory.timeline import MemoryTimeline
 from merak.plan.memory.zero import ZeroSharding, total_bytes
 from merak.schedule.ir import Schedule
@@ -89,6 +90,7 @@ class Job:
         zero: what replicas shard of parameters, gradients and optimizer state.
         measured: memory of its segments and optimizer, where other layouts of the model share it.
         kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
+        split: splits segments into sub-microbatches, where they run as such; else None.
     """
 
     programs: tuple[Program, ...]
@@ -101,6 +103,7 @@ class Job:
     zero: ZeroSharding = field(default_factory=ZeroSharding)
     measured: Measured | None = None
     kernels: str | None = None
+    split: SplitSegments | None = None
 
 
 class MemoryModel:
@@ -124,6 +127,11 @@ class MemoryModel:
                 for stage in program.stages.values()
                 for segment in stage.segments
             }
+            if job.split is not None:
+                whole = dict(self.segments)
+                for program in job.programs:
+                    for stage in program.stages.values():
+                        self.segments |= job.split.stage(stage, measured.piece, whole)
             self._derived = [measured.prologue_bytes(program) for program in job.programs]
         self._optimizers = [_optimizer(job, p, measured.optimizers) for p in job.programs]
 

@@ -19,7 +19,8 @@ class Price:
         bubble_s: of `step_s`, waiting of that rank for other pp ranks.
         exposed_communication_s: of `step_s`, collectives and transfers that nothing hides.
         optimizer_s: of `step_s`, the optimizer's step.
-        bubble_fraction: idle time of all pp ranks ÷ (pp · time of the pipeline).
+        bubble_fraction: idle time of all pp ranks ÷ (pp · time of the pipeline), up to its last
+            backward; 0 for one pp rank.
         model_flops: of one step of the whole job, without recomputation, forward and backward.
         tokens: of one step of the whole job; samples where a sample has no tokens.
         peak_memory_bytes: of each pp rank.

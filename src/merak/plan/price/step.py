@@ -17,7 +17,7 @@ from merak.plan.activations.decide import choose_policy
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload import NOTHING, parse_offload
 from merak.plan.activations.recompute import recomputing_stages
-from merak.plan.balance import balance
+from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import usable_by_pp_rank
 from merak.plan.cluster.groups import group_of
@@ -48,6 +48,7 @@ from merak.plan.price.update import norm_seconds, update_seconds
 from merak.plan.price.workload import Workload
 from merak.plan.recompute_spec import Mode, parse_recompute
 from merak.plan.stage_costs import plans_from_costs
+from merak.schedule.costs import Link
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.simulate import Simulation, durations, simulate
 
@@ -147,7 +148,9 @@ def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Lai
     plans = workload.plans(candidate)
     num_stages = plans.base.schedule.num_stages
     check_stages(len(segments[0]), num_stages, candidate.pp)
-    partition = _partition(workload, candidate, segments[0], num_stages)
+    links = stage_links(cluster, candidate, plans.base.schedule)
+    on_stages = [segments[rank] for rank in plans.base.schedule.pipes[0]]
+    partition = _partition(workload, candidate, on_stages, links)
     fills = None if math.isinf(budget) else int(budget)
     forecast = workload.forecast(candidate, partition, fills, devices[0])
     if plans.takes_costs:
@@ -169,16 +172,37 @@ def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Lai
 
 
 def _partition(
-    workload: Workload, candidate: Candidate, prices: Sequence[SegmentPrice], num_stages: int
+    workload: Workload,
+    candidate: Candidate,
+    prices: Sequence[Sequence[SegmentPrice]],
+    links: Sequence[Link],
 ) -> Partition:
+    """The candidate's own partition, or the balanced one.
+
+    Args:
+        workload: the job.
+        candidate: how it is laid out.
+        prices: for every stage, those of all segments on its device.
+        links: between neighbouring stages.
+    """
+    num_stages, num_segments = len(prices), len(prices[0])
     if candidate.partition is not None:
-        return from_sizes(candidate.partition, len(prices))
+        return from_sizes(candidate.partition, num_segments)
     if num_stages == 1:
-        return Partition(len(prices), ())
-    times = tuple((own.forward_s, own.backward_s) for own in prices)
-    key = ("balance", times, num_stages, candidate.num_microbatches)
+        return Partition(num_segments, ())
+    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    sizes = boundary_bytes(graph, Partition(num_segments, tuple(range(1, num_segments))))
+    kinds = {id(own): tuple((one.forward_s, one.backward_s) for one in own) for own in prices}
+    differs = len(set(kinds.values())) > 1 or (len(set(links)) > 1 and len(set(sizes)) > 1)
+    times = tuple(kinds[id(own)] for own in prices)
+    key = ("balance", times, tuple(links) if differs else (), sizes, candidate.num_microbatches)
     if key not in workload.memo:
-        workload.memo[key] = balance(prices, num_stages, candidate.num_microbatches)
+        count = candidate.num_microbatches
+        workload.memo[key] = (
+            balance_uneven(prices, count, links=links, cut_bytes=sizes)
+            if differs
+            else balance(prices[0], num_stages, count)
+        )
     found: Partition = workload.memo[key]
     return found
 
@@ -245,7 +269,8 @@ def _step(
         optimizer_s=optimizer_s,
         launch_s=launch_s,
     )
-    return shares, simulation.bubble_fraction
+    idle = 1.0 - float(busy.sum()) / (candidate.pp * ends_s) if ends_s else 0.0
+    return shares, max(0.0, idle)
 
 
 def _busy(simulation: Simulation, seconds: np.ndarray) -> np.ndarray:

@@ -64,6 +64,7 @@ class Ranking:
         num_priced: candidates that were priced.
         is_proved: whether no candidate outside of `plans` can be faster than the first plan.
         refusal: why the model or the options allow none of the candidates, where that is so.
+        notes: what tensor parallel degrees of the space leave whole on every rank.
     """
 
     plans: tuple[Price, ...]
@@ -73,3 +74,4 @@ class Ranking:
     num_priced: int = 0
     is_proved: bool = True
     refusal: str | None = None
+    notes: tuple[str, ...] = ()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from merak.core.errors import MerakError
+from merak.graph.tensor_parallel.report import undivided_weights
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
+from merak.plan.search.degrees import check_degrees
 from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.rank import MOST_PRICED, Ranked, rank
 from merak.plan.search.ranking import Cause, Ranking
-from merak.plan.search.space import Job, space_of
+from merak.plan.search.space import Job, searched_tp, space_of
 
 
 def search(
@@ -38,8 +41,21 @@ def search(
         TraceError: the model cannot be traced.
     """
     pinned = Pinned() if pinned is None else pinned
+    check_degrees(cluster.num_devices, workload.global_batch, pinned)  # before anything is traced
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
-    return search_job(job_of(workload, cluster, pinned), pricing, pinned, top, most_priced)
+    job = job_of(workload, cluster, pinned)
+    found = search_job(job, pricing, pinned, top, most_priced)
+    return replace(found, notes=tuple(_undivided(workload, job, pinned)))
+
+
+def _undivided(workload: Workload, job: Job, pinned: Pinned) -> Iterator[str]:
+    """What the degrees of tensor parallelism that are searched leave whole on every rank."""
+    base = pinned.microbatch or 1
+    for tp in searched_tp(job, pinned):
+        if tp > 1 and job.tp_problem(tp) is None:
+            note = undivided_weights(workload.graph(base), workload.rewrite(base, tp))
+            if note is not None:
+                yield note
 
 
 def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:

@@ -15,14 +15,13 @@ The rules, each of which is printed where it leaves something out:
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from merak.core.errors import PlanError
 from merak.plan.price.candidate import Candidate
+from merak.plan.search.degrees import check_degrees, divisors
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.ranking import Rejected
 from merak.schedule import registry
@@ -100,7 +99,7 @@ def space_of(job: Job, pinned: Pinned) -> Space:
     Raises:
         PlanError: what is pinned contradicts the devices or the batch.
     """
-    _check_pinned(job, pinned)
+    check_degrees(job.num_devices, job.global_batch, pinned)
     space = Space()
     for tp in _tensor_parallel(job, pinned, space):
         for pp, dp in _pipelines(job, pinned, tp, space):
@@ -119,46 +118,29 @@ def space_of(job: Job, pinned: Pinned) -> Space:
     return space
 
 
-def _check_pinned(job: Job, pinned: Pinned) -> None:
-    degrees = {"dp": pinned.dp, "tp": pinned.tp, "pp": pinned.pp}
-    for axis, degree in (*degrees.items(), ("microbatch", pinned.microbatch)):
-        if degree is not None and degree < 1:
-            raise PlanError(f"{axis}={degree} is too small; use 1 or more.")
-    product = math.prod(degree for degree in degrees.values() if degree)
-    named = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree)
-    if product > job.num_devices:
-        raise PlanError(
-            f"{named} takes {product} devices, but the cluster has {job.num_devices}; use smaller "
-            "degrees or more devices."
-        )
-    if job.num_devices % product and None in degrees.values():
-        raise PlanError(
-            f"{named} does not divide the cluster's {job.num_devices} devices; use degrees that do."
-        )
-    own = (pinned.dp or 1) * (pinned.microbatch or 1)
-    if job.global_batch % own:
-        raise PlanError(
-            f"a global batch of {job.global_batch} samples does not divide into dp={pinned.dp or 1}"
-            f" × microbatch={pinned.microbatch or 1}; use a multiple of {own}."
-        )
+def searched_tp(job: Job, pinned: Pinned) -> list[int]:
+    """Tensor parallel degrees that are searched: the pinned one, or all that a node can hold.
 
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if not number % d]
-    return sorted({*small, *(number // d for d in small)})
+    Args:
+        job: the devices.
+        pinned: choices that are made.
+    """
+    if pinned.tp is not None:
+        return [pinned.tp]
+    return [tp for tp in divisors(job.num_devices) if tp <= job.devices_per_node]
 
 
 def _tensor_parallel(job: Job, pinned: Pinned, space: Space) -> Iterator[int]:
-    for tp in _divisors(job.num_devices) if pinned.tp is None else [pinned.tp]:
-        if pinned.tp is None and tp > job.devices_per_node:
-            where = f"the {job.devices_per_node} devices of a node"
-            space.reject(f"tp≥{tp}", f"a tensor parallel group would span more than {where}")
-            return
+    for tp in searched_tp(job, pinned):
         problem = job.tp_problem(tp)
         if problem is None:
             yield tp
         else:
             space.reject(f"tp={tp}", problem)
+    beyond = [tp for tp in divisors(job.num_devices) if tp > job.devices_per_node]
+    if pinned.tp is None and beyond:
+        where = f"the {job.devices_per_node} devices of a node"
+        space.reject(f"tp≥{beyond[0]}", f"a tensor parallel group would span more than {where}")
 
 
 def _pipelines(job: Job, pinned: Pinned, tp: int, space: Space) -> Iterator[tuple[int, int]]:
@@ -167,7 +149,7 @@ def _pipelines(job: Job, pinned: Pinned, tp: int, space: Space) -> Iterator[tupl
         yield from _fitting(job, pinned.pp, pinned.dp, space)
         return
     rest = job.num_devices // tp
-    for pp in _divisors(rest) if pinned.pp is None else [pinned.pp]:
+    for pp in divisors(rest) if pinned.pp is None else [pinned.pp]:
         if rest % pp or (pinned.dp is not None and rest // pp != pinned.dp):
             continue
         yield from _fitting(job, pp, rest // pp, space)

@@ -96,3 +96,32 @@ def test_a_slower_link_makes_no_step_shorter(llama: Workload, candidate: Candida
 def test_too_few_devices_are_refused(llama: Workload) -> None:
     with pytest.raises(PlanError, match="are 16 ranks, but the cluster has 8 devices"):
         price(llama, cluster(), Candidate(dp=16))
+
+
+def test_stages_follow_the_speed_of_their_devices() -> None:
+    """The slower node gets fewer segments, and the step is faster than with equal stages."""
+    wide = {"num_hidden_layers": 10, "hidden_size": 2048, "intermediate_size": 4096}
+    config = LlamaConfig(**{**LLAMA.config.to_dict(), "max_position_embeddings": 512, **wide})
+    model = ModelSource(LlamaForCausalLM, config, None)
+    job = example_workload(model, global_batch=16, sequence=512, optimizer=adam)
+    quick = Nodes(preset("a100-80gb"), 1, 1, FAST, FAST)
+    slow = Nodes(preset("t4"), 1, 1, FAST, FAST)
+    candidate = Candidate(pp=2, microbatch=2, num_microbatches=8)
+    even = price(job, Cluster((quick, quick)), candidate).candidate
+    for nodes, slower in (((quick, slow), 1), ((slow, quick), 0)):
+        followed = price(job, Cluster(nodes), candidate)
+        sizes = followed.candidate.partition
+        assert sizes is not None and even.partition is not None
+        assert sizes[slower] < even.partition[slower]
+        assert followed.step_s < 0.9 * price(job, Cluster(nodes), even).step_s
+
+
+def test_stages_end_where_little_crosses_a_slow_link(llama: Workload) -> None:
+    """With equal devices, the links count where boundaries have different sizes."""
+    slowest = Cluster((Nodes(preset("a100-80gb"), 1, 2, FAST, Link("line", 1e-5, 1e6)),))
+    candidate = Candidate(pp=2, microbatch=4, num_microbatches=8)
+    times = {}
+    for first in range(1, 4):
+        own = replace(candidate, partition=(first, len(llama.graph(4).segments) - first))
+        times[first] = price(llama, slowest, own).step_s
+    assert price(llama, slowest, candidate).step_s <= min(times.values())

@@ -1,0 +1,109 @@
+"""The schedule of a model on devices that need not be here, for `merak schedule --model`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from merak.cli.devices import cluster, planned_cluster, sheet_device
+from merak.cli.options import option
+from merak.launch.errors import CommandError
+
+if TYPE_CHECKING:
+    from merak.schedule.simulator.simulate import Simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesRequest:
+    """Request for the stages of a model on devices that need not be here."""
+
+    model: str | None = option(
+        None, "--model", "M", "Take the stages of this model instead: transformers class or config."
+    )
+    config: str | None = option(
+        None, "--config", "JSON", "Fields of the model's config to change, as an object."
+    )
+    batch: int = option(1, "--batch", "B", "Samples of a microbatch of the model.")
+    sequence: int | None = option(
+        None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
+    )
+    tp: int = option(1, "--tp", "T", "Tensor parallel degree of the model.")
+    dtype: str = option("float32", "--dtype", "TYPE", "Of the model's parameters.")
+    autocast: str | None = option(None, "--autocast", "TYPE", "bfloat16 or float16.")
+    device: str | None = sheet_device("What the model's stages run on.")
+    cluster: str | None = cluster()
+    trust_remote_code: bool = option(
+        False, "--trust-remote-code", "", "Run code that is in the model's folder."
+    )
+
+
+def simulate_model(
+    request: StagesRequest,
+    name: str,
+    stages: int,
+    microbatches: int,
+    options: Mapping[str, Any],
+) -> tuple[Simulation, tuple[int, ...]]:
+    """Simulate a schedule with the stages of a model, balanced for its devices.
+
+    Args:
+        request: the model and the devices.
+        name: of the schedule.
+        stages: pipeline degree.
+        microbatches: of an iteration.
+        options: of the schedule.
+
+    Returns:
+        The simulation, in seconds, and the number of segments of every stage.
+
+    Raises:
+        CommandError: no devices, or counts below 1.
+        MerakError: the model does not fit the schedule or the devices.
+    """
+    _check(request)
+    # Heavy imports wait until a command is known to be well formed.
+    from merak.arguments import default_trace_cache
+    from merak.cli.memory import types_of
+    from merak.plan.price.candidate import Candidate
+    from merak.plan.price.step import price, simulated_pipeline
+    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
+    from merak.zoo.workload import example_workload
+
+    devices = planned_cluster(request.device, request.cluster, stages * request.tp)
+    assert devices is not None and request.model is not None
+    dtype, autocast = types_of(request.dtype, request.autocast)
+    changes = parse_overrides(request.config)
+    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
+    check_inner_fields(source.config, changes)
+    folder = default_trace_cache()
+    workload = example_workload(
+        source,
+        global_batch=request.batch * microbatches,
+        sequence=request.sequence,
+        dtype=dtype,
+        autocast=autocast,
+        cache_dir=Path(folder) if folder else None,
+    )
+    candidate = Candidate(
+        tp=request.tp,
+        pp=stages,
+        microbatch=request.batch,
+        num_microbatches=microbatches,
+        schedule=name,
+        schedule_options=options,
+        recompute=None,
+    )
+    chosen = price(workload, devices, candidate).candidate
+    return simulated_pipeline(workload, devices, chosen), chosen.partition or ()
+
+
+def _check(request: StagesRequest) -> None:
+    if request.device is None and request.cluster is None:
+        raise CommandError(
+            f"--model {request.model} takes time on devices; name them with --device or --cluster."
+        )
+    for flag, value in (("--tp", request.tp), ("--batch", request.batch)):
+        if value < 1:
+            raise CommandError(f"{flag} {value} is too few; use 1 or more.")

@@ -1,0 +1,75 @@
+"""Checks of pinned degrees against the devices and the batch, before a model is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from merak.core.errors import PlanError
+from merak.plan.search.pinned import Pinned
+
+_MOST_NAMED = 6
+"""Numbers that a sentence names as those that would fit."""
+
+
+def check_degrees(num_devices: int, global_batch: int, pinned: Pinned) -> None:
+    """Refuse pinned degrees that no plan can have.
+
+    Args:
+        num_devices: of the cluster.
+        global_batch: samples of one step of the whole job.
+        pinned: choices that are made.
+
+    Raises:
+        PlanError: the degrees do not divide the devices, or the batch; what would fit is named.
+    """
+    degrees = {"dp": pinned.dp, "tp": pinned.tp, "pp": pinned.pp}
+    for axis, degree in (*degrees.items(), ("microbatch", pinned.microbatch)):
+        if degree is not None and degree < 1:
+            raise PlanError(f"{axis}={degree} is too small; use 1 or more.")
+    named = " × ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree)
+    product = math.prod(degree for degree in degrees.values() if degree)
+    if product > num_devices:
+        raise PlanError(
+            f"{named} takes {product} devices, but the cluster has {num_devices}; use smaller "
+            "degrees or more devices."
+        )
+    if None in degrees.values() and num_devices % product:
+        what = "a product of " if "×" in named else ""
+        fitting = _nearest(divisors(num_devices), product)
+        raise PlanError(
+            f"{named} does not divide the cluster's {num_devices} devices; use {what}{fitting}."
+        )
+    _check_batch(num_devices, global_batch, pinned)
+
+
+def _check_batch(num_devices: int, global_batch: int, pinned: Pinned) -> None:
+    dp, why = pinned.dp, ""
+    if dp is None and pinned.tp and pinned.pp:
+        dp = num_devices // (pinned.tp * pinned.pp)
+        why = f", which tp={pinned.tp} × pp={pinned.pp} leaves of {num_devices} devices,"
+    each = (dp or 1) * (pinned.microbatch or 1)
+    if not global_batch % each:
+        return
+    factors = [f"dp={dp}{why}"] if dp else []
+    factors += [f"microbatch={pinned.microbatch}"] if pinned.microbatch else []
+    below = global_batch // each * each
+    batches = f"{below} or {below + each}" if below else str(each)
+    what = "a product" if len(factors) > 1 else f"a {factors[0].partition('=')[0]}"
+    raise PlanError(
+        f"{' × '.join(factors)} does not divide the global batch of {global_batch} samples; use a "
+        f"global batch of {batches}, or {what} of {_nearest(divisors(global_batch), each)}."
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if not number % d]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _nearest(numbers: Sequence[int], wanted: int) -> str:
+    """The numbers nearest to the one that was wanted, in words."""
+    nearest = sorted(numbers, key=lambda own: abs(math.log(own / wanted)))[:_MOST_NAMED]
+    *most, last = map(str, sorted(nearest))
+    return f"{', '.join(most)} or {last}" if most else last
