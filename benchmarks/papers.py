@@ -1,5 +1,7 @@
 """Figures that two papers print, beside the price that Merak gives the same jobs on their clusters.
 
+    python benchmarks/papers.py [--figure table3 6 9a 9b 9c 14 15]
+
 Nothing runs, and no device is needed: models are ordinary transformers models without weights, and
 speeds are those of the library's data sheets and of the cluster files in `data`. The papers are
 Merak (IEEE TPDS; table III and figures 6 and 9) and Chimera (SC21; figures 14 and 15). Of figures
@@ -323,21 +325,25 @@ SCHEDULES = {"dapple": "1f1b"}
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 
 
-def figures_14_and_15(clusters: Sequence[str]) -> list[dict[str, Any]]:
-    """Chimera's throughput ÷ that of each schedule, in the layout printed, on some clusters."""
+CLUSTERS = ("chimera_piz_daint.yaml", "chimera_slow_gloo.yaml")
+
+
+def chimera_figure(figure: str) -> list[dict[str, Any]]:
+    """Chimera's throughput ÷ that of each schedule, in the layout printed, on both clusters."""
     rows = []
-    base: dict[tuple[str, str], float] = {}
+    base: dict[str, float] = {}
     for row in read("chimera.csv"):
-        shown: dict[str, Any] = {"figure": row["figure"], "schedule": row["schedule"]}
-        shown["paper"] = float(row["chimera_over"])
-        for name in clusters:
+        if row["figure"] != figure:
+            continue
+        shown: dict[str, Any] = {"schedule": row["schedule"], "paper": float(row["chimera_over"])}
+        for name in CLUSTERS:
             rate, words = throughput(row, cluster(name))
             if row["schedule"] == "chimera":
-                base[row["figure"], name] = rate
+                base[name] = rate
             shown.setdefault("layout", words)
             short = name.removesuffix(".yaml").removeprefix("chimera_")
             shown[f"samples/s, {short}"] = round(rate, 1)
-            ratio = base[row["figure"], name] / rate if rate else 0.0
+            ratio = base[name] / rate if rate else 0.0
             shown[f"Chimera over it, {short}"] = round(ratio, 2) if rate else "does not fit"
             shown[f"÷ paper, {short}"] = round(ratio / shown["paper"], 2) if rate else ""
         rows.append(shown)
@@ -395,19 +401,17 @@ TABLES: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
     "9b": ("Merak, figure 9b: stage-aware recomputation", figure_9b),
     "9c": ("Merak, figure 9c: sub-pipelining", figure_9c),
     "6": ("Merak, figure 6: best plan ÷ best baseline", figure_6),
-    "chimera": (
-        "Chimera, figures 14 and 15",
-        lambda: figures_14_and_15(("chimera_piz_daint.yaml", "chimera_slow_gloo.yaml")),
-    ),
+    "14": ("Chimera, figure 14: Bert-48 on 64 nodes", lambda: chimera_figure("14")),
+    "15": ("Chimera, figure 15: GPT-2 on 2,048 nodes", lambda: chimera_figure("15")),
 }
 
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--figure", nargs="+", choices=list(TABLES), default=list(TABLES))
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    report.show({TABLES[name][0]: TABLES[name][1]() for name in args.only}, args.json)
+    report.show({TABLES[name][0]: TABLES[name][1]() for name in args.figure}, args.json)
 
 
 if __name__ == "__main__":

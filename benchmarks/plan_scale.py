@@ -1,8 +1,9 @@
 """Planning at scale: Llama 405B and DeepSeek-V3 671B on 16,384 H100s, on one core.
 
-    python -m benchmarks.plan_scale [--model llama-405b|deepseek-v3] [--microbatches 1 2 4]
+    python -m benchmarks.plan_scale [--search-only] [--model llama-405b] [--microbatches 1 2 4]
 
-Every model is planned in a fresh process with one thread: the model is built without weights,
+Every model is planned in a fresh process with one thread and no cached trace: first by the whole
+search of `merak plan`, then in another process phase by phase: the model is built without weights,
 traced, sharded over tensor parallel ranks, and the memory of candidates of 16,384 devices is
 forecast. The seconds of every phase, elapsed and of the core, and the peak of resident memory are
 printed.
@@ -22,6 +23,7 @@ from typing import Any
 
 DEVICES = 16_384
 GLOBAL_BATCH = 2048
+SEARCHED_BATCH = {"llama-405b": 2048, "deepseek-v3": 16_384}
 TP = 8
 PP = 16
 
@@ -96,6 +98,44 @@ def run(name: str, microbatches: list[int]) -> None:
             with phase(f"memory, microbatch {microbatch}, recompute={recompute}"):
                 forecast = workload.forecast(candidate, partition)
                 forecast.ranks(forecast.layout.schedule)
+    print_total(start)
+
+
+def search_plans(name: str) -> None:
+    """Run the whole search for one model in this process, as `merak plan` does."""
+    start = time.perf_counter()
+    batch = SEARCHED_BATCH[name]
+    print(f"{name}: the search for {DEVICES:,} devices and {batch:,} samples a step", flush=True)
+    import torch
+
+    from merak.plan.cluster.parse import parse_cluster
+    from merak.plan.search.explain import describe
+    from merak.plan.search.search import search
+    from merak.zoo.model_source import resolve_model
+    from merak.zoo.workload import example_workload
+
+    torch.set_num_threads(1)
+    architecture, config, sequence = MODELS[name]
+    workload = example_workload(
+        resolve_model(architecture, config),
+        global_batch=batch,
+        sequence=sequence,
+        dtype=torch.bfloat16,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        master_weights=True,
+    )
+    found = search(workload, parse_cluster(f"h100:8x{DEVICES // 8}"))
+    print(f"  {found.num_candidates:,} candidates, {found.num_priced} priced")
+    for own in found.plans:
+        memory = max(own.peak_memory_bytes) / 1e9
+        print(f"  {own.step_s:8.3f} s {memory:6.1f} GB  {describe(own.candidate)}")
+    if not found.plans:
+        print("  fits nowhere")
+    print_total(start)
+
+
+def print_total(start: float) -> None:
+    """Print the seconds since a process began to plan, and its peak of resident memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = time.perf_counter() - start
     print(f"  {'all of it':44s}{seconds:8.2f} s{time.process_time():8.2f} s")
@@ -107,16 +147,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--here", action="store_true", help="in this process")
+    parser.add_argument("--search-only", action="store_true", help="without the single phases")
+    parser.add_argument("--here", choices=("search", "phases"), help="in this process")
     chosen = parser.parse_args()
     if chosen.here:
-        run(chosen.model or next(iter(MODELS)), chosen.microbatches)
+        name = chosen.model or next(iter(MODELS))
+        search_plans(name) if chosen.here == "search" else run(name, chosen.microbatches)
         return 0
     counts = [str(count) for count in chosen.microbatches]
     for name in [chosen.model] if chosen.model else MODELS:
-        command = [sys.executable, "-m", "benchmarks.plan_scale", "--here", "--model", name]
-        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, "--microbatches", *counts], check=True, env=one_thread)
+        for part in ("search",) if chosen.search_only else ("search", "phases"):
+            command = [sys.executable, "-m", "benchmarks.plan_scale", "--here", part]
+            command += ["--model", name, "--microbatches", *counts]
+            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return 0
 
 

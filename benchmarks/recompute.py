@@ -2,8 +2,9 @@
 
 Table III of the paper (arXiv 2206.04959) gives samples per second and memory without and with
 stage-aware recomputation at a global batch of 128; figure 9b, the gain at 8 stages when α_1 grows.
-Here memory is Merak's own estimate and time is the simulated iteration of the same model, traced;
-speeds are those of an RTX 3090's data sheet, and matrix products run in half precision. "default"
+Here memory is Merak's own forecast, of the kernels of an RTX 3090, and time is the simulated
+iteration of the same model, traced, with the speeds of its data sheet; all in float32, attention in
+parts, as in benchmarks/papers.py. Communication is left out. "default"
 recomputes everything but the last stage, as the shifted critical path does; "formula" is the
 paper's recursion with the largest α_1 that fits; "auto" chooses segments one by one.
 """
@@ -11,7 +12,7 @@ paper's recursion with the largest α_1 that fits; "auto" chooses segments one b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from merak.graph.weights.empty_weights import empty_weights
 from merak.plan import EngineOptions, Forecast, StepPlans, preset
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.balance import balance
+from merak.plan.cost.device import usable_bytes
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.cost.segment_time import segment_costs
 from merak.plan.layout import Layout
@@ -35,8 +37,10 @@ NUM_GPUS, GLOBAL_BATCH, SEQUENCE = 8, 128, 1024
 HIDDEN, LAYERS, HEADS = 1920, 54, 20
 """GPT-2.5B: the paper gives the hidden size; 54 layers make 2.5 billion parameters."""
 
-BUDGET_BYTES = 24 * 10**9
-"""An RTX 3090's memory."""
+DEVICE = preset("rtx-3090")
+
+BUDGET_BYTES = usable_bytes(DEVICE.memory_bytes or 0)
+"""What tensors may fill of an RTX 3090's memory."""
 
 PAPER = {
     (4, 1): (6.81, 7.61),
@@ -72,40 +76,29 @@ class Case:
         return first_of_stages(partition, paper_ratios(first, partition.num_stages))
 
 
-class MixedAdam(torch.optim.Optimizer):
-    """Adam's state with half-precision parameters: a master and two moments in single precision."""
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state, which is all that is asked for here."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                for name in ("master", "mean", "square"):
-                    if name not in self.state[parameter]:
-                        self.state[parameter][name] = torch.zeros_like(parameter.detach().float())
+def adam(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of the paper's jobs."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 def case_of(num_stages: int, microbatch: int) -> Case:
     """Trace the model and lay it out over some stages, balanced by the same times."""
     config = GPT2Config(
         n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=SEQUENCE, use_cache=False,
-        loss_type="ForCausalLM",
+        loss_type="ForCausalLM", attn_implementation="eager",
     )  # fmt: skip
     with empty_weights():
         model = GPT2LMHeadModel(config)
-    model.to(torch.float16)
     columns = {n: TensorMeta((microbatch, SEQUENCE), torch.int64) for n in ("input_ids", "labels")}
     graph = build_graph(GraphSource(model), columns, training=True)
-    # Attention with dropout writes its scores, as in the paper's models and here on a CPU.
-    times = segment_costs(graph.segments, replace(preset("rtx-3090"), device_type="cpu"))
+    times = segment_costs(graph.segments, DEVICE)
     dp = NUM_GPUS // num_stages
     num_microbatches = GLOBAL_BATCH // (dp * microbatch)
     plans = StepPlans("shifted_critical_path", num_stages, num_microbatches)
     options = EngineOptions(
-        num_microbatches=num_microbatches, optimizer=MixedAdam, tied_gradients="step"
-    )
+        num_microbatches=num_microbatches, optimizer=adam, tied_gradients="step",
+        device_profile=DEVICE,
+    )  # fmt: skip
     forecast = Forecast(
         model,
         Layout(graph, balance(times, num_stages, num_microbatches), plans),
@@ -136,15 +129,15 @@ def table_row(num_stages: int, microbatch: int) -> dict[str, Any]:
     paper = PAPER.get((num_stages, microbatch))
     row["paper, gain"] = round(paper[1] / paper[0], 2) if paper else "out of memory"
     peak = max(case.peaks(default))
-    row["default, MB"] = round(peak / 1e6)
+    row["default, MiB"] = round(peak / 2**20)
     if peak > BUDGET_BYTES:
-        return row | dict.fromkeys(("samples/s", "α_1", "formula, gain", "auto, MB", "auto, gain"))
+        return row | dict.fromkeys(("samples/s", "α_1", "formula, gain", "auto, MiB", "auto, gain"))
     base_s = case.seconds(default)
     row["samples/s"] = round(GLOBAL_BATCH / base_s, 2)
     row["α_1"] = largest_first_ratio(case, BUDGET_BYTES)
     row["formula, gain"] = round(base_s / case.seconds(case.ratios(row["α_1"])), 3)
     saved = fill(case)
-    row["auto, MB"] = round(max(case.peaks(saved)) / 1e6)
+    row["auto, MiB"] = round(max(case.peaks(saved)) / 2**20)
     row["auto, gain"] = round(base_s / case.seconds(saved), 3)
     return row
 
@@ -169,10 +162,10 @@ def figure_rows(case: Case) -> list[dict[str, Any]]:
             {
                 "α_1": tenths / 10,
                 "gain": round(base_s / case.seconds(saved), 3),
-                "least, MB": round(min(peaks) / 1e6),
-                "mean, MB": round(sum(peaks) / len(peaks) / 1e6),
-                "most, MB": round(max(peaks) / 1e6),
-                "fits 24 GB": max(peaks) <= BUDGET_BYTES,
+                "least, MiB": round(min(peaks) / 2**20),
+                "mean, MiB": round(sum(peaks) / len(peaks) / 2**20),
+                "most, MiB": round(max(peaks) / 2**20),
+                "fits": max(peaks) <= BUDGET_BYTES,
             }
         )
     return rows
@@ -181,8 +174,8 @@ def figure_rows(case: Case) -> list[dict[str, Any]]:
 def budget_rows(case: Case) -> list[dict[str, Any]]:
     base_s = case.seconds(case.forecast.saved)
     rows = []
-    for gigabytes in (10, 12, 14, 16, 20, 24):
-        budget = gigabytes * 10**9
+    for gibibytes in (10, 12, 14, 16, 18, 20):
+        budget = gibibytes * 2**30
         first = largest_first_ratio(case, budget)
         auto = base_s / case.seconds(fill(case, budget))
         if first < 0:
@@ -190,7 +183,7 @@ def budget_rows(case: Case) -> list[dict[str, Any]]:
         formula = base_s / case.seconds(case.ratios(first))
         rows.append(
             {
-                "budget, GB": gigabytes,
+                "budget, GiB": gibibytes,
                 "α_1": first,
                 "formula, gain": round(formula, 3),
                 "auto, gain": round(auto, 3),

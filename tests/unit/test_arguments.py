@@ -222,6 +222,9 @@ def test_own_fields_are_settled(
     assert args.feature_dict == {"mlp.up": "column"}
     assert args.bucket_bytes == 3 * 2**20
     assert args.trace_cache == str(tmp_path)
+    for word in ("off", ""):
+        monkeypatch.setenv("MERAK_CACHE", word)
+        assert arguments().trace_cache == ""
     monkeypatch.delenv("MERAK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert arguments().trace_cache == "/caches/merak"

@@ -49,7 +49,7 @@ class TrainingFields(TrainingArguments):
     trace_cache: str | None = own(
         None,
         "Folder of cached traces of models. If unset, $MERAK_CACHE or ~/.cache/merak; "
-        "if empty, nothing is cached.",
+        "if empty, or with MERAK_CACHE=off, nothing is cached.",
     )
     async_save: bool = own(
         True,

@@ -35,10 +35,13 @@ CACHE_VARIABLE = "MERAK_CACHE"
 
 
 def default_trace_cache() -> str:
-    """Return the folder of cached traces: $MERAK_CACHE, or ~/.cache/merak (XDG_CACHE_HOME)."""
+    """Return the folder of cached traces: $MERAK_CACHE, or ~/.cache/merak (XDG_CACHE_HOME).
+
+    It is empty where MERAK_CACHE is empty or `off`: nothing is cached.
+    """
     named = os.environ.get(CACHE_VARIABLE)
     if named is not None:
-        return named
+        return "" if named.lower() == "off" else named
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
     return os.path.join(os.path.expanduser(home), "merak")
 

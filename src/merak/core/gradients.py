@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
+LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+"""Types whose sums over many microbatches lose precision."""
+
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Accumulate into a parameter's gradient, as autograd does."""
@@ -32,7 +35,7 @@ def no_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 def is_low_precision(parameter: torch.Tensor) -> bool:
     """Tell whether gradients of the parameter's own type lose precision over many microbatches."""
-    return parameter.dtype in (torch.bfloat16, torch.float16)
+    return parameter.dtype in LOW_PRECISION
 
 
 def sum_in_float32(leaves: Iterable[torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import Protocol
 
@@ -339,6 +340,7 @@ def _bound(paths: Sequence[CriticalPath], stages: _Stages) -> FloatArray:
     return longest
 
 
+@cache
 def _shifts(num_stages: int) -> IntArray:
     """Changes of the cuts: one segment moved from any stage to any other.
 

@@ -91,7 +91,7 @@ def warn_unusable(folder: Path, reason: str) -> None:
     warn_once(
         logger,
         "The folder %s cannot be used for traced models (%s); they are traced anew each time: "
-        "name another with trace_cache or MERAK_CACHE, or '' for none.",
+        "name another with trace_cache or MERAK_CACHE, or MERAK_CACHE=off for none.",
         folder,
         reason,
     )

@@ -134,15 +134,20 @@ def eliminate_dead_code(graph: fx.Graph, kept: Iterable[fx.Node] = ()) -> None:
         graph: changed in place.
         kept: nodes that stay, whoever reads them.
     """
-    writes = find_mutations(graph)
-    needed = [*graph.find_nodes(op="output"), *kept]
-    for memory, writers in writes.writers.items():
-        if any(m.op == "placeholder" for m in writes.members[memory]):
-            needed += writers
-    live = reachable(needed, lambda node: (*node.all_input_nodes, *writes.group(node)))
+    live = live_nodes(graph, [*graph.find_nodes(op="output"), *kept])
     for node in reversed(list(graph.nodes)):
         if node not in live:
             graph.erase_node(node)
+
+
+def live_nodes(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that some results or a mutated buffer depend on, the results among them."""
+    writes = find_mutations(graph)
+    needed = [*results]
+    for memory, writers in writes.writers.items():
+        if any(m.op == "placeholder" for m in writes.members[memory]):
+            needed += writers
+    return reachable(needed, lambda node: (*node.all_input_nodes, *writes.group(node)))
 
 
 def repeat_buffer_mutations(graph: fx.Graph) -> None:

@@ -19,7 +19,7 @@ from torch import fx
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
-from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.ir.mutation import eliminate_dead_code, live_nodes
 from merak.graph.ir.operators import is_embedding, is_weight_gemm, reads_parameter
 from merak.graph.segment.functionalize import functionalize_buffers, release_accumulators
 from merak.graph.segment.liveness import Liveness, Span, analyze_liveness
@@ -253,9 +253,13 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, tuple[fx.Node, ...]]:
 def slice_outputs(segment: Segment, names: Iterable[str]) -> Segment:
     """Slice of a segment that computes some of its outputs (a rank's own prologue)."""
     wanted = set(names)
-    graph, result = copy_graph(segment.graph)
-    graph.erase_node(graph.output_node())
-    chosen = [(n, v) for n, v in zip(segment.outputs, result, strict=True) if n in wanted]
-    graph.output(tuple(value for _, value in chosen))
-    eliminate_dead_code(graph)
+    results = segment.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    chosen = [(n, v) for n, v in zip(segment.outputs, results, strict=True) if n in wanted]
+    live = live_nodes(segment.graph, [value for _, value in chosen])
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in segment.graph.nodes:
+        if node in live:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[value] for _, value in chosen))
     return Segment.of(segment.index, segment.name, graph, (name for name, _ in chosen))

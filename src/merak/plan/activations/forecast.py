@@ -226,8 +226,8 @@ class Forecast:
         return Job(
             programs=programs,
             mesh=mesh,
-            tied=tuple(self._tied(rank) for rank in range(mesh.pp)),
-            others=tuple(self._other_bytes(programs, rank, owners) for rank in range(mesh.pp)),
+            tied=self._tied(),
+            others=self._other_bytes(programs, owners),
             optimizer=self.options.optimizer,
             every_microbatch=self.options.exact_tied_gradients,
             bucket_bytes=self.options.bucket_bytes,
@@ -258,11 +258,13 @@ class Forecast:
         optimizers = OptimizerMemories(options.optimizer, device)
         return LocalModel(graph, self.rewrite, device, optimizers)
 
-    def _tied(self, rank: int) -> dict[tuple[str, int], TiedParameter]:
-        """Tied parameters of a pp rank, by name and pipe."""
+    def _tied(self) -> tuple[Mapping[tuple[str, int], TiedParameter], ...]:
+        """Tied parameters of every pp rank, by name and pipe."""
         schedule = self.layout.schedule
+        own: tuple[dict[tuple[str, int], TiedParameter], ...]
+        own = tuple({} for _ in range(self.mesh.pp))
         if not schedule.is_synchronous:
-            return {}
+            return own
         plan = self.layout.plans.base
 
         def open_sends(pipe: int, place: int, found: Sequence[Holder]) -> int:
@@ -270,26 +272,31 @@ class Forecast:
                 return 0
             return plan.open_sends(pipe, found[place].stage, found[place + 1].stage)
 
-        return {
-            (name, pipe): TiedParameter(
-                holder.first, holder is found[-1], len(found), open_sends(pipe, place, found)
-            )
-            for pipe in range(len(schedule.pipes))
-            for name, found in find_holders(self.layout.readers(pipe)).items()
-            for place, holder in enumerate(found)
-            if holder.rank == rank
-        }
+        for pipe in range(len(schedule.pipes)):
+            for name, found in find_holders(self.layout.readers(pipe)).items():
+                for place, holder in enumerate(found):
+                    own[holder.rank][name, pipe] = TiedParameter(
+                        holder.first,
+                        holder is found[-1],
+                        len(found),
+                        open_sends(pipe, place, found),
+                    )
+        return own
 
     def _other_bytes(
-        self, programs: Sequence[Program], rank: int, owners: Mapping[str, frozenset[int]]
-    ) -> int:
-        """Bytes of buffers, trace constants, and the rank's parameters that no segment reads."""
+        self, programs: Sequence[Program], owners: Mapping[str, frozenset[int]]
+    ) -> tuple[int, ...]:
+        """Bytes of buffers, constants, and parameters that no segment reads, of every pp rank."""
         graph = self.layout.graph
         buffers = [*self.model.buffers(), *graph.constants.values()]
+        buffer_bytes = sum(buffer.nbytes for buffer in buffers)
         read = {name for segment in graph.segments for name in segment.parameters}
-        own = set(programs[rank].stages)
-        unread = [m for n, m in graph.parameters.items() if n not in read and owners[n] & own]
-        return sum(b.nbytes for b in buffers) + sum(m.num_bytes for m in unread)
+        unread = {name: meta for name, meta in graph.parameters.items() if name not in read}
+        return tuple(
+            buffer_bytes
+            + sum(m.num_bytes for n, m in unread.items() if owners[n] & program.stages.keys())
+            for program in programs
+        )
 
 
 def max_in_flight(schedule: Schedule, stage: int) -> int:

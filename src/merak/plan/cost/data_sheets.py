@@ -198,16 +198,34 @@ _HOPPER = replace(
     source="attention: cuDNN, which torch takes from 2.11 on (sdp_utils.cpp), on an H100, arXiv "
     f"2407.08608, figures 5 and 6; {_MAMF}; {_USUAL}",
 )  # fmt: skip
+# GeForce cards run above the clocks of their data sheets: 42 of 40 TFLOP/s (TF32) and 81 of 80
+# (float16) on an RTX 3090 Ti, 86 of 82.6 and 172 of 165.2 on an RTX 4090, products of 8,192 rows
+# whose depth and tiles cost 4 %.
+_GEFORCE_PRODUCT = 1.05
+_GEFORCE = "products: https://github.com/mli/transformers-benchmarks, micro_bench.ipynb"
 GENERATIONS: Mapping[str, Efficiency] = MappingProxyType(
     {
         "older": replace(
             _AMPERE, product=0.75, attention_forward=0.4, attention_backward=0.35,
             source=f"memory-efficient attention instead of FlashAttention-2; {_USUAL}",
         ),
+        "pascal": replace(
+            _AMPERE, product=0.98, attention_forward=0.3, attention_backward=0.25,
+            source="products: a block of BERT-large in float32 on a P100, "
+            "https://github.com/Shigangli/Chimera, prof/bert-large_time_memory_p100.csv, 64 "
+            f"samples; memory-efficient attention, an estimate; {_USUAL}",
+        ),
         "ampere": _AMPERE,
+        "ampere-geforce": replace(
+            _AMPERE, product=_GEFORCE_PRODUCT, source=f"as Ampere; {_GEFORCE}; {_USUAL}"
+        ),
         "ada": replace(
             _AMPERE, product=0.85, attention_forward=0.62, attention_backward=0.55,
             source=f"as Ampere, whose instructions for products it has; {_USUAL}",
+        ),
+        "ada-geforce": replace(
+            _AMPERE, product=_GEFORCE_PRODUCT, attention_forward=0.62, attention_backward=0.55,
+            source=f"as Ada; {_GEFORCE}; {_USUAL}",
         ),
         "hopper": _HOPPER,
         "blackwell": replace(
@@ -307,11 +325,11 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
         ),
         "rtx-3090": DataSheet(
             _rates(35.6, 71, tf32=35.6), 23.69, 936, 82, "pcie4-host", "pcie4", "infiniband-edr", 8,
-            "ampere", "NVIDIA Ampere GA102 whitepaper v2.1, appendix A",
+            "ampere-geforce", "NVIDIA Ampere GA102 whitepaper v2.1, appendix A",
         ),
         "rtx-4090": DataSheet(
             _rates(82.6, 165.2, tf32=82.6, fp8=330.3), 23.64, 1008, 128, "pcie4-host", "pcie4",
-            "infiniband-edr", 8, "ada",
+            "infiniband-edr", 8, "ada-geforce",
             "NVIDIA Ada GPU architecture whitepaper v2.1, appendix A",
         ),
         "t4": DataSheet(

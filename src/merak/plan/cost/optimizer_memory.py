@@ -89,7 +89,9 @@ class OptimizerMemories:
             return optimizer_memory(None, parameters, self.device)
         key = (kernels, frozenset(parameters))
         if key not in self._kinds:
-            self._kinds[key] = self._measure_kinds(tuple(dict.fromkeys(parameters)), kernels)
+            known = self._among_more(*key)
+            metas = tuple(dict.fromkeys(parameters))
+            self._kinds[key] = known or self._measure_kinds(metas, kernels)
         kinds = self._kinds[key]
         if kinds is not None:
             return kinds.of(parameters)
@@ -97,6 +99,14 @@ class OptimizerMemories:
         if every not in self._lists:
             self._lists[every] = optimizer_memory(self.factory, parameters, self.device, kernels)
         return self._lists[every]
+
+    def _among_more(self, kernels: str | None, metas: frozenset[TensorMeta]) -> _Kinds | None:
+        """What is known of more kinds, each of which adds its own bytes."""
+        for (of, others), kinds in self._kinds.items():
+            adds = kinds is not None and kinds.added_bytes is not None
+            if of == kernels and adds and metas <= others:
+                return kinds
+        return None
 
     def _measure_kinds(self, metas: tuple[TensorMeta, ...], kernels: str | None) -> _Kinds | None:
         """Memory by kind of parameter; None for an optimizer that is neither sort of `_Kinds`."""

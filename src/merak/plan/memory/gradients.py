@@ -81,9 +81,9 @@ class Gradients:
         self._bucket.append(name)
         self._size += self._parameter_bytes[name]
         if self._size >= ctx.bucket_bytes:
-            self.flush(ctx.schedule.label(action))
+            self.flush(action)
 
-    def flush(self, at: str) -> None:
+    def flush(self, at: str | Action) -> None:
         """Reduce the open bucket, which replaces the gradients that are copied into it."""
         names, self._bucket, self._size = self._bucket, [], 0
         if not names:
@@ -158,7 +158,7 @@ class Gradients:
             self.ledger.hold(("ahead", name), num_bytes, Category.COMMUNICATION, action.stage)
         if tied.num_holders > 1:
             # For a moment there are the others' sum, this rank's term, and the sum of both.
-            self.ledger.record_peak(self.ctx.schedule.label(action), 2 * num_bytes, action.stage)
+            self.ledger.record_peak(action, 2 * num_bytes, action.stage)
         self.ledger.release(key)
         if not is_sharded:
             self.reduce(name, action)

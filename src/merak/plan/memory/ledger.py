@@ -7,9 +7,11 @@ counts once.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+from merak.schedule.ir import Action
 
 
 class Category(Enum):
@@ -52,8 +54,13 @@ class _Held:
 
 @dataclass(slots=True)
 class Ledger:
-    """Storages that a rank holds, with their holders, and the peak of their bytes."""
+    """Storages that a rank holds, with their holders, and the peak of their bytes.
 
+    Args:
+        label: text of an action, for the peak.
+    """
+
+    label: Callable[[Action], str] = str
     by_category: Counter[Category] = field(default_factory=Counter)
     total_bytes: int = 0
     peak: Peak | None = None
@@ -101,7 +108,7 @@ class Ledger:
         for key in keys:
             self.release(key)
 
-    def record_peak(self, at: str, taken_bytes: int = 0, stage: int | None = None) -> None:
+    def record_peak(self, at: str | Action, taken_bytes: int = 0, stage: int | None = None) -> None:
         """Record the peak, if held bytes and those taken meanwhile are more than ever before."""
         total = self.total_bytes + taken_bytes
         if stage is not None:
@@ -111,7 +118,8 @@ class Ledger:
             by_category = dict(self.by_category)
             temporary = by_category.get(Category.TEMPORARY, 0)
             by_category[Category.TEMPORARY] = temporary + taken_bytes
-            self.peak = Peak(at, total, by_category)
+            label = at if isinstance(at, str) else self.label(at)
+            self.peak = Peak(label, total, by_category)
 
     def set_category(self, category: Category, num_bytes: int) -> None:
         """Set the bytes of a category, whatever its storages are."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from merak.graph.ir.ir import Segment
+from merak.graph.ir.structure import structural_key
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.optimizer_memory import OptimizerMemories
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory, storage_bytes
@@ -22,7 +25,7 @@ class Measured:
         self.optimizers = optimizers
         self._measure = segments
         self._segments: dict[int, SegmentMemory] = {}
-        self._prologues: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, int]] = {}
+        self._prologues: dict[Any, int] = {}
 
     def segment(self, segment: Segment) -> SegmentMemory:
         """Memory of a segment for one microbatch."""
@@ -36,14 +39,14 @@ class Measured:
 
     def prologue_bytes(self, program: Program) -> tuple[int, int]:
         """Bytes of batch-only values that are held throughout, and of those of one microbatch."""
-        key = (program.fixed.segment.outputs, program.batch_only.segment.outputs)
-        if key not in self._prologues:
-            fixed, varying = map(self._outputs_bytes, (program.fixed, program.batch_only))
-            self._prologues[key] = fixed, varying
-        return self._prologues[key]
+        return self._outputs_bytes(program.fixed), self._outputs_bytes(program.batch_only)
 
     def _outputs_bytes(self, prologue: SegmentProgram) -> int:
         segment = prologue.segment
         if not segment.outputs:
             return 0
-        return sum(storage_bytes(segment, self._measure.device).values())
+        key = structural_key(segment.graph)
+        if key not in self._prologues:
+            sizes = storage_bytes(segment, self._measure.device)
+            self._prologues[key] = sum(sizes.values())
+        return self._prologues[key]

@@ -133,6 +133,9 @@ class MemoryModel:
                     for stage in program.stages.values():
                         self.segments |= job.split.stage(stage, measured.piece, whole)
             self._derived = [measured.prologue_bytes(program) for program in job.programs]
+        # All ranks' kinds of parameters at first, of which each rank has some.
+        kinds = [meta for p in job.programs for meta in dict.fromkeys(_stepped(job, p).values())]
+        measured.optimizers(list(dict.fromkeys(kinds)), job.kernels)
         self._optimizers = [_optimizer(job, p, measured.optimizers) for p in job.programs]
 
     def find_selective_ops(self, profile: DeviceProfile) -> dict[int, SelectiveOps]:
@@ -180,7 +183,7 @@ class MemoryModel:
         program = _with_policy(job.programs[rank], policy)
         state, taken = self._optimizers[rank]
         fixed_bytes, varying_bytes = self._derived[rank]
-        ledger = Ledger()
+        ledger = Ledger(schedule.label)
         parameters = parameters_of(program)
         ledger.hold("versions", _version_bytes(rank, schedule, program), Category.PARAMETERS)
         ledger.hold("others", job.others[rank] + fixed_bytes, Category.BUFFERS)
@@ -210,7 +213,8 @@ class MemoryModel:
             Category.GRADIENTS, min(stepped_bytes, ledger.by_category[Category.GRADIENTS])
         )
         ledger.record_peak("update", taken)
-        whole = {n: m for n, m in parameters.items() if n not in ctx.sharded_parameters()}
+        sharded = ctx.sharded_parameters()
+        whole = {name: meta for name, meta in parameters.items() if name not in sharded}
         ledger.record_peak("gather", _gathered_bytes(job, _trained(whole)))
         assert ledger.peak is not None
         stages = tuple(
@@ -274,13 +278,18 @@ def _optimizer(
     job: Job, program: Program, measure: OptimizerMemories
 ) -> tuple[dict[str, int], int]:
     """Optimizer state by parameter, masters included, and temporaries of its step."""
-    metas = _trained(parameters_of(program))
+    metas, some = _trained(parameters_of(program)), _stepped(job, program)
     stepped = job.zero.optimizer_tensors(metas)
-    some = {name: meta for name, meta in stepped.items() if meta.num_bytes}
     found: OptimizerMemory = measure(list(some.values()), job.kernels)
     state = dict(zip(some, found.state_bytes, strict=True))
     masters = {name: job.zero.master_bytes(metas[name], stepped[name]) for name in metas}
     return {name: state.get(name, 0) + masters[name] for name in metas}, found.taken_bytes
+
+
+def _stepped(job: Job, program: Program) -> dict[str, TensorMeta]:
+    """What the optimizer of a pp rank steps, by name."""
+    stepped = job.zero.optimizer_tensors(_trained(parameters_of(program)))
+    return {name: meta for name, meta in stepped.items() if meta.num_bytes}
 
 
 def _gathered_bytes(job: Job, metas: Mapping[str, TensorMeta]) -> int:
@@ -314,8 +323,8 @@ def _stage(
 ) -> StageMemory:
     """Memory of a stage; a parameter of several stages of one rank counts in the first."""
     earlier = {n for s in program.stages if s < stage for n in _names(program, s)}
-    own = {n: m for n, m in parameters_of(program).items() if n in _names(program, stage)}
-    metas = {name: meta for name, meta in own.items() if name not in earlier}
+    own = _names(program, stage) - earlier
+    metas = {name: meta for name, meta in parameters_of(program).items() if name in own}
     trained = _trained(metas)
     sizes = zero.gradient_shard_bytes if zero.gradients else zero.gradient_bytes
     return StageMemory(

@@ -51,10 +51,11 @@ class MemoryTimeline(StepInterpreter):
         self._made: dict[tuple[Payload, int, int], Keys] = {}
         self._arrived: dict[tuple[Payload, int, int], Keys] = {}
         self._records: dict[tuple[int, int], list[_Record]] = {}
+        own = [segment for stage in ctx.program.stages.values() for segment in stage.segments]
+        self._trained = {segment.segment.index: trained_parameters(segment) for segment in own}
         self._noncontiguous = {
             name
-            for stage in ctx.program.stages.values()
-            for segment in stage.segments
+            for segment in own
             for name, output in ctx.memory[segment.segment.index].outputs.items()
             if not output.is_contiguous
         }
@@ -145,7 +146,7 @@ class MemoryTimeline(StepInterpreter):
             selective = None if saves or not segment.trains else self._selective(segment)
             taken = memory.saving_forward_bytes if saves else memory.forward_bytes
             taken = taken if selective is None else selective.forward_bytes
-            self.ledger.record_peak(self.ctx.schedule.label(action), taken, stage)
+            self.ledger.record_peak(action, taken, stage)
             outputs = self._outputs(segment, "F", place, values)
             if offloads:
                 record.offloaded = self.host.forward(segment, memory, place, {**inputs, **outputs})
@@ -217,7 +218,7 @@ class MemoryTimeline(StepInterpreter):
         if selective is not None:
             taken = selective.replay_bytes
             saved_bytes = selective.replayed_bytes - memory.own_bytes
-        self.ledger.record_peak(self.ctx.schedule.label(action), taken, action.stage)
+        self.ledger.record_peak(action, taken, action.stage)
         if selective is not None:  # their results are now among those that autograd has saved
             self.ledger.release(record.selective)
         # An output in an input's storage adds nothing: the record holds the input.
@@ -253,12 +254,12 @@ class MemoryTimeline(StepInterpreter):
 
     def _segment_backward(self, segment: SegmentProgram, action: Action, gradients: Keys) -> None:
         memory = self.ctx.memory[segment.segment.index]
-        names = trained_parameters(segment)
+        names = self._trained[segment.segment.index]
         # Asynchronous schedules give every microbatch leaves of its own, and so new gradients.
         is_synchronous = self.ctx.schedule.is_synchronous
         is_first = not is_synchronous or self._gradients.are_new(names)
         taken = memory.first_backward_bytes if is_first else memory.backward_bytes
-        self.ledger.record_peak(self.ctx.schedule.label(action), taken, action.stage)
+        self.ledger.record_peak(action, taken, action.stage)
         for name in names:
             self._gradients.add(name, segment, action)
             if not is_synchronous:
@@ -290,9 +291,9 @@ class MemoryTimeline(StepInterpreter):
     def weight_gradient(self, action: Action) -> None:
         """Add the deferred gradients of weights."""
         segments = self.ctx.program.stages[action.stage].segments
-        names = [name for segment in segments for name in trained_parameters(segment)]
+        names = [name for own in segments for name in self._trained[own.segment.index]]
         largest = max((self._gradients.bytes[name] for name in names), default=0)
-        self.ledger.record_peak(self.ctx.schedule.label(action), largest, action.stage)
+        self.ledger.record_peak(action, largest, action.stage)
         for segment in (s for s in segments if s.trains):
             key = ("deferred", action.stage, action.microbatch, segment.segment.index)
             self.ledger.release(key)
@@ -305,10 +306,10 @@ class MemoryTimeline(StepInterpreter):
         number = action.microbatch
         if not self.ctx.schedule.is_synchronous:
             for segment in self.ctx.program.stages[action.stage].segments:
-                for name in trained_parameters(segment):
+                for name in self._trained[segment.segment.index]:
                     self.ledger.release(("leaf", action.stage, number, name))
         if self.ctx.zero.gradients:
-            self._gradients.flush(self.ctx.schedule.label(action))
+            self._gradients.flush(action)
         super().complete(action)
 
     def microbatch_done(self, microbatch: int) -> None:

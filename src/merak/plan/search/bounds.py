@@ -8,14 +8,15 @@ least; in 1F1B a stage waits for those before it besides. The price has the rest
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from merak.core.gradients import is_low_precision
+from merak.core.gradients import LOW_PRECISION
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind, Segment
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import group_of
@@ -37,12 +38,6 @@ _BUBBLES = {"zero_bubble_h1": 1 / 3, "zero_bubble_v": 0.1, "dualpipe_v": 0.2}
 
 _SELECTIVE = 0.3
 """Part of a forward that selective recomputation usually runs again."""
-
-_SELECTIVE_SAVES = 0.5
-"""Part of the saved activations that selective recomputation usually leaves."""
-
-_SEQUENCE = 0.7
-"""Part of the saved activations that sharding over the sequence usually leaves."""
 
 
 class Pricing(Protocol):
@@ -81,13 +76,76 @@ class _Form:
 
     Args:
         forward_s: of their forwards.
+        again_s: of the forwards of those with a backward, which recomputation can run again.
         backward_s: of their backwards.
         largest_s: of the segment that takes longest.
     """
 
     forward_s: float
+    again_s: float
     backward_s: float
     largest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes that a microbatch of `base` samples holds on one tensor parallel rank.
+
+    Args:
+        saved: between forward and backward, by recomputation.
+        largest: most that one segment saves.
+    """
+
+    saved: Mapping[str, float]
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Bytes of parameters, their gradients, and optimizer states.
+
+    Args:
+        parameters: all of them.
+        without_master: those of which ZeRO 3 holds a shard besides the master's.
+        gradients: of the trained ones.
+        optimizer: states, masters included.
+    """
+
+    parameters: float
+    without_master: float
+    gradients: float
+    optimizer: float
+
+    @classmethod
+    def of(
+        cls,
+        metas: Mapping[str, TensorMeta],
+        states: Mapping[TensorMeta, int],
+        master_bytes: int,
+    ) -> _State:
+        """State of some parameters.
+
+        Args:
+            metas: by name.
+            states: bytes of the optimizer's states by kind, without `requires_grad`.
+            master_bytes: of a master of one element.
+        """
+        trained = [meta for meta in metas.values() if meta.requires_grad]
+        optimizer = sum(states[replace(meta, requires_grad=False)] for meta in trained)
+        mastered = [meta for meta in trained if master_bytes and meta.dtype in LOW_PRECISION]
+        parameters = sum(meta.num_bytes for meta in metas.values())
+        return cls(
+            parameters=float(parameters),
+            without_master=float(parameters - sum(meta.num_bytes for meta in mastered)),
+            gradients=float(sum(meta.num_bytes for meta in trained)),
+            optimizer=float(optimizer + master_bytes * sum(math.prod(m.shape) for m in mastered)),
+        )
+
+    def held(self, dp: int, zero: int) -> float:
+        """Bytes that a replica holds of it under a ZeRO stage."""
+        held = self.without_master / dp if zero == 3 else self.parameters
+        held += self.gradients / (dp if zero >= 2 else 1)
+        return held + self.optimizer / (dp if zero else 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +162,8 @@ class JobPricing:
     cluster: Cluster
     base: int = 1
     _forms: dict[tuple[int, int, bool, bool], _Form] = field(init=False, default_factory=dict)
-    _bytes: tuple[float, float, float] | None = field(init=False, default=None)
-    _saved: dict[int, tuple[float, float, float]] = field(init=False, default_factory=dict)
+    _states: dict[int, tuple[_State, _State]] = field(init=False, default_factory=dict)
+    _saved: dict[tuple[int, bool], _Held] = field(init=False, default_factory=dict)
 
     @property
     def device_bytes(self) -> float:
@@ -120,7 +178,7 @@ class JobPricing:
     def bound_s(self, candidate: Candidate) -> float:
         """Seconds that a candidate's step takes at least."""
         form, count = self._form(candidate), candidate.num_microbatches
-        again_s = form.forward_s if candidate.recompute == "full" else 0.0
+        again_s = form.again_s if candidate.recompute == "full" else 0.0
         whole_s = form.forward_s + form.backward_s + again_s
         least_s = count * max(whole_s / candidate.pp, form.largest_s)
         if candidate.schedule in _FIFO:
@@ -150,92 +208,110 @@ class JobPricing:
         if candidate.dp == 1:
             return 0.0
         replicas = group_of(self.cluster, candidate.dp, candidate.tp)
-        share = candidate.tp * candidate.pp
-        parameters, gradients, _ = self._state()
-        seconds = collective_seconds("all_reduce", gradients / share, replicas)
+        whole, _ = self._state(candidate.tp)
+        gradients = whole.gradients / candidate.pp
+        seconds = collective_seconds("all_reduce", gradients, replicas)
         hides_s = pipeline_s / candidate.num_microbatches
         if candidate.zero == 3:
-            gather_s = collective_seconds("all_gather", parameters / share, replicas)
+            parameters = whole.parameters / candidate.pp
+            gather_s = collective_seconds("all_gather", parameters, replicas)
             seconds += 2 * candidate.num_microbatches * gather_s
             hides_s = pipeline_s
         return max(0.0, seconds - hides_s) + 0.1 * seconds
 
     def state_bytes(self, candidate: Candidate) -> float:
-        """Bytes of parameters, gradients and optimizer on the fullest rank, at least their mean."""
-        parameters, gradients, optimizer = self._state()
+        """Bytes of parameters, gradients and optimizer on the fullest rank.
+
+        They are no less than the mean over pp ranks, and than those of the largest segment.
+        """
+        whole, largest = self._state(candidate.tp)
         dp, zero = candidate.dp, candidate.zero
-        held = parameters / (dp if zero == 3 else 1)
-        held += gradients / (dp if zero >= 2 else 1)
-        held += optimizer / (dp if zero else 1)
-        return held / (candidate.tp * candidate.pp)
+        return max(whole.held(dp, zero) / candidate.pp, largest.held(dp, zero))
 
     def rough_bytes(self, candidate: Candidate) -> float:
         """Estimate of the memory of a candidate's fullest rank."""
-        saved, inputs, largest = self._held(candidate.tp)
+        own = self._held(candidate.tp, candidate.sequence_parallel)
         scale = candidate.microbatch / self.base
-        if candidate.sequence_parallel:
-            scale *= _SEQUENCE
-        known = {"full": inputs, "selective": _SELECTIVE_SAVES * saved}
-        held = known.get(str(candidate.recompute), saved)
+        recompute = str(candidate.recompute)
         if candidate.schedule in SPLIT:  # which hold what was recomputed until the W
-            held = saved
+            recompute = "off"
+        held = own.saved.get(recompute, own.saved["off"])
         chunks = int(candidate.schedule_options.get("chunks", 1))
         in_flight = candidate.pp + (candidate.pp - 1) / chunks * (chunks > 1)
         if candidate.schedule == "gpipe":
             in_flight = candidate.num_microbatches
         in_flight = min(in_flight, candidate.num_microbatches)
-        activations = scale * (held * in_flight / candidate.pp + largest)
+        activations = scale * (held * in_flight / candidate.pp + own.largest)
         return self.state_bytes(candidate) + activations
 
-    def _held(self, tp: int) -> tuple[float, float, float]:
-        """Bytes that a microbatch of `base` samples holds on one tensor parallel rank.
-
-        Returns:
-            Saved activations of all segments, their inputs, and the most of one segment.
-        """
-        if tp not in self._saved:
+    def _held(self, tp: int, sequence_parallel: bool) -> _Held:
+        key = (tp, sequence_parallel)
+        if key not in self._saved:
             count = len(self.workload.graph(self.base).segments)
-            alone = Candidate(tp=tp, microbatch=self.base)
+            alone = Candidate(tp=tp, microbatch=self.base, sequence_parallel=sequence_parallel)
             device = self.cluster.nodes[0].device
             whole = Partition(count, ())
             forecast = self.workload.forecast(alone, whole, device_profile=device)
-            sizes, graph = forecast.saved_bytes(), forecast.layout.graph
-            inputs = [sum(graph.values[n].num_bytes for n in s.inputs) for s in graph.segments]
-            own = [float(size) for size in sizes.values()]
-            self._saved[tp] = sum(own), float(sum(inputs)), max(own, default=0.0)
-        return self._saved[tp]
+            sizes = [float(size) for size in forecast.saved_bytes().values()]
+            graph = self.workload.local_graph(self.base, tp, sequence_parallel)
+            inputs = sum(graph.values[n].num_bytes for s in graph.segments for n in s.inputs)
+            selective = forecast.memory.find_selective_ops(device).values()
+            saved = {
+                "off": sum(sizes),
+                "selective": float(inputs + sum(own.saved_bytes for own in selective)),
+                "full": float(inputs),
+            }
+            self._saved[key] = _Held(saved, max(sizes, default=0.0))
+        return self._saved[key]
 
-    def _state(self) -> tuple[float, float, float]:
-        """Bytes of all parameters, their gradients, and optimizer states with masters."""
-        if self._bytes is None:
-            own = list(self.workload.model.parameters())
-            trained = [p for p in own if p.requires_grad]
-            counts = Counter(TensorMeta(tuple(p.shape), p.dtype) for p in trained)
-            states = optimizer_memory(
-                self.workload.optimizer, list(counts), torch.device("cpu")
-            ).state_bytes
-            optimizer = float(sum(n * size for n, size in zip(counts.values(), states)))
-            if self.workload.master_weights:
-                optimizer += sum(4.0 * p.numel() for p in trained if is_low_precision(p))
-            gradients = float(sum(p.nbytes for p in trained))
-            self._bytes = (float(sum(p.nbytes for p in own)), gradients, optimizer)
-        return self._bytes
+    def _state(self, tp: int) -> tuple[_State, _State]:
+        """State of the whole model on a tensor parallel rank, and that of its largest segment."""
+        if tp not in self._states:
+            graph = self.workload.local_graph(self.base, tp)
+            segments = [_parameters(segment) for segment in graph.segments]
+            # Parameters that no segment reads are whole on every rank.
+            every = dict(graph.parameters)
+            for own in segments:
+                every |= own
+            kinds = list({replace(m, requires_grad=False): m for m in every.values()})
+            device = torch.device("cpu")
+            sizes = optimizer_memory(self.workload.optimizer, kinds, device).state_bytes
+            states = dict(zip(kinds, sizes, strict=True))
+            master_bytes = 4 if self.workload.master_weights else 0
+            found = [_State.of(own, states, master_bytes) for own in (every, *segments)]
+            largest = max(found[1:], key=lambda own: own.held(1, 0), default=found[0])
+            self._states[tp] = found[0], largest
+        return self._states[tp]
 
     def _form(self, candidate: Candidate) -> _Form:
         split = candidate.sub_pipelining == "on"
         key = _key(candidate)
         if key not in self._forms:
             group = group_of(self.cluster, candidate.tp, 1)
+            graph = self.workload.graph(candidate.microbatch)
+            trained = [
+                any(graph.values[n].requires_grad for n in s.outputs) for s in graph.segments
+            ]
             found = [
-                _form(price_segments(self.workload, candidate, own.device, group), split)
+                _form(price_segments(self.workload, candidate, own.device, group), trained, split)
                 for own in self.cluster.nodes
             ]
             self._forms[key] = _Form(
                 min(own.forward_s for own in found),
+                min(own.again_s for own in found),
                 min(own.backward_s for own in found),
                 min(own.largest_s for own in found),
             )
         return self._forms[key]
+
+
+def _parameters(segment: Segment) -> dict[str, TensorMeta]:
+    """Parameters that a segment reads, as large as the rank's shards."""
+    return {
+        node.meta["name"]: node.meta["tensor"]
+        for node in segment.graph.find_nodes(op="placeholder")
+        if node.meta["kind"] is Kind.PARAMETER
+    }
 
 
 def _key(candidate: Candidate) -> tuple[int, int, bool, bool]:
@@ -243,11 +319,12 @@ def _key(candidate: Candidate) -> tuple[int, int, bool, bool]:
     return candidate.microbatch, candidate.tp, candidate.sequence_parallel, split
 
 
-def _form(prices: tuple[SegmentPrice, ...], split: bool) -> _Form:
+def _form(prices: Sequence[SegmentPrice], trained: Sequence[bool], split: bool) -> _Form:
     """Times of segments; without collectives, which others may hide, where they are split."""
     times = [(_seconds(own.forward, split), _backward_s(own, split)) for own in prices]
     return _Form(
         sum(forward for forward, _ in times),
+        sum(forward for (forward, _), trains in zip(times, trained, strict=True) if trains),
         sum(backward for _, backward in times),
         max((forward + backward for forward, backward in times), default=0.0),
     )

@@ -1,7 +1,7 @@
 """Rules that drop candidates before they are priced; each has a bound, or another price to show.
 
 - State: parameters, gradients and optimizer alone are more than the largest device holds. They are
-  no less on the fullest rank than their mean over tp and pp ranks.
+  no less on the fullest rank than the mean of the pp ranks, and than those of one segment.
 - Memory: a candidate that takes no more memory was priced and does not fit: the same layout with
   a smaller microbatch, more recomputation, a higher ZeRO stage up to 2, or the sequence sharded.
 - Saved: the same layout with less recomputation was priced and fits; recomputing takes time.
@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from merak.core.errors import MerakError
 from merak.core.units import size
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
@@ -23,8 +24,11 @@ from merak.plan.search.space import RECOMPUTES
 
 
 def state_rejection(candidate: Candidate, pricing: Pricing) -> Rejection | None:
-    """Reject a candidate whose parameters, gradients and optimizer do not fit."""
-    held, most = pricing.state_bytes(candidate), pricing.device_bytes
+    """Reject a candidate whose parameters, gradients and optimizer do not fit, or cannot be."""
+    try:
+        held, most = pricing.state_bytes(candidate), pricing.device_bytes
+    except MerakError as error:
+        return Rejection(candidate, Cause.REFUSED, str(error))
     if held <= most:
         return None
     why = (

@@ -17,7 +17,9 @@ def test_presets_keep_below_their_data_sheets():
         device = preset(name)
         assert device.name == name
         for dtype, teraflops in sheet.teraflops.items():
-            assert 0.4 < device.flops_per_s[dtype] / (teraflops * 1e12) < 1
+            # GeForce cards run above the clocks of their data sheets.
+            most = 1.1 if "geforce" in sheet.generation else 1
+            assert 0.4 < device.flops_per_s[dtype] / (teraflops * 1e12) < most
         assert 0.5 < device.memory_bytes_per_s / (sheet.memory_gigabytes_per_s * 1e9) < 1
         assert 0.5 < device.host_bytes_per_s / (sheet.host_gigabytes_per_s * 1e9) < 1
 

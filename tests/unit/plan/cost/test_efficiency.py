@@ -39,6 +39,20 @@ def test_products_on_an_a100_are_those_that_nvidia_prints(size, published):
     assert product_teraflops(preset("a100"), size, size, size) == pytest.approx(published, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "published"),
+    [("rtx-3090", "float16", 81.3 / 160 * 142), ("rtx-3090", "tfloat32", 42.1 / 40 * 35.6),
+     ("rtx-4090", "float16", 172), ("rtx-4090", "tfloat32", 86)],
+)  # fmt: skip
+def test_products_on_geforce_cards_are_as_measured(name, dtype, published):
+    """8,192 rows. Source: mli/transformers-benchmarks; an RTX 3090 Ti by the peaks' ratio."""
+    sheet = SHEETS[name]
+    shape = ProductShape(8192, 8192, 8192)
+    fraction = product_fraction(shape, sheet.efficiency, sheet.multiprocessors)
+    rate = fraction * sheet.efficiency.product * sheet.teraflops[dtype]
+    assert rate == pytest.approx(published, rel=0.05)
+
+
 PUBLISHED = {
     # (head, causal, backward): TFLOP/s of cuDNN on an H100 with 512, 1k, 2k, 4k, 8k and 16k keys
     (128, False, False): (497, 574, 617, 609, 600, 595),
@@ -122,10 +136,12 @@ def test_what_is_left_for_tensors():
 
 
 def test_fractions_are_fractions_and_have_sources():
-    for curve in GENERATIONS.values():
+    for curve_name, curve in GENERATIONS.items():
         assert curve.source
-        for name in ("product", "attention_forward", "attention_backward", "copy", "host"):
+        for name in ("attention_forward", "attention_backward", "copy", "host"):
             assert 0 < getattr(curve, name) < 1
+        # GeForce cards run above the clocks of their data sheets.
+        assert 0 < curve.product < (1.1 if "geforce" in curve_name else 1)
         assert curve.attention_backward <= curve.attention_forward
     for link in LINKS.values():
         assert 0 < link.fraction < 1

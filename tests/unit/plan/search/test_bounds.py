@@ -1,0 +1,97 @@
+"""Bounds that drop candidates: they are never more than the price, on any model and cluster."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from merak.core.errors import MerakError
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.parse import parse_cluster
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.step import price
+from merak.plan.price.workload import Workload
+from merak.plan.search.bounds import JobPricing
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.search import job_of
+from merak.plan.search.space import space_of
+from merak.zoo.model_source import ModelSource
+from merak.zoo.workload import example_workload
+
+LLAMA = ModelSource(
+    LlamaForCausalLM,
+    LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=512,
+    ),
+    None,
+)
+GPT2 = ModelSource(
+    GPT2LMHeadModel, GPT2Config(n_embd=128, n_layer=3, n_head=4, vocab_size=1024), None
+)
+SAMPLES = 10
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)  # type: ignore[arg-type]
+
+
+def freeze_begin(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" not in name and ".0." not in name)
+
+
+def whole(model: nn.Module) -> None:
+    """Leave a model as it is."""
+
+
+MODELS = {"llama": (LLAMA, whole), "gpt2": (GPT2, whole), "frozen": (LLAMA, freeze_begin)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def workload(request: pytest.FixtureRequest) -> Workload:
+    source, change = MODELS[request.param]
+    found = example_workload(source, global_batch=32, sequence=64, optimizer=adam)
+    change(found.model)
+    return found
+
+
+def mixed() -> Cluster:
+    fast, slow = parse_cluster("h100:4x1"), parse_cluster("a100-80gb:4x1")
+    return Cluster((*fast.nodes, *slow.nodes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [parse_cluster("h100:4x2"), mixed()], ids=("even", "mixed"))
+def test_no_bound_is_more_than_the_price(workload: Workload, cluster: Cluster) -> None:
+    pricing = JobPricing(workload, cluster)
+    candidates = space_of(job_of(workload, cluster, Pinned()), Pinned()).candidates
+    priced = 0
+    for candidate in random.Random(len(candidates)).sample(candidates, SAMPLES):
+        try:
+            found = pricing.price(candidate)
+        except MerakError:
+            continue
+        priced += 1
+        assert pricing.bound_s(candidate) <= found.step_s * (1 + 1e-9), candidate
+        assert pricing.quick_bound_s(candidate) <= pricing.bound_s(candidate)
+        assert pricing.state_bytes(candidate) <= max(found.peak_memory_bytes), candidate
+    assert priced > SAMPLES / 2
+
+
+def test_segments_without_a_backward_are_not_taken_to_run_again() -> None:
+    found = example_workload(LLAMA, global_batch=4, sequence=16)
+    freeze_begin(found.model)
+    own = Candidate(num_microbatches=4, recompute="full")
+    cluster = parse_cluster("h100:1x1")
+    bound_s = JobPricing(found, cluster).bound_s(own)
+    assert 0 < bound_s <= price(found, cluster, own).step_s
