@@ -16,8 +16,12 @@ from merak.core.shards import take
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
+from tests.unit.graph import expert_models
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
+
+EXPERTS = ("mixtral", "deepseek_v3", "gpt_oss")
+"""Partial sums of experts and of latent attention, reduced behind the combine."""
 
 FEW_KV_HEADS = {"num_key_value_heads": 2}
 AT_FOUR: list[tuple[str, dict[str, Any]]] = [
@@ -64,7 +68,7 @@ def test_every_gradient_of_every_architecture(
 
 
 def build(name: str) -> torch.nn.Module:
-    return ARCHITECTURES[name].build()
+    return expert_models.build(name) if name in EXPERTS else ARCHITECTURES[name].build()
 
 
 def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
@@ -72,7 +76,7 @@ def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-@pytest.mark.parametrize("name", ["falcon", "t5"])
+@pytest.mark.parametrize("name", ["falcon", "t5", *map(slow, EXPERTS)])
 def test_together_with_a_pipeline_and_clipping(pool: RankPool, name: str) -> None:
     """Falcon's fused key and value are whole beside split queries, and count once in the norm."""
 

@@ -138,6 +138,7 @@ class Operator:
         in_split_work: whether to count it to the work that is split, though its operands are whole.
         by_storage: how the results before it lie that are in some memory, by its number; may be
             left out where none is copied.
+        reduced: partial sums that are reduced for all of their readers.
     """
 
     node: fx.Node
@@ -145,6 +146,7 @@ class Operator:
     degree: Degree
     in_split_work: bool = False
     by_storage: Mapping[int | None, Collection[ResultPlacement]] = field(default_factory=dict)
+    reduced: Collection[fx.Node] = frozenset()
 
     def placement(self, operand: Any) -> Placement:
         """Placement of an operand; a partial sum counts as replicated, as it is reduced first.

@@ -33,6 +33,7 @@ from merak.graph.tensor_parallel.placement import (
     ResultPlacement,
     Shard,
 )
+from merak.graph.tensor_parallel.reductions import early_reductions
 from merak.graph.tensor_parallel.rules.rules import decide
 
 
@@ -87,6 +88,34 @@ def propagate(
     Raises:
         ShardError: an operator that cannot work on what is split, or a write that would be lost.
     """
+    return reduce_early(
+        graph,
+        lambda reduced: propagate_once(graph, weights, degree, rule, inside, entering, reduced),
+    )
+
+
+def reduce_early(graph: fx.Graph, run: Callable[[Collection[fx.Node]], Propagation]) -> Propagation:
+    """Propagation in which partial sums are reduced where they are smallest.
+
+    Args:
+        graph: the segment's operators.
+        run: propagates, given the sums that are reduced for all of their readers.
+    """
+    found = run(frozenset())
+    reduced = early_reductions(graph, found.placements, found.decisions)
+    return run(reduced) if reduced else found
+
+
+def propagate_once(
+    graph: fx.Graph,
+    weights: Mapping[str, Placement],
+    degree: int,
+    rule: Callable[[Operator], Decision],
+    inside: Collection[fx.Node],
+    entering: Mapping[fx.Node, Placement],
+    reduced: Collection[fx.Node],
+) -> Propagation:
+    """Propagate placements as `propagate` does, with the sums that are reduced given."""
     placements: dict[fx.Node, ResultPlacement] = {}
     decisions: dict[fx.Node, Decision] = {}
     by_storage: dict[int | None, set[ResultPlacement]] = {}
@@ -94,7 +123,7 @@ def propagate(
         if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
             placements[node] = weights.get(node.meta["name"], REPLICATE)
         elif node.op == "call_function":
-            decision = rule(Operator(node, placements, degree, node in inside, by_storage))
+            decision = rule(Operator(node, placements, degree, node in inside, by_storage, reduced))
             decisions[node] = decision
             placements[node] = REPLICATE if decision.then else decision.output
         elif node.op != "output":

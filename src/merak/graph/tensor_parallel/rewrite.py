@@ -170,15 +170,15 @@ class _Rewriter:
             scattered = self.scattered(node, placed, need)
             if scattered is not None:
                 return scattered
+        if isinstance(need, Partial):
+            return self.insert(
+                replicate_to_partial, (self.convert(node, REPLICATE), AXIS), node, need
+            )
         if placed == REPLICATE_PARTIAL_GRAD and isinstance(need, Shard):
             args = (self.env[node], need.dim, need.parts, AXIS)
             return self.insert(local_slice, args, node, need)
         if placed == REPLICATE_PARTIAL_GRAD:
             return self.insert(leave_partial_grad, (self.env[node], AXIS), node, need)
-        if isinstance(need, Partial):
-            return self.insert(
-                replicate_to_partial, (self.convert(node, REPLICATE), AXIS), node, need
-            )
         if need == REPLICATE_PARTIAL_GRAD:
             return self.insert(copy_to, (self.convert(node, REPLICATE), AXIS), node, need)
         if isinstance(need, Shard):

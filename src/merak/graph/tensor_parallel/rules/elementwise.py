@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from merak.graph.ir.mutation import has_mutable_schema
-from merak.graph.ir.operators import family
+from merak.graph.ir.operators import FILLS_NEW, FILLS_SHAPE, NARROWS, family
 from merak.graph.tensor_parallel.placement import (
     AXIS,
     PARTIAL,
@@ -18,6 +19,7 @@ from merak.graph.tensor_parallel.placement import (
     Operator,
     Placement,
     Shard,
+    is_padded,
     local_meta,
     positive,
     shape_of,
@@ -143,3 +145,33 @@ def custom(op: Operator) -> Decision:
         raise op.error("calls a function with a backward of its own, which must see the whole")
     results = op.node.meta["tensor"]
     return replace(equally_sharded(op, tensors, lead, lead), output=(lead,) * len(results))
+
+
+def as_written(op: Operator) -> Decision | None:
+    """A new tensor that is placed like what is written into it; None where that is whole.
+
+    A tensor that is filled slice by slice, as of keys with a rotary part, holds nothing before: it
+    may lie as its slices need it.
+    """
+    if family(op.node.target) not in FILLS_NEW | FILLS_SHAPE:
+        return None
+    placed = set(_written(op))
+    if len(placed) != 1:
+        return None
+    (lead,) = placed
+    sizes = list(shape_of(op.node))
+    if sum(lead.parts) != sizes[lead.dim] or is_padded(lead, op.degree):
+        return None
+    sizes[lead.dim] = op.local(sizes[lead.dim])
+    return Decision(lead, **op.replace(size=sizes))
+
+
+def _written(op: Operator) -> Iterator[Shard]:
+    """Placements of the split values that are copied into a new tensor or into slices of it."""
+    for view in (op.node, *(n for n in op.node.users if family(n.target) in NARROWS)):
+        for writer in view.users:
+            if family(writer.target) == "copy_" and writer.args[0] is view:
+                placed = op.placements.get(cast(fx.Node, writer.args[1]))
+                same_shape = shape_of(writer.args[1]) == shape_of(view)
+                if isinstance(placed, Shard) and same_shape:
+                    yield Shard(placed.dim, placed.parts)

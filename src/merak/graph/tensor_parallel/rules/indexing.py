@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.placement import (
@@ -92,11 +93,26 @@ def narrow(op: Operator) -> Decision:
         return Decision(placed)
     size = shape_of(operand)[dim]
     start, stop = extent(op, size)
-    if op.arg("step", 1) != 1:
-        raise op.error(f"takes every {op.arg('step')}th element of a dim that is split")
+    if (step := op.arg("step", 1)) != 1:
+        return _every_few(op, operand, placed, (start, stop, step))
     parts = _parts_between(op, placed, start, stop)
     args = (operand, dim, op.local(start), op.local(stop, placed))
     after = Shard(dim, parts, placed.origin)
+    return Decision(after, target=aten.slice.Tensor, args=args, kwargs={})
+
+
+def _every_few(
+    op: Operator, operand: fx.Node, placed: Shard, taken: tuple[int, int, int]
+) -> Decision:
+    """Every few elements of all of the sharded dim, as of gates and values side by side."""
+    start, stop, step = taken
+    size = shape_of(operand)[placed.dim]
+    fits = isinstance(op.degree, int) and all(n % (step * op.degree) == 0 for n in placed.parts)
+    if not fits or start >= step or stop != size:
+        raise op.error(f"takes every {step}th element of a dim that is split")
+    parts = tuple(n // step for n in placed.parts)
+    args = (operand, placed.dim, start, op.local(size, placed), step)
+    after = Shard(placed.dim, parts, placed.origin)
     return Decision(after, target=aten.slice.Tensor, args=args, kwargs={})
 
 

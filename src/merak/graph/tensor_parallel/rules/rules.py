@@ -31,12 +31,10 @@ from merak.graph.ir.operators import (
     SHAPED_LIKE,
     SOFTMAXES,
     SPLITS,
-    SQUEEZES,
     TRANSPOSES,
     family,
 )
 from merak.graph.tensor_parallel.placement import (
-    PARTIAL,
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
@@ -46,7 +44,14 @@ from merak.graph.tensor_parallel.placement import (
     Rule,
     is_opaque,
 )
-from merak.graph.tensor_parallel.rules import elementwise, gemm, indexing, views, vocabulary
+from merak.graph.tensor_parallel.rules import (
+    elementwise,
+    gemm,
+    indexing,
+    partial_sums,
+    views,
+    vocabulary,
+)
 from merak.graph.tensor_parallel.rules.partly_sharded import decide_partly_sharded
 
 aten = torch.ops.aten
@@ -67,14 +72,18 @@ def decide(op: Operator) -> Decision:
         ShardError: no rule says how the operator works on operands that are split so.
     """
     operands = op.node.all_input_nodes
+    if (filled := elementwise.as_written(op)) is not None:
+        return filled
     if _is_whole(op, operands):
         return _WHOLE
     if family(op.node.target) == "getitem":
         return _getitem(op)
     if any(isinstance(op.raw(n), PartlySharded) for n in operands):
         return decide_partly_sharded(op)
-    if any(isinstance(op.raw(n), Partial) for n in operands) and _carries_sums(op):
-        return Decision(PARTIAL)
+    if any(isinstance(op.raw(n), Partial) for n in operands):
+        carried = partial_sums.carry(op)
+        if carried is not None:
+            return carried
     if not op.sharded():
         return _inside(op)
     rule = _rule_of(op.node.target)
@@ -123,28 +132,12 @@ def _write(op: Operator) -> Decision:
     return Decision(REPLICATE)
 
 
-def _carries_sums(op: Operator) -> bool:
-    """Whether the operator is linear in its partial sums, and they can be reduced after it."""
-    name, raw = family(op.node.target), [op.raw(n) for n in op.node.all_input_nodes]
-    if not all(isinstance(placed, Partial) for placed in raw):
-        return False
-    numbers = [a for a in op.node.args if isinstance(a, (int, float))]
-    if name in ("add", "sub", "add_", "sub_"):
-        return not numbers
-    if name in ("mul", "div"):
-        return len(raw) == 1 and len(numbers) == 1 and "rounding_mode" not in op.node.kwargs
-    return name in _LINEAR
-
-
 def _getitem(op: Operator) -> Decision:
     source, index = op.node.args
     assert isinstance(source, fx.Node) and isinstance(index, int)
     placed = op.placements[source]
     return Decision(placed[index] if isinstance(placed, tuple) else placed)
 
-
-_LINEAR = RESHAPES | TRANSPOSES | SQUEEZES | COPIES | {"neg"}
-"""Operators of one operand that give for a sum the sum of what they give for its summands."""
 
 _FAMILIES: dict[Rule, Collection[str]] = {
     gemm.linear: ("linear",),
@@ -166,7 +159,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     views.repeat: ("repeat",),
     views.repeat_interleave: ("repeat_interleave",),
     # pointwise too, but not tagged so
-    elementwise.elementwise: COPIES | FILLS_LIKE | {"detach", "hardswish"},
+    elementwise.elementwise: COPIES | FILLS_LIKE | {"copy_", "detach", "hardswish"},
     elementwise.first_operand: CONVERSIONS | {"type_as"},
     elementwise.shape_given: FILLS_NEW,
     elementwise.along_dim: SOFTMAXES | CUMULATIVE | {"glu"},

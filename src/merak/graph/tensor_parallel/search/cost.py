@@ -12,6 +12,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
+from merak.graph.ir.operators import GROUPED_GEMMS, SAME_VALUES, TRANSPOSES, family
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
@@ -21,6 +22,7 @@ from merak.graph.tensor_parallel.placement import (
     Placement,
     Shard,
     need_of,
+    shape_of,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
 
@@ -182,3 +184,22 @@ def parameter_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
     """Placeholders of a segment's parameters, by name."""
     nodes = graph.find_nodes(op="placeholder")
     return {n.meta["name"]: n for n in nodes if n.meta["kind"] is Kind.PARAMETER}
+
+
+def active_share(node: fx.Node, tokens: int) -> float:
+    """Fraction of a weight's numbers that one token is multiplied with, as of experts.
+
+    Args:
+        node: the weight, or a view of it.
+        tokens: how many tokens there are.
+    """
+    found = 0.0
+    for user in node.users:
+        if family(user.target) in SAME_VALUES | TRANSPOSES:
+            found = max(found, active_share(user, tokens))
+        elif family(user.target) in GROUPED_GEMMS:
+            rows, groups = (shape_of(n)[0] for n in user.args[:2])
+            found = max(found, min(1.0, rows / (groups * tokens)))
+        else:
+            return 1.0
+    return found or 1.0

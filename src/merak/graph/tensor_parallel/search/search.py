@@ -23,6 +23,7 @@ from merak.graph.tensor_parallel.placement import (
     PartlySharded,
     Placement,
     Shard,
+    shape_of,
 )
 from merak.graph.tensor_parallel.propagate import (
     Propagation,
@@ -36,6 +37,7 @@ from merak.graph.tensor_parallel.search.cost import (
     FORWARD,
     Collective,
     Transfer,
+    active_share,
     conversions,
     has_gradient,
     parameter_nodes,
@@ -103,8 +105,7 @@ class Search:
         self.fixed = dict(fixed)
         self.scale = _activation_size(segment)
         self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
-        gemms = {n: math.prod(self.shapes[n]) for n in self.nodes if self.dims[n]}
-        self._gemm_share = {n: size / (sum(gemms.values()) or 1) for n, size in gemms.items()}
+        self._gemm_share = self._gemm_shares(activation_tokens(segment))
         self.num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
         self._above = _ancestors(self.graph)
         self._weights = weights_only(self.graph)
@@ -112,6 +113,13 @@ class Search:
         self._values = _sources(self.graph, self._place)
         self._by_itself: dict[tuple[str, Placement], Propagation | None] = {}
         self._splits: dict[str, tuple[Shard | PartlySharded, ...]] = {}
+
+    def _gemm_shares(self, tokens: int) -> dict[str, float]:
+        """Fraction of the segment's work or of its memory that each weight is, the larger one."""
+        sizes = {n: math.prod(self.shapes[n]) for n in self.nodes if self.dims[n]}
+        work = {n: size * active_share(self.nodes[n], tokens) for n, size in sizes.items()}
+        size_sum, work_sum = sum(sizes.values()) or 1, sum(work.values()) or 1
+        return {n: max(sizes[n] / size_sum, work[n] / work_sum) for n in sizes}
 
     def run(self, followers: Collection[str] = ()) -> Found:
         """Best assignment found.
@@ -255,14 +263,21 @@ class Search:
         }
 
     def _common(self, late: set[fx.Node]) -> Iterator[fx.Node]:
-        """Latest values from which the same two or more of some others are made."""
-        seen: set[frozenset[fx.Node]] = set()
+        """Latest values from which the same of some others are made: two or more, or a larger one.
+
+        As of experts, which read every token several times.
+        """
+        seen: set[tuple[frozenset[fx.Node], int]] = set()
         for node in reversed(self.graph.nodes):
             if node in self._weights or not has_gradient(node):
                 continue
             reached = frozenset(n for n in late if self._is_made_from(n, node))
-            if len(reached) > 1 and reached not in seen:
-                seen.add(reached)
+            size = math.prod(shape_of(node))
+            is_less = len(reached) == 1 and any(size < math.prod(shape_of(n)) for n in reached)
+            # Of one value, side inputs come first, which are no use: one of each size is tried.
+            kind = (reached, size if is_less else 0)
+            if (len(reached) > 1 or is_less) and kind not in seen:
+                seen.add(kind)
                 yield node
 
     def _between(self, source: fx.Node, ends: set[fx.Node]) -> frozenset[fx.Node]:
@@ -384,7 +399,15 @@ def _depth(graph: fx.Graph) -> int:
 
 def _activation_size(segment: Segment) -> int:
     """Size of the largest value that enters or leaves the segment."""
+    return math.prod(_largest_value(segment))
+
+
+def activation_tokens(segment: Segment) -> int:
+    """Number of tokens of the largest value that enters or leaves the segment."""
+    return math.prod(_largest_value(segment)[:-1])
+
+
+def _largest_value(segment: Segment) -> tuple[int, ...]:
     values = [n for n in segment.graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.VALUE]
-    metas = [n.meta["tensor"] for n in (*values, *returned_nodes(segment.graph))]
-    sizes = [math.prod(meta.shape) for meta in metas if isinstance(meta, TensorMeta)]
-    return max((1, *sizes))
+    shapes = [shape_of(n) for n in (*values, *returned_nodes(segment.graph))]
+    return max(((1,), *shapes), key=math.prod)

@@ -19,10 +19,15 @@ from torch import fx
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.operators import is_embedding, is_weight_gemm
 from merak.graph.ir.reachable import reachable
-from merak.graph.tensor_parallel.placement import Placement, Shard
+from merak.graph.tensor_parallel.placement import Placement, Shard, shape_of
 from merak.graph.tensor_parallel.propagate import vocabulary_dim, weight_dims
-from merak.graph.tensor_parallel.search.cost import Collective, parameter_nodes
-from merak.graph.tensor_parallel.search.search import SAVED_PER_BLOCK, Found, Search
+from merak.graph.tensor_parallel.search.cost import Collective, active_share, parameter_nodes
+from merak.graph.tensor_parallel.search.search import (
+    SAVED_PER_BLOCK,
+    Found,
+    Search,
+    activation_tokens,
+)
 
 
 def split_vocabularies(
@@ -131,13 +136,14 @@ def _gathers(found: Found) -> int:
 
 
 def _block_size(segments: Sequence[Segment], vocabularies: Iterable[str]) -> float:
-    """Mean size of a segment's weights, vocabularies aside."""
+    """Mean number of weights that a token is multiplied with in a segment, vocabularies aside."""
     aside = frozenset(vocabularies)
     sizes = []
     for segment in segments:
         nodes = parameter_nodes(segment.graph)
         gemms = [n for name, n in nodes.items() if name not in aside and weight_dims(n)]
-        sizes.append(sum(math.prod(n.meta["tensor"].shape) for n in gemms))
+        tokens = activation_tokens(segment)
+        sizes.append(sum(math.prod(shape_of(n)) * active_share(n, tokens) for n in gemms))
     blocks = [size for size in sizes if size]
     return sum(blocks) / len(blocks) if blocks else 1.0
 

@@ -32,7 +32,12 @@ from merak.graph.tensor_parallel.placement import (
     Shard,
     shape_of,
 )
-from merak.graph.tensor_parallel.propagate import Propagation, decide_or_gather, propagate
+from merak.graph.tensor_parallel.propagate import (
+    Propagation,
+    decide_or_gather,
+    propagate_once,
+    reduce_early,
+)
 from merak.graph.tensor_parallel.rules.rules import decide
 from merak.graph.tensor_parallel.search.auto_shard import SegmentSharding
 from merak.graph.tensor_parallel.search.cost import has_gradient, weights_only
@@ -89,9 +94,15 @@ def propagate_sequence(
     Raises:
         ShardError: an operator that cannot work so.
     """
-    rule = _SequenceRule(weights_only(graph), entering.keys() - choice.whole, choice)
-    weights: Mapping[str, Placement] = split.weights
-    propagated = propagate(graph, weights, degree, rule, choice.inside, entering)
+    alone, weights = weights_only(graph), split.weights
+    rules: list[_SequenceRule] = []
+
+    def run(reduced: Collection[fx.Node]) -> Propagation:
+        rules.append(_SequenceRule(alone, entering.keys() - choice.whole, choice))
+        return propagate_once(graph, weights, degree, rules[-1], choice.inside, entering, reduced)
+
+    propagated = reduce_early(graph, run)
+    rule = rules[-1]
     outputs: dict[fx.Node, Placement] = {}
     for node in leaving:
         placed = choice.landing.get(node)
