@@ -23,6 +23,7 @@ def report_of(capsys, words):
     return json.loads(captured.out)
 
 
+@pytest.mark.slow
 def test_a_trace_shows_the_times_of_segments_on_any_device(capsys):
     words = ["trace", *MODEL, "--tp", "2"]
     fast, slow = (report_of(capsys, [*words, "--device", name]) for name in ("h100", "t4"))

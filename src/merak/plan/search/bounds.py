@@ -209,15 +209,17 @@ class JobPricing:
             return 0.0
         replicas = group_of(self.cluster, candidate.dp, candidate.tp)
         whole, _ = self._state(candidate.tp)
-        gradients = whole.gradients / candidate.pp
-        seconds = collective_seconds("all_reduce", gradients, replicas)
-        hides_s = pipeline_s / candidate.num_microbatches
-        if candidate.zero == 3:
-            parameters = whole.parameters / candidate.pp
-            gather_s = collective_seconds("all_gather", parameters, replicas)
-            seconds += 2 * candidate.num_microbatches * gather_s
-            hides_s = pipeline_s
-        return max(0.0, seconds - hides_s) + 0.1 * seconds
+        zero, count = candidate.zero, candidate.num_microbatches
+        kind = "reduce_scatter" if zero else "all_reduce"
+        reduce_s = collective_seconds(kind, whole.gradients / candidate.pp, replicas)
+        gather_s = collective_seconds("all_gather", whole.parameters / candidate.pp, replicas)
+        # Sharded gradients are reduced behind every microbatch, others behind the last.
+        beside_s = reduce_s * (count if zero >= 2 else 1) + gather_s * (
+            2 * count if zero == 3 else 0
+        )
+        hides_s = pipeline_s / (1 if zero >= 2 else count)
+        updated_s = gather_s if zero in (1, 2) else 0.0
+        return max(0.0, beside_s - hides_s) + 0.1 * beside_s + updated_s
 
     def state_bytes(self, candidate: Candidate) -> float:
         """Bytes of parameters, gradients and optimizer on the fullest rank.

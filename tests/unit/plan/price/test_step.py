@@ -98,6 +98,7 @@ def test_too_few_devices_are_refused(llama: Workload) -> None:
         price(llama, cluster(), Candidate(dp=16))
 
 
+@pytest.mark.slow
 def test_stages_follow_the_speed_of_their_devices() -> None:
     """The slower node gets fewer segments, and the step is faster than with equal stages."""
     wide = {"num_hidden_layers": 10, "hidden_size": 2048, "intermediate_size": 4096}
