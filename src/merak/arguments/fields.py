@@ -21,15 +21,16 @@ class AutoBatch(int):
     """Samples of a microbatch that are still to be chosen; until then transformers' default.
 
     The number counts for the samples of a step, which the choice leaves as they are.
-
-    Args:
-        is_left_out: whether the user has said nothing; else it is "auto".
     """
 
     is_left_out: bool
 
     def __new__(cls, is_left_out: bool = False) -> AutoBatch:
-        """Make transformers' default number of samples."""
+        """Make transformers' default number of samples.
+
+        Args:
+            is_left_out: whether the user has said nothing; else it is "auto".
+        """
         made = super().__new__(cls, _USUAL_SAMPLES)
         made.is_left_out = is_left_out
         return made
