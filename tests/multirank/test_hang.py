@@ -83,7 +83,7 @@ def job(tmp_path: Path) -> Callable[..., Ended]:
                 r"the activation of microbatch 0 of stage 1 from rank 1 \[",
             ],
         ),
-        (
+        slow(
             "gradients",
             [
                 r"in step 1 and has waited [\d.]+ s for the sum of the gradients of stage 0 with "
@@ -185,7 +185,7 @@ def test_a_rank_that_is_late_by_less_ends_nothing(job: Callable[..., Ended]) -> 
             r"rank 0 has waited [\d.]+ s for the connection to rank 1, and timeout_s=5; the job",
             r"rank 1 has not been heard of: merak\.init was not called there, or its host cannot",
         ),
-        (
+        slow(
             "stopped_in_init",
             r"rank 0 has waited [\d.]+ s for the connection to rank 1, and timeout_s=5; the job",
             r"rank 1 \(process \d+ on .+\) is stopped, .* ago it said that it has waited",

@@ -94,7 +94,7 @@ def job(family: str = "gpt2", **arguments: Any) -> Setup:
 
 ROWS = [
     ((2, 1, 2), job(zero=1, master_weights=True)),
-    ((1, 2, 2), job("llama", schedule="interleaved_1f1b")),
+    slow((1, 2, 2), job("llama", schedule="interleaved_1f1b")),
     slow((1, 1, 1), job("bert")),
     slow((2, 1, 1), job(zero=2)),
     slow((2, 1, 1), job(zero=3)),

@@ -64,11 +64,9 @@ LAYOUTS = (Layout(pp=2), Layout(tp=2))
 ESSENTIAL = (
     "DeepseekV3ForCausalLM",
     "GPTNeoXForCausalLM",
-    "MambaForCausalLM",
     "MixtralForCausalLM",
     "AlbertForMaskedLM",
     "T5ForConditionalGeneration",
-    "SegformerForImageClassification",
     "ViTForImageClassification",
 )
 """Those that `make test` checks; `make test-all` checks all."""

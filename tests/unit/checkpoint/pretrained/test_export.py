@@ -29,7 +29,6 @@ from merak.checkpoint.state import RankState
 from merak.core.errors import SavingError, WeightsError
 from merak.core.mesh import Mesh
 from merak.graph.weights.holders import find_holders
-from tests.tiers import slow
 from tests.unit.checkpoint.models import gpt2
 
 ALONE = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
@@ -313,7 +312,8 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("size", [slow("None"), "40_000_000"])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["None", "40_000_000"])
 def test_memory_is_that_of_one_tensor(tmp_path: Path, size: str) -> None:
     model = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(24)))  # 9 MB each
     checkpoint, _ = saved(tmp_path, model)

@@ -46,6 +46,7 @@ def profiles(draw: st.DrawFn) -> tuple[int, int, Costs, float]:
     return num_ranks, num_microbatches, costs, least + draw(st.floats(0, 2 * num_stages))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(profiles())
 def test_auto_is_never_slower_than_a_schedule_that_fits_as_well(
