@@ -13,7 +13,7 @@ from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.plan.price.candidate import Candidate
-from merak.plan.search.pinned import Pinned, pinned_options
+from merak.plan.search.pinned import Pinned, pinned_options, planned_options
 from merak.plan.search.plan_file import PlanFile, read_plan
 
 _CHOSEN = "_is_plan_chosen"
@@ -87,14 +87,7 @@ def layout_arguments(candidate: Candidate) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": candidate.microbatch,
         "gradient_accumulation_steps": candidate.num_microbatches,
-        "schedule": candidate.schedule,
-        "schedule_options": dict(candidate.schedule_options) or None,
-        "partition": None if candidate.partition is None else list(candidate.partition),
-        "recompute": candidate.recompute,
-        "offload_activations": candidate.offload,
-        "zero": candidate.zero,
-        "sequence_parallel": candidate.sequence_parallel,
-        "sub_pipelining": candidate.sub_pipelining,
+        **planned_options(candidate),
     }
 
 

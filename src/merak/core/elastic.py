@@ -139,3 +139,37 @@ def plan_degrees(path: str | os.PathLike[str]) -> Degrees:
     if not all(isinstance(degree, int) and degree > 0 for degree in found):
         raise PlanError(f"the plan {path} has no degrees; plan again with `merak plan`.")
     return Degrees(*found)
+
+
+def wanted_degrees(
+    given: GivenDegrees, plan: str | os.PathLike[str] | None, elastic: bool
+) -> Degrees:
+    """Degrees that a job is written for: of its plan, or those given where there is no plan.
+
+    Args:
+        given: as the user gives them.
+        plan: file of a plan; "auto" counts every rank as a replica until the plan is searched.
+        elastic: whether fewer ranks may be there.
+
+    Raises:
+        PlanError: the plan cannot be read, or has other degrees than those given.
+        MeshError: the degrees given do not fit the ranks of a plan that is searched.
+    """
+    if plan is None:
+        return given.filled()
+    if plan == AUTO_PLAN:
+        if elastic:
+            raise MeshError(
+                "elastic=True lowers degrees that are given, but plan='auto' chooses them for the "
+                "ranks that are there; leave elastic out, and set global_batch."
+            )
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        given.check_ranks(num_ranks)
+        return Degrees(num_ranks, 1, 1)
+    planned = plan_degrees(plan)
+    if any(own not in (None, other) for own, other in zip(given, planned, strict=True)):
+        raise PlanError(
+            f"{given} contradicts the plan {plan}, which has {planned}; leave the degrees out, or "
+            "plan again."
+        )
+    return planned

@@ -20,10 +20,10 @@ from merak.core.elastic import (
     AUTO_PLAN,
     Degrees,
     GivenDegrees,
-    plan_degrees,
     smaller_degrees,
+    wanted_degrees,
 )
-from merak.core.errors import MeshError, PlanError
+from merak.core.errors import MeshError
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.status import waiting, waiting_for_all
@@ -159,7 +159,7 @@ def init(
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     preemption.listen()
     given = GivenDegrees(dp, tp, pp)
-    wanted = _planned_degrees(given, plan, elastic)
+    wanted = wanted_degrees(given, plan, elastic)
     degrees = _check_degrees(wanted, elastic)
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
         raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
@@ -185,30 +185,6 @@ def _smaller(mesh: Mesh, wanted: Degrees) -> Mesh:
         Degrees(mesh.dp, mesh.tp, mesh.pp),
     )
     return replace(mesh, wanted_dp=wanted.dp)
-
-
-def _planned_degrees(
-    given: GivenDegrees, plan: str | os.PathLike[str] | None, elastic: bool
-) -> Degrees:
-    """The degrees of a plan, which may be given besides; those given where there is no plan."""
-    if plan is None:
-        return given.filled()
-    if plan == AUTO_PLAN:
-        if elastic:
-            raise MeshError(
-                "elastic=True lowers degrees that are given, but plan='auto' chooses them for the "
-                "ranks that are there; leave elastic out, and set global_batch."
-            )
-        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        given.check_ranks(num_ranks)
-        return Degrees(num_ranks, 1, 1)
-    planned = plan_degrees(plan)
-    if any(own not in (None, other) for own, other in zip(given, planned, strict=True)):
-        raise PlanError(
-            f"{given} contradicts the plan {plan}, which has {planned}; leave the degrees out, or "
-            "plan again."
-        )
-    return planned
 
 
 def lay_out(dp: int, tp: int, pp: int) -> Mesh:

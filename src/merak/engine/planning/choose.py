@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from merak.core.announce import announce, announced
 from merak.core.errors import MerakError, PlanError
@@ -21,7 +22,7 @@ from merak.plan.search.plan_file import candidate_fields, candidate_from
 from merak.plan.search.search import Refusal, search
 from merak.plan.search.smallest import fits_nowhere
 
-MOST_MICROBATCH = 64
+_MOST_MICROBATCH = 64
 """Largest microbatch that is looked at where the rest of the layout is given."""
 
 
@@ -90,14 +91,10 @@ def choose_microbatch(mesh: Mesh, job: Job, layout: Candidate) -> Candidate:
 
     def chosen() -> Price:
         assert job.cluster is not None
-        return fastest_microbatch(layout, _pricing(job.workload, job.cluster), job.refusal)
+        return fastest_microbatch(layout, partial(price, job.workload, job.cluster), job.refusal)
 
     with announced("choosing the microbatch"):
         return _on_rank0(mesh, "the microbatch", job, chosen)
-
-
-def _pricing(workload: Workload, cluster: Cluster) -> Callable[[Candidate], Price]:
-    return lambda candidate: price(workload, cluster, candidate)
 
 
 def fastest_microbatch(
@@ -116,7 +113,7 @@ def fastest_microbatch(
     found: list[Price] = []
     problem: str | None = None
     samples, microbatch = layout.num_microbatches, 1
-    while samples % microbatch == 0 and microbatch <= MOST_MICROBATCH:
+    while samples % microbatch == 0 and microbatch <= _MOST_MICROBATCH:
         own = replace(layout, microbatch=microbatch, num_microbatches=samples // microbatch)
         microbatch *= 2
         refused = refusal(own)

@@ -13,7 +13,7 @@ from merak.engine.planning.shapes import Samples
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.plan.price.workload import Workload
-from merak.plan.search.pinned import pinned_options
+from merak.plan.search.pinned import pinned_options, planned_options
 
 
 def plan_loop(
@@ -54,16 +54,5 @@ def plan_loop(
     devices = devices_here(mesh, cluster, cache, options.memory_budget)
     job = Job(workload, devices, lambda _: None)
     chosen = choose_plan(mesh, job, pinned_options(options, given, None))
-    planned = replace(
-        options,
-        num_microbatches=chosen.num_microbatches,
-        schedule=chosen.schedule,
-        schedule_options=dict(chosen.schedule_options) or None,
-        partition=chosen.partition,
-        recompute=chosen.recompute,
-        offload_activations=chosen.offload,
-        zero=chosen.zero,
-        sequence_parallel=chosen.sequence_parallel,
-        sub_pipelining=chosen.sub_pipelining,
-    )
+    planned = replace(options, num_microbatches=chosen.num_microbatches, **planned_options(chosen))
     return lay_out(chosen.dp, chosen.tp, chosen.pp), planned, batch.of(chosen.microbatch)

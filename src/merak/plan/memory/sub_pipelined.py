@@ -123,7 +123,7 @@ def _read_whole(
 def _memory_of(split: SubPipelinedSegment, measure: Measure) -> SplitMemory:
     sub_microbatches = [_SubMicrobatchMemory(program, split, measure) for program in split.programs]
     saved_bytes = sum(one.held_bytes - one.returned_bytes for one in sub_microbatches)
-    given_bytes = sum(one.output_bytes for one in sub_microbatches)
+    given_bytes = sum(one.returned_bytes for one in sub_microbatches)
     first, later = (_backward_bytes(sub_microbatches, is_first) for is_first in (True, False))
     return SplitMemory(
         saved_bytes=saved_bytes,
@@ -196,11 +196,6 @@ class _SubMicrobatchMemory:
         """Of that, outputs of the segment."""
         made = {**self.own, **self.copies}
         return sum(made.get(name, 0) for name in {found for _, found in self.program.returned})
-
-    @property
-    def output_bytes(self) -> int:
-        """Its outputs."""
-        return self.returned_bytes
 
     @property
     def held_outputs(self) -> list[int]:

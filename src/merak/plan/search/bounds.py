@@ -214,9 +214,8 @@ class JobPricing:
         reduce_s = collective_seconds(kind, whole.gradients / candidate.pp, replicas)
         gather_s = collective_seconds("all_gather", whole.parameters / candidate.pp, replicas)
         # Sharded gradients are reduced behind every microbatch, others behind the last.
-        beside_s = reduce_s * (count if zero >= 2 else 1) + gather_s * (
-            2 * count if zero == 3 else 0
-        )
+        reductions, gathers = count if zero >= 2 else 1, 2 * count if zero == 3 else 0
+        beside_s = reductions * reduce_s + gathers * gather_s
         hides_s = pipeline_s / (1 if zero >= 2 else count)
         updated_s = gather_s if zero in (1, 2) else 0.0
         return max(0.0, beside_s - hides_s) + 0.1 * beside_s + updated_s

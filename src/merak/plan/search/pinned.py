@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from merak.plan.price.candidate import Candidate
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
@@ -78,6 +80,24 @@ def pinned_options(
         sub_pipelining=None if options.sub_pipelining == "auto" else options.sub_pipelining,
         partition=None if options.partition is None else tuple(options.partition),
     )
+
+
+def planned_options(candidate: Candidate) -> dict[str, Any]:
+    """Options of a layout that a search has found, by name: what `pinned_options` reads.
+
+    Args:
+        candidate: the layout.
+    """
+    return {
+        "schedule": candidate.schedule,
+        "schedule_options": dict(candidate.schedule_options) or None,
+        "partition": None if candidate.partition is None else list(candidate.partition),
+        "recompute": candidate.recompute,
+        "offload_activations": candidate.offload,
+        "zero": candidate.zero,
+        "sequence_parallel": candidate.sequence_parallel,
+        "sub_pipelining": candidate.sub_pipelining,
+    }
 
 
 def _spec(given: Any) -> str | None:
