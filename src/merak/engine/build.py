@@ -104,7 +104,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
     refuse_optional_layers(layout, options.zero)
-    refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.dp > 1)
+    refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.replicas > 1)
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
