@@ -15,7 +15,7 @@ from merak.engine.assemble import assemble
 from merak.engine.comm.sparse_gradients import warn_densified
 from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
-from merak.engine.local_programs import ProgramCache, check_max_shapes, tensor_parallel_rewrite
+from merak.engine.local_programs import ProgramCache, check_max_shapes, local_rewrite
 from merak.engine.oom_replan import OomReplanner
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
@@ -182,7 +182,7 @@ def _forecast(
         source.model,
         Layout(graph, partition, plans),
         mesh,
-        tensor_parallel_rewrite(graph, features, mesh.tp, sequence=options.sequence_parallel),
+        local_rewrite(graph, features, mesh, sequence=options.sequence_parallel),
         options,
     )
     times = partial(segment_times, graph, options, mesh, source.cache_dir)
