@@ -14,6 +14,7 @@ from torch.nn import functional
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join, take
 from merak.ops.collectives import axis_degree, axis_rank
+from merak.ops.vocab_parallel import Layout, vocab_parallel_cross_entropy
 
 Side = tuple[int, tuple[int, ...]]
 """(dim, parts): what is split, as of `merak.ops.collectives.gather_from`."""
@@ -94,6 +95,32 @@ def token_cross_entropy(
         label_smoothing=label_smoothing,
     )
     return total / _weight_of(target, logits.shape[1], weight, ignore_index, axis).to(total.dtype)
+
+
+def token_vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    layout: Layout,
+    axis: str,
+) -> torch.Tensor:
+    """`token_cross_entropy` of logits whose classes are split over another axis.
+
+    Args:
+        logits: the rank's classes of its tokens.
+        target: as of `token_cross_entropy`.
+        weight: as of `token_cross_entropy`.
+        ignore_index: as of `token_cross_entropy`.
+        label_smoothing: as of `token_cross_entropy`.
+        layout: how the classes are split, as of `vocab_parallel_cross_entropy`.
+        axis: name of the mesh axis of the tokens.
+    """
+    total = vocab_parallel_cross_entropy(
+        logits, target, weight, 2, ignore_index, label_smoothing, layout
+    )
+    return total / _weight_of(target, layout[1], weight, ignore_index, axis).to(total.dtype)
 
 
 def token_nll(

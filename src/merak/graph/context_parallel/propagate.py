@@ -188,7 +188,7 @@ class _ContextRule:
     def _seeds(self, op: Operator) -> dict[fx.Node, ResultPlacement]:
         """Whole operands of the first operator that makes a value of each token."""
         name = family(op.node.target)
-        if name == "embedding":
+        if name in ("embedding", "vocab_parallel_embedding"):
             indices = op.arg("indices")
             return self._tokens_of(indices, len(shape_of(indices)) - 1)
         operands = GEMM_OPERANDS.get(name)

@@ -30,7 +30,13 @@ from merak.graph.tensor_parallel.placement import (
     shape_of,
 )
 from merak.graph.tensor_parallel.rules.gemm import matmul_labels
-from merak.ops.context_parallel import attend_rows, token_cross_entropy, token_nll
+from merak.ops import collectives
+from merak.ops.context_parallel import (
+    attend_rows,
+    token_cross_entropy,
+    token_nll,
+    token_vocab_parallel_cross_entropy,
+)
 from merak.ops.sharded_dropout import attend_sharded
 
 Found = Decision | None
@@ -281,6 +287,37 @@ def _of_each_token(op: Operator, dim: Any) -> Found:
     return Decision((placed,) * len(results) if isinstance(results, tuple) else placed)
 
 
+def vocab_parallel_loss(op: Operator) -> Found:
+    """vocab_parallel_cross_entropy of a rank's tokens."""
+    logits, target, weight = op.arg("logits"), op.arg("target"), op.arg("weight")
+    needs = _loss_needs(op, logits, target, weight)
+    if needs is None:
+        return None
+    if op.arg("reduction") != 1:
+        return _unreduced(op, needs, op.arg("reduction"), target)
+    ignored, smoothing, layout = (
+        op.arg("ignore_index"),
+        op.arg("label_smoothing"),
+        op.arg("layout"),
+    )
+    args = (logits, target, weight, ignored, smoothing, layout, op.axis)
+    return Decision(PARTIAL, needs, token_vocab_parallel_cross_entropy, args, {}, sums=(1,))
+
+
+def each_element(op: Operator) -> Found:
+    """Collectives over another axis that send every element by itself."""
+    placed = op.placement(op.node.args[0])
+    return Decision(placed) if isinstance(placed, Shard) else None
+
+
+def along_other_dim(op: Operator) -> Found:
+    """Collectives over another axis, along another dim than the tokens'."""
+    placed = op.placement(op.node.args[0])
+    if not isinstance(placed, Shard) or op.arg("dim") == placed.dim:
+        return None
+    return Decision(placed)
+
+
 RULES: Mapping[str, Callable[[Operator], Found]] = {
     "scaled_dot_product_attention": attention,
     **dict.fromkeys(MATMULS, matmul),
@@ -291,5 +328,27 @@ RULES: Mapping[str, Callable[[Operator], Found]] = {
     **dict.fromkeys(NLL_LOSSES, nll),
     **dict.fromkeys(("topk", "sort", "argsort"), topk),
     "one_hot": one_hot,
+    "vocab_parallel_embedding": embedding,
+    "vocab_parallel_cross_entropy": vocab_parallel_loss,
+    **{
+        function.__name__: each_element
+        for function in (
+            collectives.copy_to,
+            collectives.reduce_from,
+            collectives.leave_partial_grad,
+            collectives.replicate_to_partial,
+        )
+    },
+    **{
+        function.__name__: along_other_dim
+        for function in (
+            collectives.copy_parts_to,
+            collectives.gather_from,
+            collectives.slice_to,
+            collectives.local_slice,
+            collectives.reduce_scatter_to,
+            collectives.gather_with_partial_grad,
+        )
+    },
 }
 """Families to the rules that decide before those of tensor parallelism."""
