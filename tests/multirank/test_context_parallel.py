@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import merak
 from merak.core import mesh
 from merak.graph.context_parallel.apply import context_parallel, gathered_operators
 from merak.graph.ir.ir import ModelGraph
@@ -93,3 +94,40 @@ def test_training_equals_one_process(
     ranks = pool.run(train_merak, dp * tp * pp * cp, layout, setups, cache)
     for number, outcome in enumerate(expected):
         assert_close([rank[number] for rank in ranks], outcome)
+
+
+def final_parameters(cp: int, dp: int, zeros: tuple[int, ...]) -> list[Gradients]:
+    """Parameters after three steps, by stage of ZeRO."""
+    own = merak.init(dp=dp, cp=cp, device="cpu")
+    found = []
+    for zero in zeros:
+        model = cases.build("llama", "sdpa")
+        example = rows(cases.batch(), own.dp_rank, dp)
+        parallel = merak.parallelize(
+            model,
+            example,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+            max_grad_norm=0.5,
+            zero=zero,
+        )
+        for _ in range(3):
+            parallel.step(example)
+        with parallel.engine.whole_model():
+            final = {n: p.detach().clone() for n, p in parallel.model.named_parameters()}
+        found.append(final)
+    return found
+
+
+def rows(batch: dict[str, torch.Tensor], rank: int, number: int) -> dict[str, torch.Tensor]:
+    """A replica's samples of a batch."""
+    return {name: column.chunk(number)[rank] for name, column in batch.items()}
+
+
+@pytest.mark.parametrize(("cp", "dp"), [(2, 1), slow(2, 2)])
+def test_states_are_sharded_over_all_replicas(pool: RankPool, cp: int, dp: int) -> None:
+    zeros = (0, 1, 2, 3)
+    ((expected,),) = pool.run(final_parameters, 1, 1, 1, (0,))
+    for found in pool.run(final_parameters, cp * dp, cp, dp, zeros):
+        for own in found:
+            for name, value in expected.items():
+                assert torch.allclose(own[name], value, rtol=1e-5, atol=1e-6), name
