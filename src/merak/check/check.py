@@ -18,6 +18,7 @@ from merak.check.compare import TOLERANCE, Disagreement, exact_tolerance
 from merak.check.first_divergence import first_divergence, with_equal_microbatches
 from merak.check.float64 import computing_in
 from merak.check.judge import Comparison, judge
+from merak.check.real_widths import RealWidths
 from merak.check.reference import with_reference
 from merak.check.runs import (
     CheckOptions,
@@ -76,6 +77,8 @@ class CheckReport:
         filled: fields of the model's config that it leaves open, and what the check took for them.
         columns: what the batches hold.
         loss: name of the loss function where the model computes no loss; else None.
+        real_widths: what tensor parallelism makes of the model at its real widths; None if that
+            was not asked for.
     """
 
     model: str
@@ -93,6 +96,7 @@ class CheckReport:
     filled: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     loss: str | None = None
+    real_widths: RealWidths | None = None
 
 
 def check_model(

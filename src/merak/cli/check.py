@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import typer
@@ -13,6 +14,14 @@ from merak.launch.forkserver import ranks_prepared
 
 if TYPE_CHECKING:
     from merak.check import CheckReport
+    from merak.check.real_widths import RealWidths
+
+
+class Widths(Enum):
+    """Widths of the version of a model that is checked."""
+
+    SMALL = "small"
+    REAL = "real"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +34,12 @@ class CheckRequest(JobRequest):
     steps: int = option(3, "--steps", "N", "Optimizer steps.")
     evaluate: bool = option(
         False, "--evaluate", "", "Compare evaluations before, between and after, too."
+    )
+    widths: Widths = option(
+        Widths.SMALL,
+        "--widths",
+        "small|real",
+        "Widths of the model that is checked: real ones keep all but the layers.",
     )
     backend: str | None = backend()
 
@@ -52,6 +67,7 @@ def check(request: CheckRequest) -> None:
                 parse_overrides(request.config),
                 request.sequence,
                 request.trust_remote_code,
+                request.widths is Widths.REAL,
             ),
             Layout(request.dp, request.tp, request.pp, request.cp),
             CheckOptions(
@@ -100,5 +116,17 @@ def _page(report: CheckReport) -> str:
             *opaque_lines(report.kept_whole),
             f"{report.segments} segments; tensor parallelism splits "
             f"{report.tp_sharded_fraction:.0%} of the parameters; {report.seconds:.1f} s",
+            *_at_real_widths(report.real_widths),
         )
     )
+
+
+def _at_real_widths(found: RealWidths | None) -> list[str]:
+    if found is None or found.tp == 1:
+        return []
+    lines = [
+        f"at real widths ({found.parameters:,} parameters in few layers, {found.tokens:,} tokens): "
+        f"tp={found.tp} splits {found.split:.1%}; a layer sends activations {found.forward} times "
+        f"in the forward and {found.backward} times in the backward"
+    ]
+    return lines + [f"  every rank holds {name}: {why}" for name, why in found.whole.items()]

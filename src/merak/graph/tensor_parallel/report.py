@@ -20,6 +20,7 @@ from merak.graph.tensor_parallel.search.cost import (
     parameter_nodes,
     weights_only,
 )
+from merak.graph.tensor_parallel.search.search import whole_share
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.propagate import SequencePropagation
 
@@ -54,6 +55,13 @@ def report_sharding(model: ModelGraph, parallel: TensorParallel) -> tuple[Segmen
     reasons, tables = replication_reasons(model, parallel), vocabularies(model)
     model, parallel = parallel.fit(model)
     return tuple(_report(segment, parallel, reasons, tables) for segment in model.segments)
+
+
+def split_share(model: ModelGraph, parallel: TensorParallel) -> float:
+    """Fraction of a model's parameters, by numbers, that the ranks share out."""
+    sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
+    split = sum(sizes[n] * (1 - whole_share(p)) for n, p in parallel.weights.items())
+    return split / max(1, sum(sizes.values()))
 
 
 def replication_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:

@@ -111,6 +111,15 @@ def attempts(
             yield Attempt(fields, groups)
 
 
+def few_layers(
+    config: PreTrainedConfig, given: Mapping[str, Any], wanted: Wanted = Wanted()
+) -> Attempt:
+    """The version with few layers and all else as in the config, as `attempts` makes them."""
+    groups = (Group.LAYERS,)
+    fields = _Shrinker(given, frozenset(groups), Style.PLAIN, wanted, {}).fields(config)
+    return Attempt(fields, groups)
+
+
 @dataclass(frozen=True, slots=True)
 class _Shrinker:
     """Maker of one version.

@@ -328,8 +328,8 @@ class Search:
             needed = None
         if needed is None:
             return None
-        whole = sum(f * _whole_share(weights.get(n)) for n, f in self._gemm_share.items())
-        rest = sum(math.prod(self.shapes[n]) * _whole_share(weights.get(n)) for n in self.nodes)
+        whole = sum(f * whole_share(weights.get(n)) for n, f in self._gemm_share.items())
+        rest = sum(math.prod(self.shapes[n]) * whole_share(weights.get(n)) for n in self.nodes)
         total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
         value = self.num_blocks * SAVED_PER_BLOCK * whole + 1e-3 * rest / total
         value += sum(map(self.price, needed))
@@ -353,7 +353,7 @@ class Search:
         return True
 
 
-def _whole_share(placed: Placement | None) -> float:
+def whole_share(placed: Placement | None) -> float:
     """Fraction of a parameter that every rank holds."""
     if isinstance(placed, PartlySharded):
         return sum(placed.parts[i] for i in placed.whole) / sum(placed.parts)
