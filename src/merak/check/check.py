@@ -221,7 +221,7 @@ def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
             f"{len(graph.segments)} segments of {job.case.name} cannot fill {num_stages} stages "
             f"(pp={layout.pp}); use pp ≤ {len(graph.segments)}."
         )
-    tensor_parallel(graph, None, layout.tp)
+    tensor_parallel(graph, None, layout.tp, ep=layout.ep)
 
 
 class _RankFailed(Exception):

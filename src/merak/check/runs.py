@@ -47,11 +47,13 @@ class Layout:
         dp: data parallel degree.
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
+        ep: expert parallel degree, 1 or tp.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -304,7 +306,14 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
         MerakError: the model cannot be traced, or does not fit the degrees.
     """
     layout, options = job.layout, job.options
-    mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
+    mesh = init(
+        layout.dp,
+        layout.tp,
+        layout.pp,
+        ep=layout.ep,
+        device=options.device,
+        backend=options.backend,
+    )
     parallel = _parallelize(job, mesh, cache)
     outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
     _evaluate_on_ranks(job, parallel.engine, 0, outcome)
@@ -325,7 +334,14 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
 def observe_on_ranks(job: Job, cache: Path) -> tuple[Coordinates, Observed]:
     """Record outputs and gradients of this rank's operators in one step through Merak."""
     layout, options = job.layout, job.options
-    mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
+    mesh = init(
+        layout.dp,
+        layout.tp,
+        layout.pp,
+        ep=layout.ep,
+        device=options.device,
+        backend=options.backend,
+    )
     observer = Observer()
     parallel = _parallelize(job, mesh, cache, observer)
     with computing_in(job.dtype):

@@ -142,6 +142,7 @@ class JobRequest(ModelRequest):
     dp: int = option(1, "--dp", "D", "Data parallel degree.")
     tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
+    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.")
     schedule: str = shared("schedule")
     microbatches: int = option(1, "--microbatches", "M", "Microbatches of a step.")
     device: str | None = device()

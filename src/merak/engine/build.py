@@ -182,7 +182,7 @@ def _forecast(
         source.model,
         Layout(graph, partition, plans),
         mesh,
-        tensor_parallel_rewrite(graph, features, mesh.tp, sequence=options.sequence_parallel),
+        tensor_parallel_rewrite(graph, features, mesh, sequence=options.sequence_parallel),
         options,
     )
     times = partial(segment_times, graph, options, mesh, source.cache_dir)

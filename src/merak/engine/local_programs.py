@@ -218,12 +218,12 @@ def check_max_shapes(max_shapes: int) -> None:
 
 
 def tensor_parallel_rewrite(
-    graph: ModelGraph, features: Features | None, tp: int, *, sequence: bool = False
+    graph: ModelGraph, features: Features | None, mesh: Mesh, *, sequence: bool = False
 ) -> TensorParallel | None:
     """The rewrite of segments for tensor parallelism; every rank checks the whole model."""
-    if tp == 1:
+    if mesh.tp == 1:
         return None
-    parallel = tensor_parallel(graph, features, tp, sequence=sequence)
+    parallel = tensor_parallel(graph, features, mesh.tp, sequence=sequence, ep=mesh.ep)
     warning = replication_warning(graph, parallel)
     if warning is not None:
         warn_on_rank0(logger, "%s", warning)

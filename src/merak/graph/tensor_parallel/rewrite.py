@@ -14,9 +14,11 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.tensor_parallel.placement import (
     AXIS,
+    PARTIAL,
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
+    ExpertRows,
     Partial,
     PartlySharded,
     Placement,
@@ -38,6 +40,7 @@ from merak.ops.collectives import (
     replicate_to_partial,
     slice_to,
 )
+from merak.ops.expert_rows import enter_experts, leave_experts
 
 
 def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
@@ -166,6 +169,14 @@ class _Rewriter:
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
         """Value converted from one placement to another."""
+        if isinstance(need, ExpertRows):
+            rows = (self.convert(node, REPLICATE_PARTIAL_GRAD), self.env[need.offsets], AXIS)
+            return self.insert(enter_experts, rows, node, need)
+        if isinstance(placed, ExpertRows) and isinstance(need, Partial):
+            rows = (self.env[node], self.env[placed.offsets], AXIS)
+            return self.insert(leave_experts, rows, node, need)
+        if isinstance(placed, ExpertRows) and need == REPLICATE:
+            return self.insert(reduce_from, (self.convert(node, PARTIAL), AXIS), node, need)
         if self.propagation.scatters and isinstance(placed, (Partial, Shard)):
             scattered = self.scattered(node, placed, need)
             if scattered is not None:
