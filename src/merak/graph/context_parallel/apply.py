@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.context_parallel.arranged import counts_up
 from merak.graph.context_parallel.propagate import (
     ContextPropagation,
     propagate_tokens,
@@ -54,6 +55,8 @@ class ContextParallel:
         returned = frozenset(graph.outputs.values())
         values: dict[str, Placement] = {}
         local, found = {}, {}
+        prologue = zip(graph.prologue.outputs, returned_nodes(graph.prologue.graph), strict=True)
+        counting = frozenset(name for name, node in prologue if counts_up(node))
         for segment in graph.segments:
             own = (segment, dict[str, ParameterShard]()) if tensor is None else tensor(segment)
             nodes = own[0].graph
@@ -64,7 +67,7 @@ class ContextParallel:
             }
             outputs = list(zip(segment.outputs, returned_nodes(nodes), strict=True))
             whole = {node for name, node in outputs if name in returned}
-            planned = propagate_tokens(nodes, entering, whole, lengths, self.degree)
+            planned = propagate_tokens(nodes, entering, whole, lengths, self.degree, counting)
             values |= {name: planned.propagation.leaving(node) for name, node in outputs}
             local[segment.index], found[segment.index] = own, planned
         metas = {n: self._local(graph.values[n], values.get(n)) for n in graph.values}
