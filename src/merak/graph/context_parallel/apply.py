@@ -97,8 +97,8 @@ LocalRewrite = TensorParallel | ContextParallel
 
 
 def token_lengths(model: ModelGraph) -> set[int]:
-    """Numbers of tokens of a batch's columns: their second sizes."""
-    return {meta.shape[1] for meta in model.columns.values() if len(meta.shape) > 1}
+    """Numbers of tokens of a batch's columns: their second sizes; images have none."""
+    return {meta.shape[1] for meta in model.columns.values() if len(meta.shape) in (2, 3)}
 
 
 def context_parallel(
@@ -116,7 +116,12 @@ def context_parallel(
     """
     lengths = sorted(token_lengths(model))
     if not any(n % degree == 0 for n in lengths):
-        have = " and ".join(map(str, lengths)) if lengths else "no"
+        if not lengths:
+            raise ShardError(
+                f"cp={degree} shares out the tokens of each sample, but no column of the batch has "
+                f"tokens; use cp=1, and the {degree} ranks for dp, tp or pp."
+            )
+        have = " and ".join(map(str, lengths))
         raise ShardError(
             f"cp={degree} shares out the tokens of each sample, but the batch has {have} tokens a "
             f"sample; pad to a multiple of {degree} (pad_to_multiple_of of the data collator), or "

@@ -155,7 +155,8 @@ def counts_up(node: fx.Node) -> bool:
     if node.op != "call_function" or family(node.target) != "arange":
         return False
     first = node.args[0] if len(node.args) > 1 else 0
-    return first == 0 and (len(node.args) < 3 or node.args[2] == 1)
+    step = node.args[2] if len(node.args) > 2 else 1
+    return (first, step) == (0, 1)
 
 
 Own = Mapping[fx.Node, Arranged]
