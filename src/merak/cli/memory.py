@@ -160,6 +160,7 @@ def _model_source(request: MemoryRequest) -> ModelSource:
 
 
 def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
+    from merak.core.elastic import check_expert_degree
     from merak.core.mesh import Mesh
 
     for axis in ("dp", "tp", "pp", "cp"):
@@ -168,7 +169,8 @@ def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
     for name, flag in (("memory_budget", "--budget"), ("host_bytes_per_s", "--host-bytes-per-s")):
         for problem in range_problem(f"{flag} ", getattr(request, name), RANGES[name]):
             raise CommandError(problem)
-    return Mesh(request.dp, request.tp, request.pp, 0, device, None, cp=request.cp)
+    ep = check_expert_degree(request.ep, request.tp)
+    return Mesh(request.dp, request.tp, request.pp, 0, device, None, cp=request.cp, ep=ep)
 
 
 def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype | None]:
