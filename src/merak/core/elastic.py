@@ -20,9 +20,11 @@ class Degrees(NamedTuple):
     dp: int
     tp: int
     pp: int
+    cp: int = 1
 
     def __str__(self) -> str:
-        return f"dp={self.dp} × tp={self.tp} × pp={self.pp}"
+        context = f" × cp={self.cp}" if self.cp > 1 else ""
+        return f"dp={self.dp} × tp={self.tp} × pp={self.pp}{context}"
 
 
 class GivenDegrees(NamedTuple):
@@ -31,6 +33,7 @@ class GivenDegrees(NamedTuple):
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    cp: int | None = None
 
     def __str__(self) -> str:
         given = self._asdict().items()
@@ -82,10 +85,10 @@ def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
         num_ranks: that are there.
     """
     found = [
-        Degrees(num_ranks // (tp * pp), tp, pp)
+        Degrees(num_ranks // (tp * pp * wanted.cp), tp, pp, wanted.cp)
         for tp in range(1, wanted.tp + 1)
         for pp in range(1, wanted.pp + 1)
-        if wanted.tp % tp == 0 and num_ranks % (tp * pp) == 0
+        if wanted.tp % tp == 0 and num_ranks % (tp * pp * wanted.cp) == 0
     ]
     fitting = [degrees for degrees in found if degrees.dp <= wanted.dp]
     return max(fitting, key=lambda d: (wanted.dp % d.dp == 0, d.tp, d.pp), default=None)
@@ -134,7 +137,8 @@ def plan_degrees(path: str | os.PathLike[str]) -> Degrees:
     content = read_plan_content(path)
     candidate = content.get("candidate")
     found: list[Any] = [
-        candidate.get(axis) if isinstance(candidate, dict) else 0 for axis in Degrees._fields
+        candidate.get(axis, Degrees._field_defaults.get(axis)) if isinstance(candidate, dict) else 0
+        for axis in Degrees._fields
     ]
     if not all(isinstance(degree, int) and degree > 0 for degree in found):
         raise PlanError(f"the plan {path} has no degrees; plan again with `merak plan`.")
@@ -163,8 +167,13 @@ def wanted_degrees(
                 "elastic=True lowers degrees that are given, but plan='auto' chooses them for the "
                 "ranks that are there; leave elastic out, and set global_batch."
             )
+        if given.cp not in (None, 1):
+            raise MeshError(
+                f"cp={given.cp} is given, but plan='auto' searches plans without context "
+                "parallelism; give all degrees and leave plan out, or leave cp out."
+            )
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        given.check_ranks(num_ranks)
+        given._replace(cp=None).check_ranks(num_ranks)
         return Degrees(num_ranks, 1, 1)
     planned = plan_degrees(plan)
     if any(own not in (None, other) for own, other in zip(given, planned, strict=True)):

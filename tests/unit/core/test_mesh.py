@@ -11,7 +11,7 @@ import torch
 
 from merak.core import mesh
 from merak.core.errors import MeshError
-from merak.core.mesh import Mesh, crosses_hosts
+from merak.core.mesh import AXES, REPLICAS, Mesh, crosses_hosts
 
 
 def mesh_of(dp: int, tp: int, pp: int, rank: int = 0) -> Mesh:
@@ -78,7 +78,7 @@ def test_tensor_parallelism_across_hosts_is_warned_of(
     for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
 
-    def connect(*degrees: Any) -> Mesh:
+    def connect(degrees: Any, *rest: Any) -> Mesh:
         return dataclasses.replace(mesh_of(*degrees[:3]), hosts=hosts)
 
     monkeypatch.setattr(mesh, "_connect", connect)
@@ -98,7 +98,7 @@ def test_fewer_ranks_are_refused_or_get_smaller_degrees(
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mesh, "_connect", lambda *degrees: mesh_of(*degrees[:3]))
+    monkeypatch.setattr(mesh, "_connect", lambda degrees, *rest: mesh_of(*degrees[:3]))
     mesh.reset()
     with pytest.raises(MeshError) as refused:
         mesh.init(dp=2, pp=2, device="cpu")
@@ -193,3 +193,16 @@ def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str
     assert said in str(caught.value)
     mesh.init(device="cpu", backend="gloo")
     mesh.reset()
+
+
+def test_axes_lie_as_documented_and_replicas_are_dp_and_cp_together() -> None:
+    device = torch.device("cpu")
+    meshes = [Mesh(2, 2, 2, rank, device, None, cp=3) for rank in range(24)]
+    places = [(m.pp_rank, m.dp_rank, m.cp_rank, m.tp_rank) for m in meshes]
+    assert AXES == ("pp", "dp", "cp", "tp")
+    assert places == sorted(set(places)) and meshes[0].world_size == 24
+    assert meshes[0].peers("cp") == (2, 4)
+    assert meshes[0].peers("dp") == (6,)
+    assert meshes[0].peers("pp") == (12,)
+    assert meshes[0].peers(REPLICAS) == (2, 4, 6, 8, 10)
+    assert meshes[3].rank_at(1) == 15

@@ -83,7 +83,7 @@ def check_job(job: Job) -> None:
     )
     check_inner_fields(source.config, recipe.model.config)
     degrees = recipe.parallel.axes()
-    mesh = Mesh(degrees["dp"], degrees["tp"], degrees["pp"], 0, device, device_mesh=None)
+    mesh = Mesh(degrees["dp"], degrees["tp"], degrees["pp"], 0, device, None, cp=degrees["cp"])
     if recipe.plan == AUTO_PLAN:
         given = GivenDegrees(recipe.parallel.dp, recipe.parallel.tp, recipe.parallel.pp)
         given.check_ranks(ranks)
@@ -152,6 +152,7 @@ def run_job(job: Job) -> TrainReport | None:
         wanted.dp,
         wanted.tp,
         wanted.pp,
+        cp=wanted.cp,
         backend=job.backend,
         device=job.device,
         elastic=wanted.elastic,

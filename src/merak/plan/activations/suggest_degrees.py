@@ -54,7 +54,7 @@ def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
     """The job with higher ZeRO stages."""
     options = forecast.options
     low = any(is_low_precision(p) and p.requires_grad for p in forecast.model.parameters())
-    for zero in range(options.zero + 1, 4 if forecast.mesh.dp > 1 else 0):
+    for zero in range(options.zero + 1, 4 if forecast.mesh.replicas > 1 else 0):
         try:
             refuse_zero(forecast.layout.schedule, zero)
         except MerakError:
