@@ -222,7 +222,7 @@ def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
             f"{len(graph.segments)} segments of {job.case.name} cannot fill {num_stages} stages "
             f"(pp={layout.pp}); use pp ≤ {len(graph.segments)}."
         )
-    tensor = tensor_parallel(graph, None, layout.tp)
+    tensor = tensor_parallel(graph, None, layout.tp, ep=layout.ep)
     if layout.cp > 1:
         context_parallel(graph, tensor if layout.tp > 1 else None, layout.cp)
 

@@ -48,12 +48,14 @@ class Layout:
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
         cp: context parallel degree.
+        ep: expert parallel degree, 1 or tp.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -326,7 +328,13 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
 
 def _init(layout: Layout, options: CheckOptions) -> Mesh:
     degrees = (layout.dp, layout.tp, layout.pp)
-    return init(*degrees, cp=layout.cp, device=options.device, backend=options.backend)
+    return init(
+        *degrees,
+        cp=layout.cp,
+        ep=layout.ep,
+        device=options.device,
+        backend=options.backend,
+    )
 
 
 def observe_on_ranks(job: Job, cache: Path) -> tuple[Coordinates, Observed]:

@@ -39,6 +39,7 @@ def check(request: CheckRequest) -> None:
     """
     with ranks_prepared(request.dp * request.tp * request.pp * request.cp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
+        from merak.core.elastic import check_expert_degree
         from merak.core.health import failure
         from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
@@ -54,7 +55,13 @@ def check(request: CheckRequest) -> None:
                 request.sequence,
                 request.trust_remote_code,
             ),
-            Layout(request.dp, request.tp, request.pp, request.cp),
+            Layout(
+                request.dp,
+                request.tp,
+                request.pp,
+                request.cp,
+                check_expert_degree(request.ep, request.tp),
+            ),
             CheckOptions(
                 request.schedule,
                 request.microbatches,

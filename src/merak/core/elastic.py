@@ -72,6 +72,36 @@ class GivenDegrees(NamedTuple):
             )
 
 
+def check_expert_degree(ep: object, tp: int) -> int:
+    """Check an expert parallel degree.
+
+    Args:
+        ep: as a user gives it; None for 1.
+        tp: the tensor parallel degree.
+
+    Returns:
+        The degree.
+
+    Raises:
+        MeshError: it is neither 1 nor the tensor parallel degree.
+    """
+    if ep is None:
+        return 1
+    if not isinstance(ep, int) or isinstance(ep, bool) or ep < 1:
+        raise MeshError(f"ep={ep!r} is not a degree; use a whole number of 1 or more.")
+    if ep not in (1, tp):
+        fix = (
+            f"use ep={tp}, or ep=1, which splits every expert"
+            if tp > 1
+            else f"use tp={ep}, or ep=1"
+        )
+        raise MeshError(
+            f"ep={ep} does not fit tp={tp}, whose ranks have the experts of a layer between them; "
+            f"{fix}."
+        )
+    return ep
+
+
 def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
     """Choose the degrees for fewer ranks than a job is written for; None where none fit.
 

@@ -20,6 +20,7 @@ from merak.core.elastic import (
     AUTO_PLAN,
     Degrees,
     GivenDegrees,
+    check_expert_degree,
     smaller_degrees,
     wanted_degrees,
 )
@@ -58,6 +59,7 @@ class Mesh:
         given: the degrees that `init(plan="auto")` got, until the plan is chosen: then all ranks
             count as replicas; None where the degrees are those of the job.
         cp: context parallel degree: so many ranks share the tokens of the same samples.
+        ep: expert parallel degree: 1, or tp where each tensor parallel rank has whole experts.
     """
 
     dp: int
@@ -70,6 +72,7 @@ class Mesh:
     wanted_dp: int = 0
     given: GivenDegrees | None = None
     cp: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -170,6 +173,7 @@ def init(
     pp: int | None = None,
     *,
     cp: int | None = None,
+    ep: int | None = None,
     backend: str | None = None,
     device: str | torch.device | None = None,
     timeout_s: float = 600.0,
@@ -182,8 +186,8 @@ def init(
         dp: data parallel degree; 1 where neither it nor a plan is given.
         tp: tensor parallel degree; as dp.
         pp: pipeline parallel degree; as dp.
-        cp: context parallel degree, the number of ranks that share the tokens of each sample; 1
-            where it is not given.
+        cp: context parallel degree, the number of ranks that share each sample's tokens; as dp.
+        ep: expert parallel degree: 1, or tp where tensor parallel ranks are to have whole experts.
         backend: "nccl" or "gloo"; nccl where the device is a GPU.
         device: "cpu" or "cuda", in a single process also one of several GPUs ("cuda:1"); what the
             machine has by default.
@@ -211,11 +215,11 @@ def init(
     given = GivenDegrees(dp, tp, pp, cp)
     wanted = wanted_degrees(given, plan, elastic)
     degrees = _check_degrees(wanted, elastic)
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
-        raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
+    _check_timeout(timeout_s)
+    held = _expert_degree(ep, wanted.tp, degrees.tp, plan)
     chosen = _pick_device(device)
     _check_backend(backend, chosen)
-    mesh = _connect(degrees, chosen, backend, timeout_s)
+    mesh = replace(_connect(degrees, chosen, backend, timeout_s), ep=held)
     if plan == AUTO_PLAN:
         mesh = replace(mesh, given=given)
     if degrees != wanted:
@@ -223,6 +227,23 @@ def init(
     _current.append(mesh)
     _warn_of_hosts(mesh)
     return mesh
+
+
+def _check_timeout(timeout_s: object) -> None:
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
+        raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
+
+
+def _expert_degree(
+    ep: int | None, wanted: int, tp: int, plan: str | os.PathLike[str] | None
+) -> int:
+    """The expert parallel degree of a job, whose tp may be smaller than it is written for."""
+    if plan == AUTO_PLAN and ep not in (None, 1):
+        raise MeshError(
+            f"ep={ep} is given, but plan='auto' searches plans without expert parallelism; give "
+            "all degrees and leave plan out, or leave ep out."
+        )
+    return tp if check_expert_degree(ep, wanted) > 1 else 1
 
 
 def _smaller(mesh: Mesh, wanted: Degrees) -> Mesh:

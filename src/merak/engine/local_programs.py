@@ -241,7 +241,7 @@ def local_rewrite(
             f"sequence_parallel=True shares out tokens over tp={mesh.tp}, and cp={mesh.cp} already "
             "does; leave one of them out."
         )
-    tensor = _tensor_parallel_rewrite(graph, features, mesh.tp, sequence)
+    tensor = _tensor_parallel_rewrite(graph, features, mesh, sequence)
     if mesh.cp == 1:
         return tensor
     parallel = context_parallel(graph, tensor, mesh.cp)
@@ -252,11 +252,11 @@ def local_rewrite(
 
 
 def _tensor_parallel_rewrite(
-    graph: ModelGraph, features: Features | None, tp: int, sequence: bool
+    graph: ModelGraph, features: Features | None, mesh: Mesh, sequence: bool
 ) -> TensorParallel | None:
-    if tp == 1:
+    if mesh.tp == 1:
         return None
-    parallel = tensor_parallel(graph, features, tp, sequence=sequence)
+    parallel = tensor_parallel(graph, features, mesh.tp, sequence=sequence, ep=mesh.ep)
     warning = replication_warning(graph, parallel)
     if warning is not None:
         warn_on_rank0(logger, "%s", warning)

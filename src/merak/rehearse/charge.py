@@ -98,7 +98,7 @@ def axis_of(call: Call, mesh: Mesh) -> str:
 
 
 def _coordinates(rank: int, mesh: Mesh) -> dict[str, int]:
-    own = Mesh(mesh.dp, mesh.tp, mesh.pp, rank, mesh.device, None, cp=mesh.cp)
+    own = Mesh(mesh.dp, mesh.tp, mesh.pp, rank, mesh.device, None, cp=mesh.cp, ep=mesh.ep)
     return {axis: getattr(own, f"{axis}_rank") for axis in AXES}
 
 

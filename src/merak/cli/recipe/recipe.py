@@ -83,6 +83,7 @@ class Degrees:
         elastic: whether torchrun may start fewer ranks, as of `merak.init`.
         ranks: number of ranks that `plan: auto` is for, where torchrun does not start them; null
             for one on every GPU of the machine, and on the CPU for as few as the degrees allow.
+        ep: expert parallel degree, that of tp; null for 1.
     """
 
     dp: int | None = None
@@ -91,6 +92,7 @@ class Degrees:
     cp: int | None = None
     elastic: bool = False
     ranks: int | None = None
+    ep: int | None = None
 
     def axes(self) -> dict[str, int]:
         """Return the degrees by axis; 1 for one that is not given."""
@@ -214,7 +216,7 @@ def _parallel(parsed: object, plan: Any) -> Degrees:
                 f"parallel.{axis}={degree} contradicts the plan {plan}, which has "
                 f"{axis}={planned[axis]}; leave it out, or plan again."
             )
-    return Degrees(**planned, elastic=given.elastic)
+    return Degrees(**planned, elastic=given.elastic, ep=given.ep)
 
 
 def _arguments(parsed: object) -> dict[str, Any]:

@@ -79,7 +79,22 @@ class PartlySharded:
     origin: str = field(default="", compare=False)
 
 
-Placement = Replicate | Partial | Shard | PartlySharded
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Placement of rows sorted by expert: every rank holds its experts' rows, in front.
+
+    The rows behind them are zero or another rank's; what they give is left out of the result.
+
+    Args:
+        groups: the operator that sorted the rows; the offsets where none has.
+        offsets: where every expert's rows end in the whole value.
+    """
+
+    groups: fx.Node
+    offsets: fx.Node = field(compare=False)
+
+
+Placement = Replicate | Partial | Shard | PartlySharded | ExpertRows
 ResultPlacement = Placement | tuple[Placement, ...]
 
 PARTIAL = Partial()
@@ -162,10 +177,11 @@ class Operator:
     def placement(self, operand: Any) -> Placement:
         """Placement of an operand; a partial sum counts as replicated, as it is reduced first.
 
-        So does a copied value, which is what split work asks of a replicated one.
+        So do the rows of experts, and a copied value, which is what split work asks of a
+        replicated one.
         """
         placed = self.raw(operand)
-        return REPLICATE if isinstance(placed, (Partial, Replicate)) else placed
+        return REPLICATE if isinstance(placed, (Partial, Replicate, ExpertRows)) else placed
 
     def raw(self, operand: Any) -> Placement:
         """Placement of an operand, partial sums as such."""

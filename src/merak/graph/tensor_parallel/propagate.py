@@ -243,7 +243,7 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
         if name in SAME_VALUES and user.args[0] is node:
             yield from _gemm_dims(user, dims)
         elif name in TRANSPOSES:
-            yield from _gemm_dims(user, _permuted(user, dims))
+            yield from _gemm_dims(user, permuted_dims(user, dims))
         elif name in CONVOLUTIONS | {"linear"} and is_weight:
             yield dims[0], dims[1]
         elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
@@ -252,7 +252,8 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
             yield dims[-2], dims[-1]
 
 
-def _permuted(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
+def permuted_dims(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Dims of a parameter behind a transposition of it."""
     name = family(node.target)
     if name == "permute":
         order = node.args[1]

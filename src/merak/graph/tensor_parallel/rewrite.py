@@ -14,9 +14,11 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.tensor_parallel.placement import (
     AXIS,
+    PARTIAL,
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
+    ExpertRows,
     Partial,
     PartlySharded,
     Placement,
@@ -39,6 +41,7 @@ from merak.ops.collectives import (
     slice_to,
 )
 from merak.ops.context_parallel import exchange_shards
+from merak.ops.expert_rows import enter_experts, leave_experts
 
 
 def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
@@ -192,6 +195,14 @@ class Rewriter:
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
         """Value converted from one placement to another."""
+        if isinstance(need, ExpertRows):
+            rows = (self.convert(node, REPLICATE_PARTIAL_GRAD), self.env[need.offsets], self.axis)
+            return self.insert(enter_experts, rows, node, need)
+        if isinstance(placed, ExpertRows) and isinstance(need, Partial):
+            rows = (self.env[node], self.env[placed.offsets], self.axis)
+            return self.insert(leave_experts, rows, node, need)
+        if isinstance(placed, ExpertRows) and need == REPLICATE:
+            return self.insert(reduce_from, (self.convert(node, PARTIAL), self.axis), node, need)
         if self.propagation.exchanges and isinstance(placed, Shard) and isinstance(need, Shard):
             return self.exchanged(node, self.env[node], placed, need)
         if self.propagation.scatters and isinstance(placed, (Partial, Shard)):

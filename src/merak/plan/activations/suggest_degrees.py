@@ -44,10 +44,13 @@ def _larger_tp(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         tp = mesh.tp * 2**doublings
         try:
-            rewrite = tensor_parallel(graph, features, tp, sequence=options.sequence_parallel)
+            larger = replace(mesh, tp=tp, ep=tp if mesh.ep > 1 else 1)
+            rewrite = tensor_parallel(
+                graph, features, tp, sequence=options.sequence_parallel, ep=larger.ep
+            )
         except MerakError:
             return  # the model does not divide so often
-        yield tp, replace(forecast, mesh=replace(mesh, tp=tp), rewrite=rewrite)
+        yield tp, replace(forecast, mesh=larger, rewrite=rewrite)
 
 
 def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:

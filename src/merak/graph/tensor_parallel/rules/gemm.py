@@ -20,6 +20,7 @@ from merak.graph.tensor_parallel.placement import (
     Shard,
     shape_of,
 )
+from merak.graph.tensor_parallel.rules import experts
 from merak.ops.sharded_dropout import attend_sharded
 
 aten = torch.ops.aten
@@ -127,6 +128,8 @@ def grouped(op: Operator) -> Decision:
     if (len(shape_of(x)), len(shape_of(weight))) != (2, 3) or any(rest[1:]):
         raise op.error("multiplies groups in another form than rows by a stack of weights")
     operands: list[Operand] = [(x, ("row", "in")), (weight, ("group", "in", "out"))]
+    if isinstance(of_weight := op.placement(weight), Shard) and of_weight.dim == 0:
+        return experts.grouped(op)
     placed = [(labels, op.placement(n)) for n, labels in operands]
     if any(isinstance(p, Shard) and labels[p.dim] in ("row", "group") for labels, p in placed):
         raise op.error("multiplies groups of rows that are split")
