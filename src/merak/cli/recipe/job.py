@@ -84,7 +84,9 @@ def check_job(job: Job) -> None:
     check_inner_fields(source.config, recipe.model.config)
     degrees = recipe.parallel.axes()
     ep = check_expert_degree(recipe.parallel.ep, degrees["tp"])
-    mesh = Mesh(degrees["dp"], degrees["tp"], degrees["pp"], 0, device, device_mesh=None, ep=ep)
+    mesh = Mesh(
+        degrees["dp"], degrees["tp"], degrees["pp"], 0, device, None, cp=degrees["cp"], ep=ep
+    )
     if recipe.plan == AUTO_PLAN:
         given = GivenDegrees(recipe.parallel.dp, recipe.parallel.tp, recipe.parallel.pp)
         given.check_ranks(ranks)
@@ -153,6 +155,7 @@ def run_job(job: Job) -> TrainReport | None:
         wanted.dp,
         wanted.tp,
         wanted.pp,
+        cp=wanted.cp,
         ep=wanted.ep,
         backend=job.backend,
         device=job.device,

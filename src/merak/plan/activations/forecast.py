@@ -10,8 +10,8 @@ from functools import cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
+from merak.graph.context_parallel.apply import LocalRewrite
 from merak.graph.program.program import Program
-from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.recompute import (
     Choice,
@@ -58,7 +58,7 @@ class Forecast:
     model: nn.Module
     layout: Layout
     mesh: Mesh
-    rewrite: TensorParallel | None
+    rewrite: LocalRewrite | None
     options: EngineOptions
     local: LocalModel | None = None
 

@@ -15,10 +15,12 @@ from torch import nn
 
 from merak.core.errors import ShardError
 from merak.core.mesh import Mesh
+from merak.graph.ir.operators import GROUPED_GEMMS, family
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.search.cost import FORWARD
 from merak.ops import collectives
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
+from merak.plan.cost.operators import node_work
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.expert_models import SMALL, build
@@ -142,6 +144,19 @@ def test_whole_experts_send_no_more_than_split_ones(name: str) -> None:
     assert all(whole.weights[n].dim == 0 for n in experts)
     assert any(split.weights[n].dim != 0 for n in experts)
     assert transfers(whole, graph) == transfers(split, graph)
+
+
+def test_other_ranks_rows_cost_no_flops() -> None:
+    graph = cases.traced(build("mixtral"), cases.batch(padded=False))
+    flops = []
+    for degree in (1, 2, 4):
+        parallel = tensor_parallel(graph, None, degree, ep=degree)
+        nodes = [n for s in graph.segments for n in parallel(s)[0].graph.nodes]
+        products = [n for n in nodes if family(n.target) in GROUPED_GEMMS]
+        assert len(products) == 4
+        flops.append(sum(work.flops for n in products for work in node_work(n, "cpu").forward))
+    rows, (hidden, inner) = cases.BATCH * cases.SEQUENCE * 2, (32, 64)
+    assert flops == [2 * 2 * rows * 3 * hidden * inner / degree for degree in (1, 2, 4)]
 
 
 def test_experts_that_cannot_be_split_are_refused() -> None:
