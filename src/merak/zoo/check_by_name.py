@@ -101,7 +101,9 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
     if request.sequence is not None and request.sequence < 1:
         raise CommandError(f"--seq {request.sequence} has no tokens; use 1 or more.")
     trained = small_version(request, layout, options)
-    widths = sharded_at_real_widths(request, layout, trained.filled) if request.real_widths else None
+    widths = (
+        sharded_at_real_widths(request, layout, trained.filled) if request.real_widths else None
+    )
     with _folder() as folder:
         report = check_against(trained.outcome, trained.job, Workspace(folder, _launch))
     seconds = time.perf_counter() - started
