@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +129,22 @@ def sharded_at_real_widths(request: Request, layout: Layout, filled: Fields) -> 
     Raises:
         MerakError: it cannot be traced or sharded.
     """
-    config = request.source(filled).config
-    source = request.source(merged(filled, few_layers(config, request.given).fields))
-    longest = getattr(text_part(config), "max_position_embeddings", None)
+    failures: list[MerakError] = []
+    for completion in chain((filled,), _completions(request, Wanted())):
+        config = request.source(completion).config
+        for fields in few_layers(config, request.given):
+            try:
+                return _sharded(request.source(merged(completion, fields)), layout.tp)
+            except MerakError as failed:  # perhaps for want of a layer of each kind
+                failures.append(failed)
+    raise failures[0]
+
+
+def _sharded(source: ModelSource, tp: int) -> RealWidths:
+    longest = getattr(text_part(source.config), "max_position_embeddings", None)
     tokens = min(REAL_SEQUENCE, longest) if isinstance(longest, int) and longest > 0 else None
     workload = example_workload(source, global_batch=1, sequence=tokens)
-    return real_widths(workload.graph(1), layout.tp, workload.tokens_per_sample)
+    return real_widths(workload.graph(1), tp, workload.tokens_per_sample)
 
 
 def small_version(request: Request, layout: Layout, options: CheckOptions) -> Trained:
@@ -162,8 +172,8 @@ def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterat
 
 def _wide(request: Request, wanted: Wanted, how: tuple[Layout, CheckOptions]) -> Version:
     """The version of few layers and the model's own widths, where there is memory to train it."""
-    one = few_layers(request.source({}).config, request.given, wanted)
-    jobs = partial(_jobs, request, one.fields, how, 1)
+    fields = next(few_layers(request.source({}).config, request.given, wanted))
+    jobs = partial(_jobs, request, fields, how, 1)
     # In one process and on all ranks: parameters, gradients and momenta; and what is compared.
     copies = 8 + 6 * how[0].dp * how[0].cp
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (4 * copies)

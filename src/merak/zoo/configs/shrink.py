@@ -113,11 +113,12 @@ def attempts(
 
 def few_layers(
     config: PreTrainedConfig, given: Mapping[str, Any], wanted: Wanted = Wanted()
-) -> Attempt:
-    """The version with few layers and all else as in the config, as `attempts` makes them."""
-    groups = (Group.LAYERS,)
-    fields = _Shrinker(given, frozenset(groups), Style.PLAIN, wanted, {}).fields(config)
-    return Attempt(fields, groups)
+) -> Iterator[Fields]:
+    """Yield changes that leave a config all but its layers, and at last none."""
+    groups = frozenset((Group.LAYERS,))
+    for style in (Style.PLAIN, Style.TWICE):
+        yield _Shrinker(given, groups, style, wanted, {}).fields(config)
+    yield {}
 
 
 @dataclass(frozen=True, slots=True)
