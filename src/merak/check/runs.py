@@ -329,7 +329,11 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
 def _init(layout: Layout, options: CheckOptions) -> Mesh:
     degrees = (layout.dp, layout.tp, layout.pp)
     return init(
-        *degrees, cp=layout.cp, ep=layout.ep, device=options.device, backend=options.backend
+        *degrees,
+        cp=layout.cp,
+        ep=layout.ep,
+        device=options.device,
+        backend=options.backend,
     )
 
 

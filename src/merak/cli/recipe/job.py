@@ -84,9 +84,8 @@ def check_job(job: Job) -> None:
     check_inner_fields(source.config, recipe.model.config)
     degrees = recipe.parallel.axes()
     ep = check_expert_degree(recipe.parallel.ep, degrees["tp"])
-    mesh = Mesh(
-        degrees["dp"], degrees["tp"], degrees["pp"], 0, device, None, cp=degrees["cp"], ep=ep
-    )
+    axes = degrees["dp"], degrees["tp"], degrees["pp"]
+    mesh = Mesh(*axes, rank=0, device=device, device_mesh=None, cp=degrees["cp"], ep=ep)
     if recipe.plan == AUTO_PLAN:
         given = GivenDegrees(recipe.parallel.dp, recipe.parallel.tp, recipe.parallel.pp)
         given.check_ranks(ranks)

@@ -195,8 +195,6 @@ class Rewriter:
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
         """Value converted from one placement to another."""
-        if self.propagation.exchanges and isinstance(placed, Shard) and isinstance(need, Shard):
-            return self.exchanged(node, self.env[node], placed, need)
         if isinstance(need, ExpertRows):
             rows = (self.convert(node, REPLICATE_PARTIAL_GRAD), self.env[need.offsets], self.axis)
             return self.insert(enter_experts, rows, node, need)
@@ -205,6 +203,8 @@ class Rewriter:
             return self.insert(leave_experts, rows, node, need)
         if isinstance(placed, ExpertRows) and need == REPLICATE:
             return self.insert(reduce_from, (self.convert(node, PARTIAL), self.axis), node, need)
+        if self.propagation.exchanges and isinstance(placed, Shard) and isinstance(need, Shard):
+            return self.exchanged(node, self.env[node], placed, need)
         if self.propagation.scatters and isinstance(placed, (Partial, Shard)):
             scattered = self.scattered(node, placed, need)
             if scattered is not None:
