@@ -155,7 +155,7 @@ SETUPS = [
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ((1, 1, 1, 2), {}),
+        slow((1, 1, 1, 2), {}),
         slow((2, 1, 1, 2), {}),
         slow((1, 2, 1, 2), {}),
         slow((1, 1, 2, 2), {"schedule": "zero_bubble_h1"}),

@@ -38,7 +38,7 @@ def test_a_plan_is_read_as_it_was_written(path):
     assert plan.candidate == CANDIDATE
     assert plan.world_size == 4 and plan.cluster == "h100:4"
     assert plan.price["step_s"] == Double().price(CANDIDATE).step_s
-    assert plan_degrees(path) == (2, 1, 2)
+    assert plan_degrees(path) == (2, 1, 2, 1)
 
 
 def test_another_model_is_refused_by_its_first_difference(path):
