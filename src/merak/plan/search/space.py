@@ -201,6 +201,9 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
                 what = "sub-pipelining" if sub == "on" else "split backwards"
                 space.reject(f"zero=3 with {what}", "gathers one segment's parameters at a time")
                 continue
+            if zero == 3 and job.workload.low_sums:
+                space.reject("zero=3", "needs float32 masters, and float32 sums of gradients")
+                continue
             yield Candidate(
                 dp=base.dp,
                 tp=base.tp,
