@@ -29,9 +29,6 @@ from merak.schedule.ir import Schedule
 from merak.schedule.simulator.memory import num_weight_versions
 from merak.schedule.steps import Step
 
-SENDS_PER_RANK = 4
-"""Open sends of a rank, for each pp rank, whose buffers it holds."""
-
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
@@ -201,7 +198,6 @@ class MemoryModel:
             zero=job.zero,
             bucket_bytes=job.bucket_bytes if _is_replicated(rank, schedule, job) else None,
             every_microbatch=job.every_microbatch,
-            open_sends=SENDS_PER_RANK * job.mesh.pp,
         )
         _hold_parameters(ctx, ledger)
         timeline = MemoryTimeline(ctx, ledger)

@@ -233,7 +233,8 @@ def _step(
     graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
     links = stage_links(cluster, candidate, schedule)
     sizes = boundary_bytes(graph, forecast.layout.partition)
-    reduction_s = [exchange.reduction_s for exchange in exchanges]
+    hides = workload.kernels.hides_reductions
+    reduction_s = [own.reduction_s if hides else own.unhidden_reduction_s for own in exchanges]
     offload_s = _offload_waits(laid)
     whole = [
         slower(stage.whole, exchange.forward_s + wait_s, exchange.backward_s + wait_s)
@@ -354,7 +355,8 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
     for number, stage in enumerate(laid.stages):
         own = stage_exchange(stage, number, cluster, candidate, schedule, zero)
         whole.append(slower(stage.whole, own.forward_s, own.backward_s))
-        reduction_s.append(own.reduction_s)
+        hides = workload.kernels.hides_reductions
+        reduction_s.append(own.reduction_s if hides else own.unhidden_reduction_s)
     links = stage_links(cluster, candidate, schedule)
     sizes = boundary_bytes(graph, forecast.layout.partition)
     return simulate(schedule, costs_of(whole, links, sizes, reduction_s))

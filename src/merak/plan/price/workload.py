@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from merak.core.gradients import LOW_PRECISION
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
 from merak.graph.ir.ir import ModelGraph
@@ -88,6 +89,16 @@ class Workload:
         for parameter in self.model.parameters():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
         return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+    @property
+    def low_sums(self) -> bool:
+        """Whether gradients are reduced in a lower precision, or no master is stepped with them.
+
+        ZeRO 3 reduces gradients in the type that the optimizer steps.
+        """
+        exact = self.master_weights and self.kernels.float32_gradients
+        parameters = (p for p in self.model.parameters() if p.requires_grad)
+        return not exact and any(p.dtype in LOW_PRECISION for p in parameters)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -208,6 +219,7 @@ class Workload:
             sub_pipelining=candidate.sub_pipelining,
             master_weights=self.master_weights,
             tied_gradients=self.tied_gradients,
+            gradient_sums="float32" if self.kernels.float32_gradients else "own",
             optimizer=self.optimizer,
             memory_budget=memory_budget,
             device_profile=device_profile,

@@ -79,6 +79,7 @@ def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
         global_batch=workload.global_batch,
         num_segments=len(workload.graph(base).segments),
         tp_problem=_tp_problem(workload, base),
+        low_sums=workload.low_sums,
     )
 
 
