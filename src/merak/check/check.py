@@ -32,6 +32,7 @@ from merak.core.errors import MerakError, PlanError, TraceError
 from merak.core.private_files import read_own_file
 from merak.data import signature
 from merak.graph.cache.value_file import ValueFile, write_values
+from merak.graph.context_parallel.apply import context_parallel
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
@@ -221,7 +222,9 @@ def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
             f"{len(graph.segments)} segments of {job.case.name} cannot fill {num_stages} stages "
             f"(pp={layout.pp}); use pp ≤ {len(graph.segments)}."
         )
-    tensor_parallel(graph, None, layout.tp)
+    tensor = tensor_parallel(graph, None, layout.tp, ep=layout.ep)
+    if layout.cp > 1:
+        context_parallel(graph, tensor if layout.tp > 1 else None, layout.cp)
 
 
 class _RankFailed(Exception):

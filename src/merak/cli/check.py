@@ -36,8 +36,9 @@ def check(request: CheckRequest) -> None:
     Losses, every parameter's gradient and the parameters after the steps have to be the same, to
     rounding. Fields given with --config stay; layers, widths, vocabulary and experts become fewer.
     """
-    with ranks_prepared(request.dp * request.tp * request.pp), stdout_to_stderr():
+    with ranks_prepared(request.dp * request.tp * request.pp * request.cp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
+        from merak.core.elastic import check_expert_degree
         from merak.core.health import failure
         from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
@@ -53,7 +54,13 @@ def check(request: CheckRequest) -> None:
                 request.sequence,
                 request.trust_remote_code,
             ),
-            Layout(request.dp, request.tp, request.pp),
+            Layout(
+                request.dp,
+                request.tp,
+                request.pp,
+                request.cp,
+                check_expert_degree(request.ep, request.tp),
+            ),
             CheckOptions(
                 request.schedule,
                 request.microbatches,

@@ -121,7 +121,7 @@ def _devices(
             "give one of them."
         )
     cluster = parse_cluster(request.cluster)
-    usable = usable_by_pp_rank(cluster, request.dp, request.tp, request.pp)
+    usable = usable_by_pp_rank(cluster, request.dp * request.cp, request.tp, request.pp)
     smallest = min(cluster.devices, key=lambda profile: profile.memory_bytes or math.inf)
     return planning_device(smallest), smallest, usable
 
@@ -160,15 +160,17 @@ def _model_source(request: MemoryRequest) -> ModelSource:
 
 
 def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
+    from merak.core.elastic import check_expert_degree
     from merak.core.mesh import Mesh
 
-    for axis in ("dp", "tp", "pp"):
+    for axis in ("dp", "tp", "pp", "cp"):
         if getattr(request, axis) < 1:
             raise CommandError(f"--{axis} {getattr(request, axis)} is not a degree; use 1 or more.")
     for name, flag in (("memory_budget", "--budget"), ("host_bytes_per_s", "--host-bytes-per-s")):
         for problem in range_problem(f"{flag} ", getattr(request, name), RANGES[name]):
             raise CommandError(problem)
-    return Mesh(request.dp, request.tp, request.pp, 0, device, None)
+    ep = check_expert_degree(request.ep, request.tp)
+    return Mesh(request.dp, request.tp, request.pp, 0, device, None, cp=request.cp, ep=ep)
 
 
 def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype | None]:

@@ -100,6 +100,7 @@ class TraceRequest(ModelRequest):
     """Request for the segments of a model."""
 
     tp: int = option(2, "--tp", "T", "Tensor parallel degree to derive splits for.", min=1)
+    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.", min=1)
     no_cache: bool = option(
         False, "--no-cache", "", "Trace anew, and keep nothing for the next time."
     )
@@ -157,13 +158,15 @@ def trace_report(request: TraceRequest) -> TraceReport:
 def _report(
     name: str, request: TraceRequest, timed: BuiltGraph, build_s: float, devices: Cluster | None
 ) -> TraceReport:
+    from merak.core.elastic import check_expert_degree
     from merak.graph.tensor_parallel.apply import auto_tensor_parallel
     from merak.graph.tensor_parallel.report import report_sharding
     from merak.graph.trace.opaque.report import report_opaque
 
     graph = timed.graph
     shapes = {name: math.prod(meta.shape) for name, meta in graph.parameters.items()}
-    parallel = auto_tensor_parallel(graph, request.tp, sequence=request.sequence_parallel)
+    ep = check_expert_degree(request.ep, request.tp)
+    parallel = auto_tensor_parallel(graph, request.tp, sequence=request.sequence_parallel, ep=ep)
     splits = report_sharding(graph, parallel)
     num_parameters = sum(shapes.values())
     return TraceReport(

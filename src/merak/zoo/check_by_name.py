@@ -117,7 +117,7 @@ def small_version(request: Request, layout: Layout, options: CheckOptions) -> Tr
 def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterator[Version]:
     """Yield versions of a model: as its config is, then with default values for open fields."""
     # A stage of its own for every rank, even if its schedule gives it two.
-    wanted = Wanted(layers=max(2, layout.pp), heads_divisor=layout.tp)
+    wanted = Wanted(layers=max(2, layout.pp), heads_divisor=layout.tp * layout.cp)
     for one in _changes(request, wanted):
         most = None if one.has_small_inputs else 1
         jobs = partial(_jobs, request, one.fields, (layout, options), most)
@@ -250,8 +250,9 @@ def _draw(columns: Mapping[str, Column], step: int, samples: int) -> dict[str, t
 
 def _refuse_counts(layout: Layout, options: CheckOptions) -> None:
     counts = {
-        "--dp": layout.dp, "--tp": layout.tp, "--pp": layout.pp, "--steps": options.steps,
-        "--microbatches": options.num_microbatches, "--batch": options.microbatch,
+        "--dp": layout.dp, "--tp": layout.tp, "--pp": layout.pp, "--cp": layout.cp,
+        "--steps": options.steps, "--microbatches": options.num_microbatches,
+        "--batch": options.microbatch,
     }  # fmt: skip
     for name, number in counts.items():
         if number < 1:

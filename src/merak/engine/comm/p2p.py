@@ -103,7 +103,7 @@ class Transfers:
 
 def pipeline_group(mesh: Mesh) -> dist.ProcessGroup:
     """A new group of this rank's pipeline; all ranks of the job call it together."""
-    stride = mesh.dp * mesh.tp
+    stride = mesh.replicas * mesh.tp
     lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
     group: dist.ProcessGroup
     with waiting_for_all("a group of ranks with"):

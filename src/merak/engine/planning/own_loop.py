@@ -40,7 +40,7 @@ def plan_loop(
     Raises:
         MerakError: the model cannot be traced, or no plan fits.
     """
-    given = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given
+    given = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given[:3]
     replicas = given[0] or mesh.dp
     workload = Workload(
         source,

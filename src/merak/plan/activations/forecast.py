@@ -10,8 +10,8 @@ from functools import cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
+from merak.graph.context_parallel.apply import LocalRewrite
 from merak.graph.program.program import Program
-from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.recompute import (
     Choice,
@@ -59,7 +59,7 @@ class Forecast:
     model: nn.Module
     layout: Layout
     mesh: Mesh
-    rewrite: TensorParallel | None
+    rewrite: LocalRewrite | None
     options: EngineOptions
     local: LocalModel | None = None
 
@@ -238,11 +238,11 @@ class Forecast:
             every_microbatch=self.options.exact_tied_gradients,
             bucket_bytes=self.options.bucket_bytes,
             zero=ZeroSharding(
-                degree=mesh.dp if self.options.zero else 1,
-                gradients=self.options.zero >= 2 and mesh.dp > 1,
+                degree=mesh.replicas if self.options.zero else 1,
+                gradients=self.options.zero >= 2 and mesh.replicas > 1,
                 master_weights=self.options.master_weights,
                 float32_gradients=self.options.float32_gradients,
-                parameters=self.options.zero == 3 and mesh.dp > 1,
+                parameters=self.options.zero == 3 and mesh.replicas > 1,
             ),
             kernels=kernels,
             measured=local.measured(self.options.float32_gradients, kernels),

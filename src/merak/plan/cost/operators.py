@@ -26,6 +26,7 @@ from merak.graph.ir.operators import (
     CROSS_ENTROPIES,
     DROPOUTS,
     GEMM_OPERANDS,
+    GROUPED_GEMMS,
     NARROWS,
     RNNS,
     SPLITS,
@@ -278,6 +279,10 @@ def _product(node: fx.Node, name: str) -> NodeWork:
         transposed = "transpose" in name or (name == "convolution" and node.args[6])
         positions = _size(first if transposed else out)
         flops = 2.0 * positions * _size(second) / second.shape[0]
+    if name in GROUPED_GEMMS:
+        # A rank that has only some of the experts multiplies their rows alone.
+        (groups, *_), num_own = outputs(node.all_input_nodes[2])[0].shape, second.shape[0]
+        flops *= num_own / groups
     shape = _product_shape(second, out, flops)
     product = Work(_num_bytes(first, second, out), flops, second.dtype, shape=shape)
     of_first = ProductShape(shape.m, shape.k, shape.n, shape.batch)

@@ -247,7 +247,7 @@ def _hold_parameters(ctx: MemoryContext, ledger: Ledger) -> None:
 def _is_replicated(rank: int, schedule: Schedule, job: Job) -> bool:
     """Whether replicas, or ranks of another pipe, hold the same stages."""
     stages = schedule.stages_of(rank)
-    return job.mesh.dp > 1 or any(len(schedule.ranks_of(stage)) > 1 for stage in stages)
+    return job.mesh.replicas > 1 or any(len(schedule.ranks_of(stage)) > 1 for stage in stages)
 
 
 def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:

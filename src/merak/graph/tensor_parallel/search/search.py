@@ -20,6 +20,7 @@ from merak.graph.ir.ir import Kind, Segment, returned_nodes
 from merak.graph.ir.operators import is_weight_gemm
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
+    ExpertRows,
     PartlySharded,
     Placement,
     Shard,
@@ -254,7 +255,7 @@ class Search:
             for node, need in conversions(self.graph, layout)
             if need == REPLICATE_PARTIAL_GRAD
             or (
-                isinstance(need, Shard)
+                isinstance(need, (Shard, ExpertRows))
                 and layout.placements[node] != REPLICATE_PARTIAL_GRAD
                 and not isinstance(layout.placements[node], Shard)
                 and has_gradient(node)
