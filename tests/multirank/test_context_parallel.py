@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import merak
 from merak.core import mesh
@@ -19,6 +20,55 @@ from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 
 Gradients = dict[str, torch.Tensor]
+
+
+def mixtral(attention: str) -> torch.nn.Module:
+    """A mixture of experts, with the loss that balances them."""
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=cases.VOCABULARY, num_local_experts=4, use_cache=False,
+        output_router_logits=True, router_aux_loss_coef=0.3, attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+def t5(attention: str) -> torch.nn.Module:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=cases.VOCABULARY,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def llama_of_few_heads(attention: str) -> torch.nn.Module:
+    """Heads, kv-heads and samples that two ranks cannot share."""
+    config = transformers.LlamaConfig(
+        hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, vocab_size=cases.VOCABULARY, use_cache=False,
+        attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+OTHERS = {"mixtral": mixtral, "t5": t5, "few heads": llama_of_few_heads}
+
+
+def case(
+    family: str, attention: str, dropout: float, padded: bool
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model, and its batch; "packed" has documents behind one another in a sample."""
+    columns = cases.batch(padded)
+    if family in OTHERS:
+        torch.manual_seed(0)
+        if family == "few heads":
+            columns = {name: column[:1] for name, column in columns.items()}
+        return OTHERS[family](attention).train(), columns
+    if family == "packed":
+        columns = {name: column[:1] for name, column in cases.batch(False).items()}
+        columns["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+        columns["labels"][0, 5] = -100
+        return cases.build("llama", attention, dropout), columns
+    return cases.build(family, attention, dropout), columns
 
 
 def local_graph(graph: ModelGraph, cp: int) -> tuple[ModelGraph, str | None]:
@@ -35,7 +85,7 @@ def loss_and_gradients(
     """What one rank computes on its tokens."""
     if cp > 1:
         mesh.init(cp=cp, device="cpu")
-    model, columns = cases.build(family, attention, dropout), cases.batch(padded)
+    model, columns = case(family, attention, dropout, padded)
     graph, said = cases.traced(model, columns), None
     if cp > 1:
         graph, said = local_graph(graph, cp)
@@ -46,10 +96,11 @@ def loss_and_gradients(
     return loss.item(), gradients, said
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 @pytest.mark.parametrize(
-    ("cp", "dropout", "padded"), [(2, 0.0, True), (2, 0.0, False), (2, 0.2, True), (4, 0.0, True)]
+    ("cp", "dropout", "padded"),
+    [(2, 0.2, True), slow(2, 0.0, False), slow(4, 0.0, True)],
 )
 def test_ranks_equal_one_process(
     pool: RankPool, family: str, attention: str, cp: int, dropout: float, padded: bool
@@ -61,6 +112,31 @@ def test_ranks_equal_one_process(
     for loss, _, said in ranks:
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert said is None
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "padded"),
+    [
+        ("mixtral", "sdpa", True),
+        ("packed", "sdpa", False),
+        ("few heads", "sdpa", False),
+        slow("mixtral", "eager", False),
+        slow("packed", "eager", False),
+        slow("few heads", "sdpa", True),
+        slow("few heads", "eager", True),
+        slow("t5", "sdpa", True),
+        slow("t5", "eager", True),
+    ],
+)
+def test_other_models_equal_one_process(
+    pool: RankPool, family: str, attention: str, padded: bool
+) -> None:
+    expected_loss, expected, _ = loss_and_gradients(family, attention, 0.0, 1, padded)
+    ranks = pool.run(loss_and_gradients, 2, family, attention, 0.0, 2, padded)
+    found = {name: sum(own[name] for _, own, _ in ranks) for name in expected}
+    cases.assert_gradients_equal(found, expected)
+    for loss, _, _ in ranks:
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import typer
 
 from merak.cli.options import JobRequest, backend, option, takes
 from merak.cli.output import show, stdout_to_stderr
+from merak.core.units import counted
 from merak.launch.forkserver import ranks_prepared
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _page(report: CheckReport) -> str:
             f"{report.model}: {result}",
             *compared,
             *opaque_lines(report.kept_whole),
-            f"{report.segments} segments; tensor parallelism splits "
+            f"{counted(report.segments, 'segment')}; tensor parallelism splits "
             f"{report.tp_sharded_fraction:.0%} of the parameters; {report.seconds:.1f} s",
         )
     )

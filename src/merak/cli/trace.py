@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
+from merak.cli.model import model_source
 from merak.cli.options import ModelRequest, option, takes
 from merak.cli.output import show, stdout_to_stderr
-from merak.core.units import count, seconds, size
+from merak.core.units import count, counted, seconds, size
 
 if TYPE_CHECKING:
     from merak.graph.ir.ir import ModelGraph, Segment
@@ -131,12 +132,9 @@ def trace_report(request: TraceRequest) -> TraceReport:
     from merak.graph.segment.build import GraphSource, build_timed
     from merak.graph.weights.empty_weights import empty_weights
     from merak.zoo.batches.batch import example_arguments, example_columns
-    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
 
     devices = planned_cluster(request.device, request.cluster, request.tp)
-    changes = parse_overrides(request.config)
-    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
-    check_inner_fields(source.config, changes)
+    source = model_source(request)
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )
@@ -261,8 +259,8 @@ def _page(report: TraceReport) -> str:
     most = max(report.boundary_tensors, default=0)
     took = report.seconds
     lines = [
-        f"{report.model}: {count(report.parameters)} parameters, {report.segments} segments, "
-        f"at most {most} tensor{'s' if most != 1 else ''} across a cut",
+        f"{report.model}: {count(report.parameters)} parameters, "
+        f"{counted(len(report.parts), 'segment')}, at most {counted(most, 'tensor')} across a cut",
         "",
         *_segments(report.parts),
         "",

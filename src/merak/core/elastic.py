@@ -127,7 +127,7 @@ def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
 PLAN_FORMAT = "merak-plan"
 """What a plan file says that it is."""
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:

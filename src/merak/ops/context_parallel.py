@@ -191,3 +191,13 @@ def attend_rows(
     return functional.scaled_dot_product_attention(
         query, key, value, mask, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes another.
+
+    Args:
+        permutation: of 0 … n − 1, (n,).
+    """
+    places = torch.arange(permutation.numel(), device=permutation.device, dtype=permutation.dtype)
+    return torch.empty_like(permutation).scatter_(0, permutation, places)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.context_parallel.arranged import counts_up
 from merak.graph.context_parallel.propagate import (
     ContextPropagation,
     propagate_tokens,
@@ -54,6 +55,8 @@ class ContextParallel:
         returned = frozenset(graph.outputs.values())
         values: dict[str, Placement] = {}
         local, found = {}, {}
+        prologue = zip(graph.prologue.outputs, returned_nodes(graph.prologue.graph), strict=True)
+        counting = frozenset(name for name, node in prologue if counts_up(node))
         for segment in graph.segments:
             own = (segment, dict[str, ParameterShard]()) if tensor is None else tensor(segment)
             nodes = own[0].graph
@@ -64,7 +67,7 @@ class ContextParallel:
             }
             outputs = list(zip(segment.outputs, returned_nodes(nodes), strict=True))
             whole = {node for name, node in outputs if name in returned}
-            planned = propagate_tokens(nodes, entering, whole, lengths, self.degree)
+            planned = propagate_tokens(nodes, entering, whole, lengths, self.degree, counting)
             values |= {name: planned.propagation.leaving(node) for name, node in outputs}
             local[segment.index], found[segment.index] = own, planned
         metas = {n: self._local(graph.values[n], values.get(n)) for n in graph.values}
@@ -94,8 +97,8 @@ LocalRewrite = TensorParallel | ContextParallel
 
 
 def token_lengths(model: ModelGraph) -> set[int]:
-    """Numbers of tokens of a batch's columns: their second sizes."""
-    return {meta.shape[1] for meta in model.columns.values() if len(meta.shape) > 1}
+    """Numbers of tokens of a batch's columns: their second sizes; images have none."""
+    return {meta.shape[1] for meta in model.columns.values() if len(meta.shape) in (2, 3)}
 
 
 def context_parallel(
@@ -113,7 +116,12 @@ def context_parallel(
     """
     lengths = sorted(token_lengths(model))
     if not any(n % degree == 0 for n in lengths):
-        have = " and ".join(map(str, lengths)) if lengths else "no"
+        if not lengths:
+            raise ShardError(
+                f"cp={degree} shares out the tokens of each sample, but no column of the batch has "
+                f"tokens; use cp=1, and the {degree} ranks for dp, tp or pp."
+            )
+        have = " and ".join(map(str, lengths))
         raise ShardError(
             f"cp={degree} shares out the tokens of each sample, but the batch has {have} tokens a "
             f"sample; pad to a multiple of {degree} (pad_to_multiple_of of the data collator), or "

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.graph.context_parallel.arranged import Arrangements, NotARoundTripError, counts_up
 from merak.graph.context_parallel.rules import RULES
-from merak.graph.ir.ir import Kind
+from merak.graph.ir.ir import Kind, returned_nodes
 from merak.graph.ir.mutation import is_mutating
 from merak.graph.ir.operators import GEMM_OPERANDS, MATMULS, family
 from merak.graph.tensor_parallel.placement import (
@@ -61,6 +62,7 @@ def propagate_tokens(
     whole: Collection[fx.Node],
     lengths: Collection[int],
     degree: int,
+    counting: Collection[str] = (),
 ) -> ContextPropagation:
     """Propagate the tokens' shards through a segment.
 
@@ -70,6 +72,7 @@ def propagate_tokens(
         whole: results that must leave whole: what the model returns.
         lengths: numbers of tokens that columns have.
         degree: the number of ranks.
+        counting: batch-only values that are 0, 1, 2, ….
 
     Raises:
         ShardError: a write into a value that is sharded.
@@ -81,11 +84,28 @@ def propagate_tokens(
     }
     rules: list[_ContextRule] = []
 
-    def run(reduced: Collection[fx.Node]) -> Propagation:
-        rules.append(_ContextRule(lengths))
-        return propagate_once(
+    returned = returned_nodes(graph)
+    known = frozenset(
+        n for n in graph.nodes if counts_up(n) or (n.meta.get("name") in counting and not n.args)
+    )
+    refused: set[fx.Node] = set()
+
+    def run_once(reduced: Collection[fx.Node]) -> Propagation:
+        rules.append(_ContextRule(lengths, Arrangements(frozenset(refused), known)))
+        found = propagate_once(
             graph, weights, degree, rules[-1], (), entering, reduced, CONTEXT_AXIS
         )
+        for node in returned:
+            if node in rules[-1].arrangements.known:
+                raise NotARoundTripError(rules[-1].arrangements.known[node].sort)
+        return found
+
+    def run(reduced: Collection[fx.Node]) -> Propagation:
+        while True:
+            try:
+                return run_once(reduced)
+            except NotARoundTripError as error:
+                refused.add(error.sort)
 
     found = reduce_early(graph, run)
     outputs: dict[fx.Node, Placement] = {}
@@ -136,16 +156,21 @@ class _ContextRule:
 
     Args:
         lengths: numbers of tokens that columns have.
+        arrangements: what is known of values in a rank's own order.
     """
 
-    def __init__(self, lengths: Collection[int]) -> None:
+    def __init__(self, lengths: Collection[int], arrangements: Arrangements) -> None:
         self.lengths = lengths
+        self.arrangements = arrangements
         self.gathered: list[fx.Node] = []
         self.landing: dict[fx.Node, Shard] = {}
         """Values that are whole because an operator got gathered tokens, and how they may lie."""
 
     def __call__(self, op: Operator) -> Decision:
         operands = op.node.all_input_nodes
+        arranged = self.arrangements(op)
+        if arranged is not None:
+            return arranged
         if any(isinstance(p, tuple) for p in (op.placements[n] for n in operands)):
             return decide(op)
         if op.sharded():

@@ -265,6 +265,36 @@ def _unreduced(
     return Decision(each, needs)
 
 
+def index(op: Operator) -> Found:
+    """index of a whole value by a rank's numbers, as of experts' weights by their tokens."""
+    args: Any = op.node.args
+    operand, indices = args[:2]
+    given = [i for i, n in enumerate(indices) if n is not None]
+    if len(given) != 1 or op.placement(operand) != REPLICATE:
+        return None
+    by = op.placement(indices[given[0]])
+    if not isinstance(by, Shard):
+        return None
+    return Decision(Shard(given[0] + by.dim, by.parts), {operand: REPLICATE_PARTIAL_GRAD})
+
+
+def scatter(op: Operator) -> Found:
+    """scatter along another dim than the tokens'."""
+    operand, index, source = op.arg("self"), op.arg("index"), op.arg("src")
+    placed = op.placement(operand)
+    nodes = [n for n in (operand, index, source) if isinstance(n, fx.Node)]
+    if (
+        not isinstance(placed, Shard)
+        or positive(op.arg("dim"), len(shape_of(operand))) == placed.dim
+    ):
+        return None
+    if len({shape_of(n)[placed.dim] for n in nodes}) > 1:
+        return None
+    if any(op.placement(n) not in (REPLICATE, placed) for n in nodes):
+        return None
+    return Decision(placed, dict.fromkeys(nodes, placed))
+
+
 def topk(op: Operator) -> Found:
     """topk, sort, argsort, …: of each token by itself."""
     return _of_each_token(op, op.arg("dim", -1))
@@ -328,6 +358,8 @@ RULES: Mapping[str, Callable[[Operator], Found]] = {
     **dict.fromkeys(NLL_LOSSES, nll),
     **dict.fromkeys(("topk", "sort", "argsort"), topk),
     "one_hot": one_hot,
+    "index": index,
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), scatter),
     "vocab_parallel_embedding": embedding,
     "vocab_parallel_cross_entropy": vocab_parallel_loss,
     **{

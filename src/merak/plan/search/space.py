@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from merak.core.units import counted
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.degrees import check_degrees, divisors
 from merak.plan.search.pinned import Pinned
@@ -139,7 +140,7 @@ def _tensor_parallel(job: Job, pinned: Pinned, space: Space) -> Iterator[int]:
             space.reject(f"tp={tp}", problem)
     beyond = [tp for tp in divisors(job.num_devices) if tp > job.devices_per_node]
     if pinned.tp is None and beyond:
-        where = f"the {job.devices_per_node} devices of a node"
+        where = f"the {counted(job.devices_per_node, 'device')} of a node"
         space.reject(f"tp≥{beyond[0]}", f"a tensor parallel group would span more than {where}")
 
 
@@ -157,7 +158,7 @@ def _pipelines(job: Job, pinned: Pinned, tp: int, space: Space) -> Iterator[tupl
 
 def _fitting(job: Job, pp: int, dp: int, space: Space) -> Iterator[tuple[int, int]]:
     if pp > job.num_segments:
-        space.reject(f"pp≥{pp}", f"the model has {job.num_segments} segments")
+        space.reject(f"pp≥{pp}", f"the model has {counted(job.num_segments, 'segment')}")
     elif job.global_batch % dp:
         space.reject(f"dp={dp}", f"does not divide the global batch of {job.global_batch}")
     else:
@@ -170,7 +171,8 @@ def _microbatches(job: Job, pinned: Pinned, dp: int, space: Space) -> Iterator[i
         if samples % pinned.microbatch:
             space.reject(
                 f"dp={dp}",
-                f"its {samples} samples a step are no multiple of microbatch={pinned.microbatch}",
+                f"its {counted(samples, 'sample')} a step are no multiple of "
+                f"microbatch={pinned.microbatch}",
             )
         else:
             yield pinned.microbatch
@@ -250,7 +252,10 @@ def _schedule_problem(
     if base.partition is not None and len(base.partition) != stages:
         return f", pp={base.pp}", f"its {stages} stages are not the partition's"
     if stages > job.num_segments:
-        return f", pp≥{base.pp}", f"{stages} stages or more for {job.num_segments} segments"
+        return (
+            f", pp≥{base.pp}",
+            f"{stages} stages or more for {counted(job.num_segments, 'segment')}",
+        )
     if name in _MULTIPLE and count % base.pp:
         return "", "where the microbatches are no multiple of pp"
     if name == "dualpipe_v" and count < 2 * base.pp:

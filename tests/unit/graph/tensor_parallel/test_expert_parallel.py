@@ -15,13 +15,15 @@ from torch import nn
 
 from merak.core.errors import ShardError
 from merak.core.mesh import Mesh
+from merak.graph.ir.operators import GROUPED_GEMMS, family
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.search.cost import FORWARD
 from merak.ops import collectives
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
+from merak.plan.cost.operators import node_work
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
-from tests.unit.graph.expert_models import MODELS, SMALL, build
+from tests.unit.graph.expert_models import SMALL, build
 from tests.unit.graph.lockstep import assert_parity
 
 
@@ -29,9 +31,8 @@ from tests.unit.graph.lockstep import assert_parity
     "name,degree,sequence",
     [
         ("mixtral", 2, False),
-        ("gpt_oss", 4, False),
-        *(slow(name, 2, True) for name in MODELS),
-        *(slow(name, 4, False) for name in MODELS if name != "gpt_oss"),
+        *(slow(name, 2, True) for name in ("mixtral", "deepseek_v3")),
+        *(slow(name, 4, False) for name in ("gpt_oss", "qwen3_moe")),
     ],
 )
 def test_gradients_equal_those_of_one_process(
@@ -39,6 +40,25 @@ def test_gradients_equal_those_of_one_process(
 ) -> None:
     columns = cases.batch(padded=False)
     assert_parity(build(name), columns, None, degree, monkeypatch, sequence=sequence, ep=degree)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_experts_get_no_token_has_zero_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, columns = build("gpt_oss"), cases.batch(padded=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.bias"):
+                parameter.copy_(torch.tensor([50.0, 50.0, -50.0, -50.0]))
+    model(**columns).loss.backward()
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name]
+    assert stacks
+    for p in stacks:
+        assert p.grad is not None
+        assert [bool(own.any()) for own in p.grad] == [True, True, False, False]
+    model.zero_grad()
+    assert_parity(model, columns, None, 2, monkeypatch, ep=2)  # of other ranks' experts alone
 
 
 def llama4() -> nn.Module:
@@ -114,7 +134,8 @@ def transfers(parallel: TensorParallel, graph: Any) -> Counter[bool]:
     return Counter(t.kind in FORWARD for t in found if t.numel == hidden)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", *(slow(n) for n in MODELS if n != "gpt_oss")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_whole_experts_send_no_more_than_split_ones(name: str) -> None:
     graph = cases.traced(build(name), cases.batch(padded=False))
     whole, split = tensor_parallel(graph, None, 2, ep=2), tensor_parallel(graph, None, 2)
@@ -123,6 +144,19 @@ def test_whole_experts_send_no_more_than_split_ones(name: str) -> None:
     assert all(whole.weights[n].dim == 0 for n in experts)
     assert any(split.weights[n].dim != 0 for n in experts)
     assert transfers(whole, graph) == transfers(split, graph)
+
+
+def test_other_ranks_rows_cost_no_flops() -> None:
+    graph = cases.traced(build("mixtral"), cases.batch(padded=False))
+    flops = []
+    for degree in (1, 2, 4):
+        parallel = tensor_parallel(graph, None, degree, ep=degree)
+        nodes = [n for s in graph.segments for n in parallel(s)[0].graph.nodes]
+        products = [n for n in nodes if family(n.target) in GROUPED_GEMMS]
+        assert len(products) == 4
+        flops.append(sum(work.flops for n in products for work in node_work(n, "cpu").forward))
+    rows, (hidden, inner) = cases.BATCH * cases.SEQUENCE * 2, (32, 64)
+    assert flops == [2 * 2 * rows * 3 * hidden * inner / degree for degree in (1, 2, 4)]
 
 
 def test_experts_that_cannot_be_split_are_refused() -> None:

@@ -63,11 +63,12 @@ def pick(op: Operator) -> Decision:
     """index: every row's own expert's values, as biases; rows sorted by expert."""
     values, ids = op.node.args[0], op.node.args[1][0]  # type: ignore[index]
     assert isinstance(values, fx.Node) and isinstance(ids, fx.Node)
-    offsets = offsets_of(ids)
-    if offsets is None or offsets not in op.placements or len(shape_of(ids)) != 1:
+    placed, offsets = op.placement(values), offsets_of(ids)
+    assert isinstance(placed, Shard)
+    if offsets is None or offsets not in op.placements or placed.parts != shape_of(offsets):
         raise op.error("picks elements along a dim that is split")
     rows = ExpertRows(sorted_by(ids), offsets)
-    needs: dict[fx.Node, Placement] = {values: op.placement(values), ids: REPLICATE}
+    needs: dict[fx.Node, Placement] = {values: placed, ids: REPLICATE}
     return Decision(rows, needs, pick_expert_rows, (values, ids, AXIS), {})
 
 
@@ -125,21 +126,31 @@ def _is_rowwise(op: Operator, found: dict[fx.Node, ExpertRows]) -> bool:
 
 
 def sorted_by(node: fx.Node) -> fx.Node:
-    """The operator that sorted the rows of some experts or offsets; else the node itself."""
+    """The operator that sorted some experts, or those of some offsets; else the node itself."""
     source = node
-    while family(source.target) not in ("sort", "argsort"):
-        if source.op != "call_function" or not source.all_input_nodes:
-            return node
+    while source.op == "call_function" and source.all_input_nodes:
         first, *others = source.all_input_nodes
         name = family(source.target)
+        if name == "getitem" and family(first.target) == "sort":
+            return first if source.args[1] == 0 else node
         if name in ("index", "gather", "index_select") and len(others) == 1:
-            order = sorted_by(others[0])  # experts in the order that sorts them
-            is_sorting = family(order.target) in ("sort", "argsort")
-            return order if is_sorting and order.args[0] is first else node
-        if name not in _COUNTS | {"getitem"} or others:
+            order = _order(others[0])  # experts in the order that sorts them
+            return order if order is not None and order.args[0] is first else node
+        if name not in _COUNTS or others:
             return node
         source = first
-    return source
+    return node
+
+
+def _order(node: fx.Node) -> fx.Node | None:
+    """The operator that sorted, of the order that it gave; None for other values."""
+    if family(node.target) == "argsort":
+        return node
+    if family(node.target) != "getitem" or node.args[1] != 1:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source if family(source.target) == "sort" else None
 
 
 def offsets_of(experts: fx.Node) -> fx.Node | None:

@@ -37,7 +37,7 @@ def expert_weights(model: ModelGraph, ep: int, excluded: Collection[str]) -> dic
     """
     found: dict[str, Shard] = {}
     for segment in model.segments:
-        own = {n: p for n, p in _stacks(segment).items() if n not in excluded}
+        own = {n: p for n, p in expert_stacks(segment).items() if n not in excluded}
         for name, placed in own.items():
             _check(name, placed.parts[0], ep)
         if own:
@@ -62,8 +62,8 @@ def _check(name: str, num_experts: int, ep: int) -> None:
         )
 
 
-def _stacks(segment: Segment) -> Mapping[str, Shard]:
-    """Parameters of a segment with an expert dim, by name."""
+def expert_stacks(segment: Segment) -> Mapping[str, Shard]:
+    """Parameters of a segment with an expert dim, by name, and how they are split over experts."""
     nodes = parameter_nodes(segment.graph)
     dims = {name: _expert_dims(node) for name, node in nodes.items()}
     return {
