@@ -17,7 +17,7 @@ from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories, OptimizerMemory
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory
-from merak.plan.cost.selective_ops import SelectiveOps, find_selective_ops
+from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
 from merak.plan.memory.ledger import Category, Ledger, Peak
@@ -117,6 +117,7 @@ class MemoryModel:
             SegmentMemories(device, job.zero.float32_gradients, job.kernels),
             OptimizerMemories(job.optimizer, device),
         )
+        self._measured = measured
         with pretended(replace(job.mesh, rank=0, device_mesh=None)):
             self.segments: dict[int, SegmentMemory] = {
                 segment.segment.index: measured.segment(segment.segment)
@@ -149,7 +150,7 @@ class MemoryModel:
                     saved_bytes = self.segments[own.segment.index].saved_bytes
                     segments += [(own.segment, saved_bytes)] if own.trains else []
         with pretended(replace(self.job.mesh, rank=0, device_mesh=None)):
-            return find_selective_ops(segments, profile, self._device)
+            return self._measured.selective(segments, profile, self._device)
 
     def ranks(
         self,

@@ -182,9 +182,12 @@ class Workload:
         """
         key = (microbatch, tp, sequence_parallel and tp > 1)
         if key not in self._parallel:
-            features = given_plan(self.model) if self.features is None else self.features
-            graph = self.graph(microbatch)
-            self._parallel[key] = tensor_parallel(graph, features, tp, sequence=key[-1])
+            if key[-1]:  # of the same weights
+                own = replace(self.rewrite(microbatch, tp), sequence=True)
+            else:
+                features = given_plan(self.model) if self.features is None else self.features
+                own = tensor_parallel(self.graph(microbatch), features, tp)
+            self._parallel[key] = own
         return self._parallel[key]
 
     def plans(self, candidate: Candidate) -> StepPlans:
