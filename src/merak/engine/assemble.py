@@ -197,7 +197,7 @@ def _weights(job: _Job, stage: int, all_gather: ParamAllGather | None) -> Weight
 
 def _transfers(job: _Job) -> Transfers:
     """Point-to-point traffic between the stages, of training and of evaluation."""
-    transfers = Transfers(job.mesh, job.progress, job.oom_guard, max_open_sends=4 * job.mesh.pp)
+    transfers = Transfers(job.mesh, job.progress, job.oom_guard)
     evaluated = channels_of_pipe(job.layout.stage_rank)
     transfers.connect(channels_of(job.layout.plans.base.steps) | evaluated)
     return transfers

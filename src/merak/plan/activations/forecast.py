@@ -32,6 +32,7 @@ from merak.plan.memory.zero import ZeroSharding
 from merak.plan.tied_parameters import Holder, find_holders
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.lower import lower
+from merak.schedule.steps import Step
 from merak.schedule.with_recompute import recomputing
 
 Offloaded = Callable[[frozenset[int]], frozenset[int]]
@@ -92,7 +93,12 @@ class Forecast:
         """
         policy = self.policy if policy is None else policy
         chosen = self.recomputing(schedule, policy.saved)
-        return self.memory.ranks(chosen, lower(chosen), policy)
+        return self.memory.ranks(chosen, self._steps(chosen), policy)
+
+    def _steps(self, schedule: Schedule) -> Sequence[Sequence[Step]]:
+        """Steps of a schedule: those of the layout's own are there already."""
+        own = self.layout.plans.base
+        return own.steps if schedule == own.schedule else lower(schedule)
 
     def recomputing(self, schedule: Schedule, saved: frozenset[int]) -> Schedule:
         """The schedule in which exactly the stages recompute that have an unsaved segment."""
@@ -143,7 +149,7 @@ class Forecast:
     def peak(self, rank: int, schedule: Schedule, policy: ActivationPolicy) -> int:
         """Peak bytes of one pp rank; the policy of other ranks' segments does not matter."""
         chosen = self.recomputing(schedule, policy.saved)
-        return self.memory.rank(rank, chosen, lower(chosen), policy).peak.total_bytes
+        return self.memory.rank(rank, chosen, self._steps(chosen), policy).peak.total_bytes
 
     def choices(
         self,

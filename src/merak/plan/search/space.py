@@ -63,6 +63,7 @@ class Job:
         num_segments: of the model.
         tp_problem: why a tensor parallel degree does not fit the model; None where it does.
         most_microbatch: the largest that is searched.
+        low_sums: whether gradients are reduced in another type than ZeRO 3 can.
     """
 
     num_devices: int
@@ -71,6 +72,7 @@ class Job:
     num_segments: int
     tp_problem: Callable[[int], str | None]
     most_microbatch: int = MOST_MICROBATCH
+    low_sums: bool = False
 
 
 @dataclass(slots=True)
@@ -202,6 +204,9 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
             if zero == 3 and (name in SPLIT or sub == "on"):
                 what = "sub-pipelining" if sub == "on" else "split backwards"
                 space.reject(f"zero=3 with {what}", "gathers one segment's parameters at a time")
+                continue
+            if zero == 3 and job.low_sums:
+                space.reject("zero=3", "needs float32 masters, and float32 sums of gradients")
                 continue
             yield Candidate(
                 dp=base.dp,

@@ -35,6 +35,7 @@ from merak.engine.planning.devices import devices_here
 from merak.engine.planning.shapes import samples_of, tokens_of
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.plan.price.candidate import Candidate
+from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.workload import Workload
 from merak.plan.search.plan_file import (
     job_differences,
@@ -108,6 +109,7 @@ def _workload(trainer: Any, samples: int) -> Workload:
         master_weights=args.master_weights,
         features=parse_features(args.feature_dict) if args.feature_dict else None,
         tied_gradients=args.tied_gradients,
+        kernels=KernelChoice(float32_gradients=args.gradient_sums == "float32"),
     )
 
 
