@@ -10,7 +10,7 @@ from merak.zoo.configs.fields import flat, text_part
 from merak.zoo.configs.fill_defaults import completions, missing_field
 from merak.zoo.configs.layers import nearer, of_each_kind
 from merak.zoo.configs.relations import agreeing, equally_wide, without_derived
-from merak.zoo.configs.shrink import VERSIONS, Wanted, attempts
+from merak.zoo.configs.shrink import VERSIONS, Wanted, attempts, few_layers
 
 
 def smallest(config: PreTrainedConfig, given: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -337,3 +337,9 @@ def test_the_text_of_several_is_the_whole() -> None:
     assert text_part(several) is several
     one = transformers.LlavaConfig()
     assert text_part(one) is one.text_config
+
+
+def test_few_layers_have_all_kinds_and_the_models_own_widths() -> None:
+    config = transformers.DeepseekV3Config()
+    assert next(few_layers(config, {})) == {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    assert next(few_layers(config, {"num_hidden_layers": 4})) == {"first_k_dense_replace": 1}
