@@ -95,6 +95,7 @@ zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and wr
 	@seq 0 $$(($(ZOO_SHARDS) - 1)) | xargs -P $(ZOO_SHARDS) -I N \
 		$(BIN)/python -m tests.zoo.run runs/zoo/N-of-$(ZOO_SHARDS).jsonl --shard N/$(ZOO_SHARDS)
 	$(BIN)/python -m tests.zoo.table docs/zoo.md runs/zoo/*-of-$(ZOO_SHARDS).jsonl
+	$(BIN)/python -m tests.zoo.widths docs/zoo.md
 
 check: lint docs test-all examples ## all of the above that can fail: what the continuous integration runs
 

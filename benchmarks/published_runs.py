@@ -8,8 +8,10 @@ weights, and priced under that layout on the cluster that the source describes. 
 not print is chosen as its authors would: of microbatches, interleaving and recomputation, the
 choice with the shortest step that fits the memory.
 
-The runs had fused kernels, and those of 2022 and before no flash attention (`KernelChoice`): one
-rule for all rows. Their selective recomputation is that of the attention's scores alone (arXiv
+The runs had fused kernels. What else a framework had follows from the year, by the history of
+Megatron-LM (`KernelChoice`), one rule for all rows: products of weight gradients that add to their
+sums came in February 2022, reductions of gradients beside the backward in August 2023, and flash
+attention in 2023. Their selective recomputation is that of the attention's scores alone (arXiv
 2205.05198, section 5), which is what an attention operator without flash attention does; so rows
 with it save everything else.
 """
@@ -49,6 +51,9 @@ DEVICES = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-sxm"}
 TARGETS = {"S1": 0.15, "S2": 0.10, "S3": 0.15, "S4": 0.15}
 """Mean errors of the times of each set that Merak is to stay within."""
 
+YEARS = {"S1": 2021, "S2": 2022, "S3": 2021, "S4": 2024}
+"""When the runs of each set were made, which says what its framework had."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -77,7 +82,17 @@ class Row:
     @property
     def has_flash(self) -> bool:
         """Whether its framework had flash attention when it ran: Megatron-LM from 2023 on."""
-        return self.device == "H100-80GB"
+        return YEARS[self.set] >= 2023
+
+    @property
+    def hides_reductions(self) -> bool:
+        """Whether gradients were reduced beside the backward: in Megatron-LM from 2023 on."""
+        return YEARS[self.set] >= 2023
+
+    @property
+    def has_fused_sums(self) -> bool:
+        """Whether products added to the sums of gradients: Megatron-LM from 2022 on."""
+        return YEARS[self.set] >= 2022
 
 
 def read_rows() -> list[Row]:
@@ -145,7 +160,12 @@ def workload_of(row: Row, recompute: str) -> Workload:
     )
     workload.features = {"transformer.wte.weight": Vocabulary()}
     workload.tied_gradients = "step"
-    workload.kernels = KernelChoice(fused=True, flash_attention=row.has_flash)
+    workload.kernels = KernelChoice(
+        fused=True,
+        fused_sums=row.has_fused_sums,
+        flash_attention=row.has_flash,
+        hides_reductions=row.hides_reductions,
+    )
     return workload
 
 
@@ -167,7 +187,7 @@ def candidates(row: Row) -> Iterator[tuple[str, Candidate]]:
         parallel = row.sequence_parallel
         if parallel is None:
             parallel = row.tp > 1
-        for chunks in [row.chunks] if row.chunks else [1, 2, 3]:
+        for chunks in [row.chunks] if row.chunks else range(1, row.layers // row.pp + 1):
             layers, uneven = divmod(row.layers, row.pp * chunks)
             if uneven or not layers or (chunks > 1 and (row.pp == 1 or count % row.pp)):
                 continue

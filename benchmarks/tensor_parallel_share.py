@@ -110,16 +110,13 @@ def share_of_plan(module: Any, shapes: dict[str, int]) -> float | None:
 def report(name: str, tp: int, tokens: int, whole: bool) -> None:
     """Print one model's line."""
     from merak.graph.tensor_parallel.apply import auto_tensor_parallel
-    from merak.graph.tensor_parallel.report import report_sharding
+    from merak.graph.tensor_parallel.report import report_sharding, split_share
     from merak.graph.tensor_parallel.search.cost import ALL_REDUCES, FORWARD
 
     graph, module = graph_of(source_of(name), tokens)
     shapes = {n: math.prod(meta.shape) for n, meta in graph.parameters.items()}
     found = auto_tensor_parallel(graph, tp)
-    from merak.graph.tensor_parallel.search.search import _whole_share
-
-    total = sum(shapes.values())
-    share = sum(shapes[n] * (1 - _whole_share(p)) for n, p in found.weights.items()) / total
+    share = split_share(graph, found)
     theirs = share_of_plan(module, shapes)
     hidden = max(math.prod(graph.values[n].shape) for s in graph.segments[1:2] for n in s.inputs)
     layers = [s for s in graph.segments if re.search(r"\.\d+", s.name)]

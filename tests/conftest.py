@@ -21,6 +21,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["MERAK_CACHE"], ignore_errors=True)
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long examples take says how busy the machine is.
+settings.register_profile("merak", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("merak")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -76,14 +76,23 @@ def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-@pytest.mark.parametrize("name", ["falcon", "t5", *map(slow, EXPERTS)])
-def test_together_with_a_pipeline_and_clipping(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("falcon", Layout(tp=2, pp=2)),
+        ("t5", Layout(tp=2, pp=2)),
+        *(slow(name, Layout(tp=2, pp=2)) for name in EXPERTS),
+        slow("deepseek_v3", Layout(tp=2, pp=2, ep=2)),
+        slow("gpt_oss", Layout(dp=2, tp=2, ep=2)),
+    ],
+)
+def test_together_with_a_pipeline_and_clipping(pool: RankPool, name: str, layout: Layout) -> None:
     """Falcon's fused key and value are whole beside split queries, and count once in the norm."""
 
     def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
         return pool.run(function, num_ranks, *arguments)
 
     case = Case(name, partial(build, name), draw)
-    report = check_model(case, Layout(tp=2, pp=2), CheckOptions(steps=2), launch=launch)
+    report = check_model(case, layout, CheckOptions(steps=2), launch=launch)
     assert (report.ok, report.reason) == (True, None)
     assert report.tp_sharded_fraction > 0.9

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-Layout = tuple[int, int, int]
+Layout = tuple[int, ...]
 """Degrees of dp, tp and pp."""
 
 VOCABULARY, SEQUENCE = 61, 12  # which tp does not divide
@@ -257,11 +257,11 @@ def train_merak(layout: Layout, setups: Sequence[Setup], cache: str) -> list[Out
     """Run some jobs on this rank of a layout, one after another."""
     import merak
 
-    dp, tp, pp = layout
-    mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    dp, tp, pp, cp = (*layout, 1)[:4]
+    mesh = merak.init(dp=dp, tp=tp, pp=pp, cp=cp, device="cpu")
     outcomes = []
     for setup in setups:
-        outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
+        outcome = Outcome(place=(mesh.replicas_rank, mesh.tp_rank, mesh.pp_rank))
         trainer = make_merak(setup, dp, cache)
         trainer.add_callback(Watch(outcome, lambda made=trainer: dict(made.engine.parameters)))
         trainer.train()

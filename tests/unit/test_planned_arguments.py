@@ -174,7 +174,7 @@ def test_recipes_take_a_plan(path: str) -> None:
 
     recipe = {"model": {"name": "GPT2LMHeadModel"}, "arguments": {"output_dir": "o"}, "plan": path}
     found = parse_recipe(recipe)
-    assert found.parallel.axes() == {"dp": 2, "tp": 1, "pp": 2}
+    assert found.parallel.axes() == {"dp": 2, "tp": 1, "pp": 2, "cp": 1}
     assert found.arguments["plan"] == path
     assert parse_recipe(recipe | {"parallel": {"dp": 2}}).parallel.num_ranks == 4
     with pytest.raises(CommandError, match=r"parallel.dp=1 contradicts the plan .*which has dp=2"):

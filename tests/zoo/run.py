@@ -121,7 +121,7 @@ RUNNING = "the process ended while it was checked"
 def _check(name: str, layouts: list[str], pool: RankPool, write: Writer) -> None:
     write(Result(name, EAGER, reason=RUNNING))
     try:
-        with _within(MOST_EAGER_S):
+        with within(MOST_EAGER_S):
             trained = _trained(name)
     except Exception as error:
         write(Result(name, EAGER, reason=f"{type(error).__name__}: {error}"))
@@ -145,7 +145,7 @@ def _result(name: str, layout: str, trained: Trained, workspace: Workspace) -> R
     options = replace(OPTIONS, evaluate=layout == EVALUATE)
     job = Job(trained.job.case, LAYOUTS[layout], options)
     try:
-        with _within(MOST_EAGER_S + int(MOST_RANKS_S)):
+        with within(MOST_EAGER_S + int(MOST_RANKS_S)):
             expected = trained.outcome
             if options.evaluate:
                 job, expected = with_reference(job)
@@ -163,7 +163,9 @@ def _launch(pool: RankPool) -> Callable[..., Any]:
 
 
 @contextmanager
-def _within(seconds: int) -> Iterator[None]:
+def within(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` where a block takes longer."""
+
     def stop(*_: object) -> None:
         raise TimeoutError(f"not done after {seconds} s")
 

@@ -212,7 +212,7 @@ def pinned_arguments(arguments: TrainingFields, mesh: Mesh) -> Pinned:
         arguments: as the user gives them.
         mesh: of the job.
     """
-    degrees = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given
+    degrees = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given[:3]
     given = arguments.per_device_train_batch_size
     microbatch = None if isinstance(given, AutoBatch) else int(given)
     return pinned_options(arguments, degrees, microbatch)

@@ -18,6 +18,7 @@ from merak.check.compare import TOLERANCE, Disagreement, exact_tolerance
 from merak.check.first_divergence import first_divergence, with_equal_microbatches
 from merak.check.float64 import computing_in
 from merak.check.judge import Comparison, judge
+from merak.check.real_widths import RealWidths
 from merak.check.reference import with_reference
 from merak.check.runs import (
     CheckOptions,
@@ -32,6 +33,7 @@ from merak.core.errors import MerakError, PlanError, TraceError
 from merak.core.private_files import read_own_file
 from merak.data import signature
 from merak.graph.cache.value_file import ValueFile, write_values
+from merak.graph.context_parallel.apply import context_parallel
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
@@ -75,6 +77,8 @@ class CheckReport:
         filled: fields of the model's config that it leaves open, and what the check took for them.
         columns: what the batches hold.
         loss: name of the loss function where the model computes no loss; else None.
+        real_widths: what tensor parallelism makes of the model at its real widths; None if that
+            was not asked for.
     """
 
     model: str
@@ -92,6 +96,7 @@ class CheckReport:
     filled: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     loss: str | None = None
+    real_widths: RealWidths | None = None
 
 
 def check_model(
@@ -221,7 +226,9 @@ def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
             f"{len(graph.segments)} segments of {job.case.name} cannot fill {num_stages} stages "
             f"(pp={layout.pp}); use pp ≤ {len(graph.segments)}."
         )
-    tensor_parallel(graph, None, layout.tp)
+    tensor = tensor_parallel(graph, None, layout.tp, ep=layout.ep)
+    if layout.cp > 1:
+        context_parallel(graph, tensor if layout.tp > 1 else None, layout.cp)
 
 
 class _RankFailed(Exception):

@@ -28,7 +28,7 @@ from merak.plan.engine_options import EngineOptions
 Tensors = dict[str, torch.Tensor]
 
 Coordinates = tuple[int, int, int]
-"""Coordinates of a rank: dp, tp, pp."""
+"""Coordinates of a rank: among replicas, tp, pp."""
 
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
@@ -47,16 +47,20 @@ class Layout:
         dp: data parallel degree.
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
+        cp: context parallel degree.
+        ep: expert parallel degree, 1 or tp.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +308,9 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
         MerakError: the model cannot be traced, or does not fit the degrees.
     """
     layout, options = job.layout, job.options
-    mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
+    mesh = _init(layout, options)
     parallel = _parallelize(job, mesh, cache)
-    outcome = Outcome(place=(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank))
+    outcome = Outcome(place=(mesh.replicas_rank, mesh.tp_rank, mesh.pp_rank))
     _evaluate_on_ranks(job, parallel.engine, 0, outcome)
     for step in range(options.steps):
         with computing_in(job.dtype):  # inside of opaque modules
@@ -322,15 +326,26 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     return outcome
 
 
+def _init(layout: Layout, options: CheckOptions) -> Mesh:
+    degrees = (layout.dp, layout.tp, layout.pp)
+    return init(
+        *degrees,
+        cp=layout.cp,
+        ep=layout.ep,
+        device=options.device,
+        backend=options.backend,
+    )
+
+
 def observe_on_ranks(job: Job, cache: Path) -> tuple[Coordinates, Observed]:
     """Record outputs and gradients of this rank's operators in one step through Merak."""
     layout, options = job.layout, job.options
-    mesh = init(layout.dp, layout.tp, layout.pp, device=options.device, backend=options.backend)
+    mesh = _init(layout, options)
     observer = Observer()
     parallel = _parallelize(job, mesh, cache, observer)
     with computing_in(job.dtype):
         parallel.step(_replica_batch(job, mesh, 0))
-    return (mesh.dp_rank, mesh.tp_rank, mesh.pp_rank), observer.observed
+    return (mesh.replicas_rank, mesh.tp_rank, mesh.pp_rank), observer.observed
 
 
 def _replica_batch(job: Job, mesh: Mesh, step: int) -> Tensors:

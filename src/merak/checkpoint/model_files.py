@@ -284,7 +284,7 @@ def _ranks_with(held: Held, mesh: Mesh) -> Iterable[int]:
     """The ranks that hold a tensor or a shard of it."""
     if not held.replicated:
         return held.holders.ranks
-    size = mesh.dp * mesh.tp
+    size = mesh.replicas * mesh.tp
     first = held.holders.ranks[0] // size * size
     return range(first, first + size)
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import typer
 
 from merak.cli.options import JobRequest, backend, option, takes
 from merak.cli.output import show, stdout_to_stderr
+from merak.core.units import counted
 from merak.launch.forkserver import ranks_prepared
 
 if TYPE_CHECKING:
     from merak.check import CheckReport
+    from merak.check.real_widths import RealWidths
+
+
+class Widths(Enum):
+    """Widths of the version of a model that is checked."""
+
+    SMALL = "small"
+    REAL = "real"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +36,12 @@ class CheckRequest(JobRequest):
     evaluate: bool = option(
         False, "--evaluate", "", "Compare evaluations before, between and after, too."
     )
+    widths: Widths = option(
+        Widths.SMALL,
+        "--widths",
+        "small|real",
+        "Widths of the model that is checked: real ones keep all but the layers.",
+    )
     backend: str | None = backend()
 
 
@@ -36,8 +52,9 @@ def check(request: CheckRequest) -> None:
     Losses, every parameter's gradient and the parameters after the steps have to be the same, to
     rounding. Fields given with --config stay; layers, widths, vocabulary and experts become fewer.
     """
-    with ranks_prepared(request.dp * request.tp * request.pp), stdout_to_stderr():
+    with ranks_prepared(request.dp * request.tp * request.pp * request.cp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
+        from merak.core.elastic import check_expert_degree
         from merak.core.health import failure
         from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
@@ -52,8 +69,15 @@ def check(request: CheckRequest) -> None:
                 parse_overrides(request.config),
                 request.sequence,
                 request.trust_remote_code,
+                request.widths is Widths.REAL,
             ),
-            Layout(request.dp, request.tp, request.pp),
+            Layout(
+                request.dp,
+                request.tp,
+                request.pp,
+                request.cp,
+                check_expert_degree(request.ep, request.tp),
+            ),
             CheckOptions(
                 request.schedule,
                 request.microbatches,
@@ -98,7 +122,19 @@ def _page(report: CheckReport) -> str:
             f"{report.model}: {result}",
             *compared,
             *opaque_lines(report.kept_whole),
-            f"{report.segments} segments; tensor parallelism splits "
+            f"{counted(report.segments, 'segment')}; tensor parallelism splits "
             f"{report.tp_sharded_fraction:.0%} of the parameters; {report.seconds:.1f} s",
+            *_at_real_widths(report.real_widths),
         )
     )
+
+
+def _at_real_widths(found: RealWidths | None) -> list[str]:
+    if found is None or found.tp == 1:
+        return []
+    lines = [
+        f"at real widths ({found.parameters:,} parameters in few layers, {found.tokens:,} tokens): "
+        f"tp={found.tp} splits {found.split:.1%}; a layer sends activations {found.forward} times "
+        f"in the forward and {found.backward} times in the backward"
+    ]
+    return lines + [f"  every rank holds {name}: {why}" for name, why in found.whole.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.options import option
+from merak.core.units import counted
 from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
 
@@ -58,7 +59,8 @@ def planned_cluster(device: str | None, cluster: str | None, num_devices: int) -
     found = parse_cluster(cluster)
     if found.num_devices < num_devices:
         raise PlanError(
-            f"{num_devices} ranks are more than the {found.num_devices} devices of {cluster}; use "
+            f"{num_devices} ranks are more than the {counted(found.num_devices, 'device')} of "
+            f"{cluster}; use "
             "smaller degrees or more devices."
         )
     return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merak.cli.memory_report import MemoryReport, page, report_on
+from merak.cli.model import model_source, model_workload, optimizer_factory, types_of
 from merak.cli.options import JobRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.launch.devices import planned_device, planning_device
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
     from merak.core.mesh import Mesh
     from merak.plan.cost.device import DeviceProfile
-    from merak.plan.cost.optimizer_memory import OptimizerFactory
     from merak.plan.engine_options import EngineOptions
-    from merak.zoo.model_source import ModelSource
 
 _NO_LIMIT = sys.maxsize
 """A budget that everything fits: the command shows what would not fit here as well."""
@@ -78,28 +76,16 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
         MerakError: the layout does not fit the model, or the job not its budget.
     """
     # Heavy imports wait until a command is known to be well formed.
-    from merak.arguments import default_trace_cache
     from merak.engine import forecast_of
-    from merak.graph.segment.build import GraphSource
-    from merak.zoo.batches.batch import example_arguments
-    from merak.zoo.workload import empty_model, example_signature
 
     device, sheet, usable = _devices(request)
     mesh = _mesh(request, device)
-    dtype, autocast = types_of(request.dtype, request.autocast)
+    types_of(request.dtype, request.autocast)  # refuses words before the model is built
     engine_options = _engine_options(request, sheet)
-    source = _model_source(request)
-    signature = example_signature(source, request.sequence, request.batch)
-    folder = Path(default_trace_cache()) if default_trace_cache() else None
-    graph_source = GraphSource(
-        empty_model(source, dtype),
-        fixed=example_arguments(source.model_class),
-        device=mesh.device,
-        cache_dir=folder,
-        autocast=autocast,
-    )
-    forecast = forecast_of(graph_source, signature, mesh, engine_options)
-    return report_on(source.name, forecast, folder, usable)
+    source = model_source(request)
+    job = model_workload(request, source, global_batch=request.batch, device=mesh.device)
+    forecast = forecast_of(job.source, job.columns(request.batch), mesh, engine_options)
+    return report_on(source.name, forecast, job.source.cache_dir, usable)
 
 
 def _devices(
@@ -121,7 +107,7 @@ def _devices(
             "give one of them."
         )
     cluster = parse_cluster(request.cluster)
-    usable = usable_by_pp_rank(cluster, request.dp, request.tp, request.pp)
+    usable = usable_by_pp_rank(cluster, request.dp * request.cp, request.tp, request.pp)
     smallest = min(cluster.devices, key=lambda profile: profile.memory_bytes or math.inf)
     return planning_device(smallest), smallest, usable
 
@@ -150,63 +136,15 @@ def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> Engi
     )
 
 
-def _model_source(request: MemoryRequest) -> ModelSource:
-    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
-
-    changes = parse_overrides(request.config)
-    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
-    check_inner_fields(source.config, changes)
-    return source
-
-
 def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
+    from merak.core.elastic import check_expert_degree
     from merak.core.mesh import Mesh
 
-    for axis in ("dp", "tp", "pp"):
+    for axis in ("dp", "tp", "pp", "cp"):
         if getattr(request, axis) < 1:
             raise CommandError(f"--{axis} {getattr(request, axis)} is not a degree; use 1 or more.")
     for name, flag in (("memory_budget", "--budget"), ("host_bytes_per_s", "--host-bytes-per-s")):
         for problem in range_problem(f"{flag} ", getattr(request, name), RANGES[name]):
             raise CommandError(problem)
-    return Mesh(request.dp, request.tp, request.pp, 0, device, None)
-
-
-def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype | None]:
-    """Return the types of the parameters and of autocast.
-
-    Args:
-        dtype: as `--dtype`.
-        autocast: as `--autocast`.
-
-    Raises:
-        CommandError: one of them is no such type.
-    """
-    import torch
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in known:
-        raise CommandError(
-            f"--dtype {dtype} is no type of parameters; use one of {', '.join(known)}."
-        )
-    if autocast is None:
-        return known[dtype], None
-    if autocast not in ("bfloat16", "float16"):
-        raise CommandError(f"--autocast {autocast} is none; use bfloat16 or float16.")
-    return known[dtype], known[autocast]
-
-
-def optimizer_factory(name: str) -> OptimizerFactory:
-    """Return what makes the optimizer of a class of torch.optim.
-
-    Args:
-        name: as `--optimizer`.
-
-    Raises:
-        CommandError: there is no such class.
-    """
-    import torch
-
-    cls = getattr(torch.optim, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise CommandError(f"--optimizer {name} is no class of torch.optim; use such as AdamW.")
-    return lambda parameters: cls(parameters, lr=1e-3)  # type: ignore[call-arg]
+    ep = check_expert_degree(request.ep, request.tp)
+    return Mesh(request.dp, request.tp, request.pp, 0, device, None, cp=request.cp, ep=ep)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merak.core.units import size
+from merak.core.units import counted, size
 
 if TYPE_CHECKING:
     from merak.plan.activations.forecast import Forecast
@@ -200,9 +200,9 @@ def page(report: MemoryReport) -> str:
     """Format a report for people."""
     columns = ("parameters", "gradients", "optimizer", "activations", "total")
     lines = [
-        f"{report.model}: {report.schedule} with {report.microbatches} microbatches, "
-        f"{len(report.recomputed)} segments recompute"
-        + (f", {len(report.offloaded)} keep theirs in host memory" if report.offloaded else ""),
+        f"{report.model}: {report.schedule} with {counted(report.microbatches, 'microbatch')}; "
+        f"recomputed: {counted(len(report.recomputed), 'segment')}"
+        + (f", offloaded: {counted(len(report.offloaded), 'segment')}" if report.offloaded else ""),
         "",
         f"  stage  segments  {''.join(f'{c:>14}' for c in columns)}",
     ]

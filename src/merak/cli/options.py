@@ -137,11 +137,13 @@ class ModelRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest(ModelRequest):
-    """Request about a job that trains a model on dp × tp × pp ranks."""
+    """Request about a job that trains a model on dp × cp × tp × pp ranks."""
 
     dp: int = option(1, "--dp", "D", "Data parallel degree.")
     tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
+    cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
+    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.")
     schedule: str = shared("schedule")
     microbatches: int = option(1, "--microbatches", "M", "Microbatches of a step.")
     device: str | None = device()

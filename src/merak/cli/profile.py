@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from merak.cli.options import argument, backend, device, json_output, option, takes
 from merak.cli.output import show, stdout_to_stderr
-from merak.core.units import size
+from merak.core.units import counted, size
 from merak.launch.errors import CommandError
 from merak.launch.forkserver import ranks_prepared
 
@@ -201,7 +201,8 @@ def _page(report: ProfileReport) -> str:
                 f"link {kind}: {1e6 * own['latency_s']:.1f} µs, {size(int(own['bytes_per_s']))}/s"
                 for kind, own in report.links.items()
             ),
-            f"{report.collectives} collectives and {report.segments} segments measured; written to "
+            f"{counted(report.collectives, 'collective')} and "
+            f"{counted(report.segments, 'segment')} measured; written to "
             f"{report.output}",
         )
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.memory import optimizer_factory, types_of
+from merak.cli.model import model_source, model_workload, optimizer_factory, types_of
 from merak.cli.options import device, json_output, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
@@ -96,7 +95,6 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
         MerakError: the plan does not fit the model or the cluster.
     """
     # Heavy imports wait until a command is known to be well formed.
-    from merak.arguments import default_trace_cache
     from merak.core.mesh import Mesh
     from merak.plan.cluster.fit import usable_by_pp_rank
     from merak.plan.cluster.parse import parse_cluster
@@ -104,8 +102,6 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     from merak.rehearse.rehearsal import rehearse as run
     from merak.zoo.batches.batch import example_columns
     from merak.zoo.batches.columns import draw_batch
-    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
-    from merak.zoo.workload import example_workload
 
     candidate = _candidate(request)
     here = device_of(request.device)
@@ -113,19 +109,13 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, request.rank, here, None)
     refuse_rank(mesh, request.steps)
     usable_by_pp_rank(cluster, mesh.dp, mesh.tp, mesh.pp)  # refuses a cluster that is too small
-    dtype, autocast = types_of(request.dtype, request.autocast)
-    changes = parse_overrides(request.config)
-    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
-    check_inner_fields(source.config, changes)
-    cache = default_trace_cache()
-    workload = example_workload(
+    types_of(request.dtype, request.autocast)  # refuses words before the model is built
+    source = model_source(request)
+    workload = model_workload(
+        request,
         source,
         global_batch=candidate.dp * candidate.microbatch * candidate.num_microbatches,
-        sequence=request.sequence,
-        dtype=dtype,
-        autocast=autocast,
         device=here,
-        cache_dir=Path(cache) if cache else None,
         optimizer=optimizer_factory(request.optimizer),
         master_weights=request.master_weights,
     )

@@ -13,7 +13,7 @@ from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
 from merak.cli.schedule_of_model import StagesRequest, simulate_model
 from merak.core.errors import ScheduleError
-from merak.core.units import seconds
+from merak.core.units import counted, seconds
 from merak.plan.cost.overlap import Layers, layer_costs
 from merak.schedule import registry
 from merak.schedule.costs import Costs, uniform
@@ -212,7 +212,8 @@ def _announce_duration(stages: int, microbatches: int) -> None:
     about = stages * microbatches * _SECONDS_PER_FORWARD + stages**2 * _SECONDS_PER_PAIR
     if about > _LONG_S:
         print(
-            f"merak: {stages} stages × {microbatches} microbatches take about {about:.0f} s to lay "
+            f"merak: {counted(stages, 'stage')} × {counted(microbatches, 'microbatch')} take about "
+            f"{about:.0f} s to lay "
             "out, check and simulate; schedules with several stages on a rank a few times that.",
             file=sys.stderr,
         )

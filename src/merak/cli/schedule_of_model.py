@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
+from merak.cli.model import model_source, model_workload
 from merak.cli.options import option
 from merak.launch.errors import CommandError
 
@@ -64,28 +64,13 @@ def simulate_model(
     """
     _check(request)
     # Heavy imports wait until a command is known to be well formed.
-    from merak.arguments import default_trace_cache
-    from merak.cli.memory import types_of
     from merak.plan.price.candidate import Candidate
     from merak.plan.price.step import price, simulated_pipeline
-    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
-    from merak.zoo.workload import example_workload
 
     devices = planned_cluster(request.device, request.cluster, stages * request.tp)
     assert devices is not None and request.model is not None
-    dtype, autocast = types_of(request.dtype, request.autocast)
-    changes = parse_overrides(request.config)
-    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
-    check_inner_fields(source.config, changes)
-    folder = default_trace_cache()
-    workload = example_workload(
-        source,
-        global_batch=request.batch * microbatches,
-        sequence=request.sequence,
-        dtype=dtype,
-        autocast=autocast,
-        cache_dir=Path(folder) if folder else None,
-    )
+    source = model_source(request)
+    workload = model_workload(request, source, global_batch=request.batch * microbatches)
     candidate = Candidate(
         tp=request.tp,
         pp=stages,

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
+from merak.cli.model import model_source
 from merak.cli.options import ModelRequest, option, takes
 from merak.cli.output import show, stdout_to_stderr
-from merak.core.units import count, seconds, size
+from merak.core.units import count, counted, seconds, size
 
 if TYPE_CHECKING:
     from merak.graph.ir.ir import ModelGraph, Segment
@@ -100,6 +101,7 @@ class TraceRequest(ModelRequest):
     """Request for the segments of a model."""
 
     tp: int = option(2, "--tp", "T", "Tensor parallel degree to derive splits for.", min=1)
+    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.", min=1)
     no_cache: bool = option(
         False, "--no-cache", "", "Trace anew, and keep nothing for the next time."
     )
@@ -130,12 +132,9 @@ def trace_report(request: TraceRequest) -> TraceReport:
     from merak.graph.segment.build import GraphSource, build_timed
     from merak.graph.weights.empty_weights import empty_weights
     from merak.zoo.batches.batch import example_arguments, example_columns
-    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
 
     devices = planned_cluster(request.device, request.cluster, request.tp)
-    changes = parse_overrides(request.config)
-    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
-    check_inner_fields(source.config, changes)
+    source = model_source(request)
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )
@@ -157,13 +156,15 @@ def trace_report(request: TraceRequest) -> TraceReport:
 def _report(
     name: str, request: TraceRequest, timed: BuiltGraph, build_s: float, devices: Cluster | None
 ) -> TraceReport:
+    from merak.core.elastic import check_expert_degree
     from merak.graph.tensor_parallel.apply import auto_tensor_parallel
     from merak.graph.tensor_parallel.report import report_sharding
     from merak.graph.trace.opaque.report import report_opaque
 
     graph = timed.graph
     shapes = {name: math.prod(meta.shape) for name, meta in graph.parameters.items()}
-    parallel = auto_tensor_parallel(graph, request.tp, sequence=request.sequence_parallel)
+    ep = check_expert_degree(request.ep, request.tp)
+    parallel = auto_tensor_parallel(graph, request.tp, sequence=request.sequence_parallel, ep=ep)
     splits = report_sharding(graph, parallel)
     num_parameters = sum(shapes.values())
     return TraceReport(
@@ -258,8 +259,8 @@ def _page(report: TraceReport) -> str:
     most = max(report.boundary_tensors, default=0)
     took = report.seconds
     lines = [
-        f"{report.model}: {count(report.parameters)} parameters, {report.segments} segments, "
-        f"at most {most} tensor{'s' if most != 1 else ''} across a cut",
+        f"{report.model}: {count(report.parameters)} parameters, "
+        f"{counted(len(report.parts), 'segment')}, at most {counted(most, 'tensor')} across a cut",
         "",
         *_segments(report.parts),
         "",

@@ -9,6 +9,7 @@ from pathlib import Path
 from merak.cli.options import argument, backend, device, json_output, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.recipe.report import TrainReport
+from merak.core.units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,8 @@ def _page(report: TrainReport) -> str:
     held_out = "" if report.eval_loss is None else f", {report.eval_loss:.4f} on held-out samples"
     return "\n".join(
         (
-            f"{report.steps} steps in {report.seconds:.1f} s: loss {report.loss:.4f}{held_out}, "
+            f"{counted(report.steps, 'step')} in {report.seconds:.1f} s: "
+            f"loss {report.loss:.4f}{held_out}, "
             f"{report.tokens_per_second:,.0f} tokens/s",
             f"the model is in {report.checkpoint}",
         )

@@ -20,9 +20,11 @@ class Degrees(NamedTuple):
     dp: int
     tp: int
     pp: int
+    cp: int = 1
 
     def __str__(self) -> str:
-        return f"dp={self.dp} × tp={self.tp} × pp={self.pp}"
+        context = f" × cp={self.cp}" if self.cp > 1 else ""
+        return f"dp={self.dp} × tp={self.tp} × pp={self.pp}{context}"
 
 
 class GivenDegrees(NamedTuple):
@@ -31,6 +33,7 @@ class GivenDegrees(NamedTuple):
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    cp: int | None = None
 
     def __str__(self) -> str:
         given = self._asdict().items()
@@ -69,6 +72,36 @@ class GivenDegrees(NamedTuple):
             )
 
 
+def check_expert_degree(ep: object, tp: int) -> int:
+    """Check an expert parallel degree.
+
+    Args:
+        ep: as a user gives it; None for 1.
+        tp: the tensor parallel degree.
+
+    Returns:
+        The degree.
+
+    Raises:
+        MeshError: it is neither 1 nor the tensor parallel degree.
+    """
+    if ep is None:
+        return 1
+    if not isinstance(ep, int) or isinstance(ep, bool) or ep < 1:
+        raise MeshError(f"ep={ep!r} is not a degree; use a whole number of 1 or more.")
+    if ep not in (1, tp):
+        fix = (
+            f"use ep={tp}, or ep=1, which splits every expert"
+            if tp > 1
+            else f"use tp={ep}, or ep=1"
+        )
+        raise MeshError(
+            f"ep={ep} does not fit tp={tp}, whose ranks have the experts of a layer between them; "
+            f"{fix}."
+        )
+    return ep
+
+
 def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
     """Choose the degrees for fewer ranks than a job is written for; None where none fit.
 
@@ -82,10 +115,10 @@ def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
         num_ranks: that are there.
     """
     found = [
-        Degrees(num_ranks // (tp * pp), tp, pp)
+        Degrees(num_ranks // (tp * pp * wanted.cp), tp, pp, wanted.cp)
         for tp in range(1, wanted.tp + 1)
         for pp in range(1, wanted.pp + 1)
-        if wanted.tp % tp == 0 and num_ranks % (tp * pp) == 0
+        if wanted.tp % tp == 0 and num_ranks % (tp * pp * wanted.cp) == 0
     ]
     fitting = [degrees for degrees in found if degrees.dp <= wanted.dp]
     return max(fitting, key=lambda d: (wanted.dp % d.dp == 0, d.tp, d.pp), default=None)
@@ -94,7 +127,7 @@ def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
 PLAN_FORMAT = "merak-plan"
 """What a plan file says that it is."""
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -134,7 +167,8 @@ def plan_degrees(path: str | os.PathLike[str]) -> Degrees:
     content = read_plan_content(path)
     candidate = content.get("candidate")
     found: list[Any] = [
-        candidate.get(axis) if isinstance(candidate, dict) else 0 for axis in Degrees._fields
+        candidate.get(axis, Degrees._field_defaults.get(axis)) if isinstance(candidate, dict) else 0
+        for axis in Degrees._fields
     ]
     if not all(isinstance(degree, int) and degree > 0 for degree in found):
         raise PlanError(f"the plan {path} has no degrees; plan again with `merak plan`.")
@@ -163,8 +197,13 @@ def wanted_degrees(
                 "elastic=True lowers degrees that are given, but plan='auto' chooses them for the "
                 "ranks that are there; leave elastic out, and set global_batch."
             )
+        if given.cp not in (None, 1):
+            raise MeshError(
+                f"cp={given.cp} is given, but plan='auto' searches plans without context "
+                "parallelism; give all degrees and leave plan out, or leave cp out."
+            )
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        given.check_ranks(num_ranks)
+        given._replace(cp=None).check_ranks(num_ranks)
         return Degrees(num_ranks, 1, 1)
     planned = plan_degrees(plan)
     if any(own not in (None, other) for own, other in zip(given, planned, strict=True)):

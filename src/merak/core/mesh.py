@@ -1,4 +1,4 @@
-"""Mesh of ranks, dp × tp × pp: coordinates, devices and process groups."""
+"""Mesh of ranks, dp × cp × tp × pp: coordinates, devices and process groups."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from merak.core.elastic import (
     AUTO_PLAN,
     Degrees,
     GivenDegrees,
+    check_expert_degree,
     smaller_degrees,
     wanted_degrees,
 )
@@ -34,8 +35,11 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("gloo", "nccl")
 """Backends of the process groups."""
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "cp", "tp")
 """Slowest axis first: tp ranks are neighbours on one node, pp ranks are farthest apart."""
+
+REPLICAS = "replicas"
+"""The axes dp and cp together: ranks with the same parameters, whose gradients they sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Mesh:
         dp: data parallel degree.
         tp: tensor parallel degree.
         pp: pipeline parallel degree, the number of pp ranks.
-        rank: this rank, 0 … dp · tp · pp − 1, laid out as (pp, dp, tp) with tp fastest.
+        rank: this rank, 0 … world size − 1, laid out as (pp, dp, cp, tp) with tp fastest.
         device: the device this rank computes on.
         device_mesh: torch's mesh over the same ranks; None in a single process, and for a mesh
             that a job is only planned for.
@@ -54,6 +58,8 @@ class Mesh:
         wanted_dp: the dp of `init`, where there are too few ranks for it; 0 where there are enough.
         given: the degrees that `init(plan="auto")` got, until the plan is chosen: then all ranks
             count as replicas; None where the degrees are those of the job.
+        cp: context parallel degree: so many ranks share the tokens of the same samples.
+        ep: expert parallel degree: 1, or tp where each tensor parallel rank has whole experts.
     """
 
     dp: int
@@ -65,21 +71,38 @@ class Mesh:
     hosts: tuple[str, ...] = ()
     wanted_dp: int = 0
     given: GivenDegrees | None = None
+    cp: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the job."""
-        return self.dp * self.tp * self.pp
+        return self.replicas * self.tp * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same parameters of a stage: dp × cp."""
+        return self.dp * self.cp
 
     @property
     def pp_rank(self) -> int:
         """Pipeline parallel coordinate of this rank."""
-        return self.rank // (self.dp * self.tp)
+        return self.rank // (self.replicas * self.tp)
 
     @property
     def dp_rank(self) -> int:
-        """Data parallel coordinate of this rank, its replica."""
-        return self.rank // self.tp % self.dp
+        """Data parallel coordinate of this rank: which samples it reads."""
+        return self.replicas_rank // self.cp
+
+    @property
+    def cp_rank(self) -> int:
+        """Context parallel coordinate of this rank: which tokens of its samples it computes."""
+        return self.replicas_rank % self.cp
+
+    @property
+    def replicas_rank(self) -> int:
+        """Coordinate of this rank among those that hold the same parameters."""
+        return self.rank // self.tp % self.replicas
 
     @property
     def tp_rank(self) -> int:
@@ -87,17 +110,18 @@ class Mesh:
         return self.rank % self.tp
 
     def rank_at(self, pp_rank: int) -> int:
-        """Return the global rank of another pp rank with this rank's dp and tp coordinates."""
-        return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
+        """Return the global rank of another pp rank with this rank's other coordinates."""
+        return (pp_rank * self.replicas + self.replicas_rank) * self.tp + self.tp_rank
 
     def stride(self, axis: str) -> int:
         """Return the distance of neighbours along one axis, in global ranks."""
-        return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]
+        strides = {"pp": self.replicas * self.tp, "dp": self.cp * self.tp, "tp": 1}
+        return strides.get(axis, self.tp)
 
     def peers(self, axis: str) -> tuple[int, ...]:
         """Return the other global ranks along one axis."""
         stride = self.stride(axis)
-        own = {"pp": self.pp_rank, "dp": self.dp_rank, "tp": self.tp_rank}[axis]
+        own = getattr(self, f"{axis}_rank")
         others = range(getattr(self, axis))
         return tuple(self.rank + (place - own) * stride for place in others if place != own)
 
@@ -105,7 +129,33 @@ class Mesh:
         """Return this rank's process group along one axis; None where the axis has degree 1."""
         if self.device_mesh is None or getattr(self, axis) == 1:
             return None
-        return self.device_mesh.get_group(axis)
+        return self.device_mesh.get_group(self._named(axis))
+
+    def submesh(self, axis: str) -> DeviceMesh | None:
+        """Return torch's mesh along one axis; None where there is none."""
+        return None if self.device_mesh is None else self.device_mesh[self._named(axis)]
+
+    def _named(self, axis: str) -> str:
+        """The axis of torch's mesh: of replicas that lie along one axis, that one."""
+        if axis == REPLICAS and 1 in (self.dp, self.cp):
+            return "dp" if self.cp == 1 else "cp"
+        return axis
+
+
+def connect_mesh(device: torch.device, dp: int, tp: int, pp: int, cp: int) -> DeviceMesh:
+    """Make torch's mesh of a job, with the groups of ranks along every axis; all ranks call it.
+
+    Args:
+        device: of the ranks.
+        dp: data parallel degree.
+        tp: tensor parallel degree.
+        pp: pipeline parallel degree.
+        cp: context parallel degree.
+    """
+    made = init_device_mesh(device.type, (pp, dp, cp, tp), mesh_dim_names=AXES)
+    if dp > 1 and cp > 1:
+        made["dp", "cp"]._flatten(REPLICAS)
+    return made
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -122,18 +172,22 @@ def init(
     tp: int | None = None,
     pp: int | None = None,
     *,
+    cp: int | None = None,
+    ep: int | None = None,
     backend: str | None = None,
     device: str | torch.device | None = None,
     timeout_s: float = 600.0,
     elastic: bool = False,
     plan: str | os.PathLike[str] | None = None,
 ) -> Mesh:
-    """Lay the ranks out as dp × tp × pp and connect them. Call once, before building the trainer.
+    """Lay the ranks out as dp × cp × tp × pp and connect them; call it once, before the trainer.
 
     Args:
         dp: data parallel degree; 1 where neither it nor a plan is given.
         tp: tensor parallel degree; as dp.
         pp: pipeline parallel degree; as dp.
+        cp: context parallel degree, the number of ranks that share each sample's tokens; as dp.
+        ep: expert parallel degree: 1, or tp where tensor parallel ranks are to have whole experts.
         backend: "nccl" or "gloo"; nccl where the device is a GPU.
         device: "cpu" or "cuda", in a single process also one of several GPUs ("cuda:1"); what the
             machine has by default.
@@ -158,14 +212,14 @@ def init(
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     preemption.listen()
-    given = GivenDegrees(dp, tp, pp)
+    given = GivenDegrees(dp, tp, pp, cp)
     wanted = wanted_degrees(given, plan, elastic)
     degrees = _check_degrees(wanted, elastic)
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
-        raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
+    _check_timeout(timeout_s)
+    held = _expert_degree(ep, wanted.tp, degrees.tp, plan)
     chosen = _pick_device(device)
     _check_backend(backend, chosen)
-    mesh = _connect(*degrees, chosen, backend, timeout_s)
+    mesh = replace(_connect(degrees, chosen, backend, timeout_s), ep=held)
     if plan == AUTO_PLAN:
         mesh = replace(mesh, given=given)
     if degrees != wanted:
@@ -175,6 +229,23 @@ def init(
     return mesh
 
 
+def _check_timeout(timeout_s: object) -> None:
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
+        raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
+
+
+def _expert_degree(
+    ep: int | None, wanted: int, tp: int, plan: str | os.PathLike[str] | None
+) -> int:
+    """The expert parallel degree of a job, whose tp may be smaller than it is written for."""
+    if plan == AUTO_PLAN and ep not in (None, 1):
+        raise MeshError(
+            f"ep={ep} is given, but plan='auto' searches plans without expert parallelism; give "
+            "all degrees and leave plan out, or leave ep out."
+        )
+    return tp if check_expert_degree(ep, wanted) > 1 else 1
+
+
 def _smaller(mesh: Mesh, wanted: Degrees) -> Mesh:
     """A mesh of fewer ranks than a job is written for."""
     warn_on_rank0(
@@ -182,7 +253,7 @@ def _smaller(mesh: Mesh, wanted: Degrees) -> Mesh:
         "%d ranks are there for %s: running as %s.",
         mesh.world_size,
         wanted,
-        Degrees(mesh.dp, mesh.tp, mesh.pp),
+        Degrees(mesh.dp, mesh.tp, mesh.pp, mesh.cp),
     )
     return replace(mesh, wanted_dp=wanted.dp)
 
@@ -202,7 +273,7 @@ def lay_out(dp: int, tp: int, pp: int) -> Mesh:
     laid = replace(mesh, dp=dp, tp=tp, pp=pp, given=None)
     if mesh.device_mesh is not None and (dp, tp, pp) != (mesh.dp, mesh.tp, mesh.pp):
         with waiting_for_all("the groups of ranks of"):
-            device_mesh = init_device_mesh(mesh.device.type, (pp, dp, tp), mesh_dim_names=AXES)
+            device_mesh = connect_mesh(mesh.device, dp, tp, pp, mesh.cp)
         laid = replace(laid, device_mesh=device_mesh)
         watchdog.move(_place(laid))
     _current[0] = laid
@@ -347,13 +418,12 @@ def _pick_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _connect(
-    dp: int, tp: int, pp: int, device: torch.device, backend: str | None, timeout_s: float
-) -> Mesh:
+def _connect(degrees: Degrees, device: torch.device, backend: str | None, timeout_s: float) -> Mesh:
+    dp, tp, pp, cp = degrees
     if "RANK" not in os.environ:
-        return Mesh(dp, tp, pp, 0, device, None)
-    rank, num_ranks = int(os.environ["RANK"]), dp * tp * pp
-    mesh = Mesh(dp, tp, pp, rank, device, None)
+        return Mesh(dp, tp, pp, 0, device, None, cp=cp)
+    rank, num_ranks = int(os.environ["RANK"]), math.prod(degrees)
+    mesh = Mesh(dp, tp, pp, rank, device, None, cp=cp)
     _quiet_other_ranks(rank)
     limit = watchdog.Limit("timeout_s", timeout_s)
     timeout = timedelta(seconds=watchdog.timeouts_s(limit))
@@ -380,13 +450,14 @@ def _connect(
                 device_id=device if device.type == "cuda" and backend != "gloo" else None,
             )
             atexit.register(_disconnect)
-        device_mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=AXES)
+        device_mesh = connect_mesh(device, dp, tp, pp, cp)
     hosts = names if len(set(names)) > 1 else ()
     return replace(mesh, device_mesh=device_mesh, hosts=hosts)
 
 
 def _place(mesh: Mesh) -> str:
-    return f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
+    context = f", cp {mesh.cp_rank}" if mesh.cp > 1 else ""
+    return f"pp {mesh.pp_rank}, dp {mesh.dp_rank}{context}, tp {mesh.tp_rank}"
 
 
 _quiet: dict[str, int] = {}

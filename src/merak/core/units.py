@@ -11,6 +11,12 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: 1 microbatch, 16 microbatches, 2,048 samples."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def size(num_bytes: int, digits: int = 1) -> str:
     """Format a size in bytes: 1.5 GB, with so many digits after the point."""
     for unit_bytes, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):

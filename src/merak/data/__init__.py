@@ -2,6 +2,7 @@
 
 from merak.data.columns import check_columns, check_not_empty
 from merak.data.loader import example_batch, shard_loader
+from merak.data.longest import longest_batch
 from merak.data.non_tensors import drop_non_tensors, split_non_tensors
 from merak.data.signature import BatchSignature, signature, union
 
@@ -11,6 +12,7 @@ __all__ = [
     "check_not_empty",
     "drop_non_tensors",
     "example_batch",
+    "longest_batch",
     "shard_loader",
     "signature",
     "split_non_tensors",

@@ -11,7 +11,7 @@ from torch import nn
 
 from merak.core.errors import ScheduleError
 from merak.core.gradients import is_low_precision
-from merak.core.mesh import Mesh
+from merak.core.mesh import REPLICAS, Mesh
 from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets
 from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
@@ -165,7 +165,7 @@ def _optimizer_params(
 ) -> OptimizerParams:
     options = job.options
     precision = Precision(options.master_weights, options.float32_gradients)
-    group = job.mesh.group("dp") if options.zero else None
+    group = job.mesh.group(REPLICAS) if options.zero else None
     return OptimizerParams(job.parameters, group, precision, all_gather, fsdp)
 
 
@@ -197,7 +197,7 @@ def _weights(job: _Job, stage: int, all_gather: ParamAllGather | None) -> Weight
 
 def _transfers(job: _Job) -> Transfers:
     """Point-to-point traffic between the stages, of training and of evaluation."""
-    transfers = Transfers(job.mesh, job.progress, job.oom_guard, max_open_sends=4 * job.mesh.pp)
+    transfers = Transfers(job.mesh, job.progress, job.oom_guard)
     evaluated = channels_of_pipe(job.layout.stage_rank)
     transfers.connect(channels_of(job.layout.plans.base.steps) | evaluated)
     return transfers
@@ -260,7 +260,7 @@ def _kept_buffers(job: _Job) -> frozenset[str]:
 
 def _param_all_gather(job: _Job) -> ParamAllGather | None:
     """The all-gather of updated rows (ZeRO-1 and 2), in buckets in the order of the forward."""
-    group = job.mesh.group("dp")
+    group = job.mesh.group(REPLICAS)
     if not job.options.zero or group is None:
         return None
     parameters = job.parameters
@@ -280,7 +280,7 @@ def _param_all_gather(job: _Job) -> ParamAllGather | None:
 def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
     """The parameters that FSDP shards (ZeRO-3); the model has meta parameters in their places."""
     mesh, options, parameters = job.mesh, job.options, job.parameters
-    group = mesh.group("dp")
+    group = mesh.group(REPLICAS)
     if options.zero != 3 or group is None:
         return None
     low = [name for name, p in parameters.items() if p.requires_grad and is_low_precision(p)]
@@ -295,9 +295,9 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
         for stage in job.stages
         for s in stage.segments
     ]
-    assert mesh.device_mesh is not None
     order = UnshardOrder(group, mesh.device, job.progress)
-    replicas = mesh.device_mesh["dp"]
+    replicas = mesh.submesh(REPLICAS)
+    assert replicas is not None
     fsdp = FsdpParameters(segments, parameters, replicas, options.master_weights, job.tied, order)
     metas = {id(parameters[name]): meta for name, meta in fsdp.meta_parameters.items()}
     replace_parameters(job.model, metas)

@@ -15,7 +15,7 @@ from merak.engine.assemble import assemble
 from merak.engine.comm.sparse_gradients import warn_densified
 from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
-from merak.engine.local_programs import ProgramCache, check_max_shapes, tensor_parallel_rewrite
+from merak.engine.local_programs import ProgramCache, check_max_shapes, local_rewrite
 from merak.engine.oom_replan import OomReplanner
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
@@ -98,13 +98,13 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     layout = forecast.layout
     times = partial(segment_times, layout.graph, options, mesh, source.cache_dir)
     is_sub_pipelined = choose_sub_pipelining(
-        _requested_sub_pipelining(layout, options), layout, mesh, times
+        _requested_sub_pipelining(layout, options, mesh.cp), layout, mesh, times
     )
     programs = ProgramCache(source, mesh, layout, forecast.rewrite, is_sub_pipelined, options)
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
     refuse_optional_layers(layout, options.zero)
-    refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.dp > 1)
+    refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.replicas > 1)
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
@@ -125,9 +125,14 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     return assemble(layout, programs, names, mesh, options, save_fewer)
 
 
-def _requested_sub_pipelining(layout: Layout, options: EngineOptions) -> str:
+def _requested_sub_pipelining(layout: Layout, options: EngineOptions, cp: int) -> str:
     """`requested_sub_pipelining`, or "off" where parameters or activations rule it out."""
     requested = requested_sub_pipelining(options)
+    if cp > 1 and requested == "on":
+        raise ScheduleError(
+            f"sub_pipelining='on' hides collectives of tensor parallelism, but cp={cp}; leave it "
+            "out, or use cp=1."
+        )
     if options.zero == 3 and requested == "on":
         raise ScheduleError(
             "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
@@ -138,7 +143,8 @@ def _requested_sub_pipelining(layout: Layout, options: EngineOptions) -> str:
             f"offload_activations={options.offload_activations!r} moves the activations of whole "
             "segments, but sub_pipelining='on' runs them as sub-microbatches; leave one out."
         )
-    return "off" if options.zero == 3 or layout.activations.offloaded else requested
+    plain = options.zero == 3 or layout.activations.offloaded or cp > 1
+    return "off" if plain else requested
 
 
 def forecast_of(
@@ -182,7 +188,7 @@ def _forecast(
         source.model,
         Layout(graph, partition, plans),
         mesh,
-        tensor_parallel_rewrite(graph, features, mesh.tp, sequence=options.sequence_parallel),
+        local_rewrite(graph, features, mesh, sequence=options.sequence_parallel),
         options,
     )
     times = partial(segment_times, graph, options, mesh, source.cache_dir)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from merak.core.mesh import REPLICAS
 from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature
@@ -387,7 +388,7 @@ class Engine:
         """
         if not self.updates_inside:
             return gradient_norm(self._state)
-        for axis in ("tp", "pp", "dp"):
+        for axis in ("tp", "pp", REPLICAS):
             self.all_reduce(self._update_norm, axis, "norms of updates")
         return self._update_norm
 

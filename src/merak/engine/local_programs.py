@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from merak.core.errors import ArgumentsError, TraceError
+from merak.core.errors import ArgumentsError, ShardError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.shards import ParameterShard
@@ -19,6 +19,11 @@ from merak.core.tensor_meta import Signature
 from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
 from merak.engine.comm.eval_parameters import find_remote_parameters
 from merak.engine.comm.sparse_gradients import densify, find_densified
+from merak.graph.context_parallel.apply import (
+    LocalRewrite,
+    context_parallel,
+    gathered_operators,
+)
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.program.index_ranges import find_index_ranges
 from merak.graph.program.program import (
@@ -54,7 +59,7 @@ class ProgramCache:
         source: the model.
         mesh: the grid of ranks.
         layout: which segments form which stage.
-        parallel: what tensor parallelism does to segments; None for nothing.
+        parallel: what tensor and context parallelism do to segments; None for nothing.
         is_sub_pipelined: whether microbatches run as sub-microbatches, where they can.
         options: of the job: how many shapes are cached beside the planned one, and the observer.
     """
@@ -64,7 +69,7 @@ class ProgramCache:
         source: GraphSource,
         mesh: Mesh,
         layout: Layout,
-        parallel: TensorParallel | None,
+        parallel: LocalRewrite | None,
         is_sub_pipelined: bool,
         options: EngineOptions,
     ) -> None:
@@ -100,7 +105,7 @@ class ProgramCache:
         self._num_made = 0
         self._seconds = 0.0
 
-    def _make_rewrites(self, parallel: TensorParallel | None) -> dict[int, list[Rewrite]]:
+    def _make_rewrites(self, parallel: LocalRewrite | None) -> dict[int, list[Rewrite]]:
         rewrites: dict[int, list[Rewrite]] = {}
         for stage in self.own_stages:
             rewrites[stage] = [parallel] if parallel else []
@@ -217,13 +222,41 @@ def check_max_shapes(max_shapes: int) -> None:
         )
 
 
-def tensor_parallel_rewrite(
-    graph: ModelGraph, features: Features | None, tp: int, *, sequence: bool = False
+def local_rewrite(
+    graph: ModelGraph, features: Features | None, mesh: Mesh, *, sequence: bool = False
+) -> LocalRewrite | None:
+    """The rewrite of segments to those of one rank; every rank checks the whole model.
+
+    Args:
+        graph: the traced model.
+        features: how weights are split that the graph does not decide.
+        mesh: the degrees.
+        sequence: whether tensor parallel ranks share the sequence.
+
+    Raises:
+        ShardError: the degrees do not fit the model.
+    """
+    if mesh.cp > 1 and mesh.tp > 1 and sequence:
+        raise ShardError(
+            f"sequence_parallel=True shares out tokens over tp={mesh.tp}, and cp={mesh.cp} already "
+            "does; leave one of them out."
+        )
+    tensor = _tensor_parallel_rewrite(graph, features, mesh, sequence)
+    if mesh.cp == 1:
+        return tensor
+    parallel = context_parallel(graph, tensor, mesh.cp)
+    found = gathered_operators(graph, parallel)
+    if found is not None:
+        warn_on_rank0(logger, "%s", found)
+    return parallel
+
+
+def _tensor_parallel_rewrite(
+    graph: ModelGraph, features: Features | None, mesh: Mesh, sequence: bool
 ) -> TensorParallel | None:
-    """The rewrite of segments for tensor parallelism; every rank checks the whole model."""
-    if tp == 1:
+    if mesh.tp == 1:
         return None
-    parallel = tensor_parallel(graph, features, tp, sequence=sequence)
+    parallel = tensor_parallel(graph, features, mesh.tp, sequence=sequence, ep=mesh.ep)
     warning = replication_warning(graph, parallel)
     if warning is not None:
         warn_on_rank0(logger, "%s", warning)

@@ -85,12 +85,15 @@ class StepPlans:
         self._chosen = chosen
         self._name = name
         self._plans = {num_microbatches: StepPlan(self._whole, lower(self._whole))}
+        self._with_flags: dict[tuple[bool, ...], StepPlans] = {}
 
     def recomputing(self, recompute: Sequence[bool]) -> StepPlans:
         """Step plans of the same schedule with other recompute flags of its stages."""
-        whole = self._whole
-        counts = (whole.num_ranks, whole.num_microbatches)
-        return StepPlans(self._name, *counts, tuple(recompute), self._chosen)
+        whole, flags = self._whole, tuple(recompute)
+        if flags not in self._with_flags:
+            counts = (whole.num_ranks, whole.num_microbatches)
+            self._with_flags[flags] = StepPlans(self._name, *counts, flags, self._chosen)
+        return self._with_flags[flags]
 
     def of_as_many(self, num_microbatches: int) -> Schedule:
         """The schedule of a job with another number of microbatches.

@@ -31,9 +31,11 @@ def describe_mesh(mesh: Mesh) -> str:
         device = torch.cuda.get_device_name(mesh.device)
     ranks = f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
     degrees = f"({device}): dp {mesh.dp} × tp {mesh.tp} × pp {mesh.pp}"
+    if mesh.cp > 1:
+        degrees += f" × cp {mesh.cp}"
     if not mesh.hosts:
         return f"{ranks} on 1 host {degrees}"
-    across = [axis for axis in ("tp", "dp", "pp") if crosses_hosts(mesh, axis)]
+    across = [axis for axis in ("tp", "cp", "dp", "pp") if crosses_hosts(mesh, axis)]
     where = f"{len(set(mesh.hosts))} hosts ({describe_hosts(mesh.hosts)})"
     return f"{ranks} on {where} {degrees}, with {' and '.join(across)} across hosts"
 
@@ -70,11 +72,11 @@ def _rows(forecast: Forecast) -> list[tuple[str, ...]]:
         stages = layout.schedule.stages_of(rank)
         segments = [layout.graph.segments[i] for s in stages for i in layout.partition.stages[s]]
         names = dict.fromkeys(n for segment in segments for n in segment.parameters)
-        first = rank * mesh.dp * mesh.tp
+        first = rank * mesh.replicas * mesh.tp
         named = [name for name in (segments[0].name, segments[-1].name) if name]
         rows.append(
             (
-                ranges(range(first, first + mesh.dp * mesh.tp)),
+                ranges(range(first, first + mesh.replicas * mesh.tp)),
                 ranges(list(stages)),
                 ranges(sorted(segment.index for segment in segments)),
                 " … ".join(dict.fromkeys(named)),

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from merak.core.mesh import Mesh
+from merak.core.mesh import AXES, Mesh
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import KINDS, collective_seconds, send_seconds
 from merak.plan.cluster.groups import group_of, send_link
@@ -98,8 +98,8 @@ def axis_of(call: Call, mesh: Mesh) -> str:
 
 
 def _coordinates(rank: int, mesh: Mesh) -> dict[str, int]:
-    own = Mesh(mesh.dp, mesh.tp, mesh.pp, rank, mesh.device, None)
-    return {"pp": own.pp_rank, "dp": own.dp_rank, "tp": own.tp_rank}
+    own = Mesh(mesh.dp, mesh.tp, mesh.pp, rank, mesh.device, None, cp=mesh.cp, ep=mesh.ep)
+    return {axis: getattr(own, f"{axis}_rank") for axis in AXES}
 
 
 def _stride(ranks: tuple[int, ...]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
 
 Batch = Mapping[str, torch.Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,13 @@ class BatchExchange:
         self.mesh = mesh
         self._progress = progress
         self._group: dist.ProcessGroup | None = None
-        if mesh.pp * mesh.dp > 1:
+        if mesh.pp * mesh.replicas > 1:
             lines = [
-                [(p * mesh.dp + d) * mesh.tp + t for p in range(mesh.pp) for d in range(mesh.dp)]
+                [
+                    (p * mesh.replicas + replica) * mesh.tp + t
+                    for p in range(mesh.pp)
+                    for replica in range(mesh.replicas)
+                ]
                 for t in range(mesh.tp)
             ]
             # Always gloo: these are small Python objects in host memory.
@@ -96,13 +101,24 @@ class BatchExchange:
         return ExchangedBatches(tuple(merged_signatures), tuple(merged_metadata))
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a value of every rank, in the order pp rank, dp rank."""
+        """Gather a value of every rank, in the order pp rank, dp rank, cp rank."""
         if self._group is None:
             return [value]
-        everyone: list[Any] = [None] * (self.mesh.pp * self.mesh.dp)
+        everyone: list[Any] = [None] * (self.mesh.pp * self.mesh.replicas)
         with self._progress.waiting("what batches there are on", others_of(self._group)):
             dist.all_gather_object(everyone, value, group=self._group)
         return everyone
+
+    def of_replica(self, everyone: Sequence[T], dp_rank: int) -> list[T]:
+        """What the ranks of one data parallel coordinate have given, of what `gather` returns.
+
+        Args:
+            everyone: in the order of `gather`.
+            dp_rank: the coordinate.
+        """
+        mesh = self.mesh
+        places = range(len(everyone))
+        return [everyone[i] for i in places if i % mesh.replicas // mesh.cp == dp_rank]
 
     def _merge(
         self, ranks: Sequence[tuple[BatchSignature, dict[str, Any]]]
@@ -110,7 +126,7 @@ class BatchExchange:
         columns: list[BatchSignature] = []
         metadata: list[dict[str, Any]] = []
         for replica in range(self.mesh.dp):
-            own = ranks[replica :: self.mesh.dp]
+            own = self.of_replica(ranks, replica)
             columns.append(union(*(found for found, _ in own)))
             metadata.append({key: value for _, one in own for key, value in one.items()})
         return tuple(columns), tuple(metadata)

@@ -290,7 +290,9 @@ class Evaluation:
             for replica, found in enumerate(exchanged.signatures[number]):
                 if not found.columns:
                     continue
-                known = [labels[number] for labels in everyone[replica :: self.mesh.dp]]
+                known = [
+                    labels[number] for labels in self._batch_exchange.of_replica(everyone, replica)
+                ]
                 merged: dict[str, Any] = {
                     part: {name: value for one in known for name, value in one[part].items()}
                     for part in ("outputs", "labels", "inputs")

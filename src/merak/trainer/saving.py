@@ -149,8 +149,7 @@ class Saving(Trainer):
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         contents = Contents(
             values={"scheduler": self.lr_scheduler.state_dict(), **scaler},
-            layout={axis: getattr(self.mesh, axis) for axis in ("dp", "tp", "pp")}
-            | {"schedule": self.args.schedule, "zero": self.args.zero},
+            layout=_degrees(self.mesh) | {"schedule": self.args.schedule, "zero": self.args.zero},
             model_files=self._plan_files(),
             write_files=self._write_files,
             committed=partial(self._remove_old, folder, self.state.best_model_checkpoint),
@@ -259,3 +258,9 @@ class Saving(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load nothing: random state is keyed by step and sample."""
+
+
+def _degrees(mesh: Mesh) -> dict[str, int]:
+    """The degrees of a job, as its checkpoints state them."""
+    axes = ("dp", "tp", "pp", "cp") if mesh.cp > 1 else ("dp", "tp", "pp")
+    return {axis: getattr(mesh, axis) for axis in axes}

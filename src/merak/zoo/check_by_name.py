@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workspace, check_against
+from merak.check.real_widths import RealWidths, real_widths
 from merak.core.errors import MerakError
 from merak.core.private_files import ForeignFile, own_folder
 from merak.core.random import seed_for
@@ -31,12 +32,16 @@ from merak.zoo.batches.examples import examples
 from merak.zoo.configs.field_names import IMAGE
 from merak.zoo.configs.fields import Fields, flat, merged, text_part
 from merak.zoo.configs.fill_defaults import completions, missing_field
-from merak.zoo.configs.shrink import Attempt, Wanted, attempts
+from merak.zoo.configs.shrink import Attempt, Wanted, attempts, few_layers
 from merak.zoo.model_source import ModelSource, resolve_model
 from merak.zoo.smallest import Trained, Version, first_that_trains
+from merak.zoo.workload import example_workload
 
 DEFAULT_SEQUENCE = 32
 """Tokens of a sequence, where the model takes so many."""
+
+REAL_SEQUENCE = 1024
+"""Tokens of a sequence at real widths, where the model takes so many."""
 
 MAX_MISSING_FIELDS = 8
 """Fields that are taken from other parts of a config, one after the other."""
@@ -51,12 +56,14 @@ class Request:
         given: fields of its config that the user has set.
         sequence: tokens of a sequence; None takes a short one.
         trust_remote_code: whether code in the model's folder may run.
+        real_widths: whether the model keeps its widths, experts and vocabulary, of a few layers.
     """
 
     model: str
     given: Mapping[str, Any] = field(default_factory=dict)
     sequence: int | None = None
     trust_remote_code: bool = False
+    real_widths: bool = False
 
     def source(self, changes: Mapping[str, Any]) -> ModelSource:
         """Resolve the model's class and config, with changes of fields the user has not set."""
@@ -75,6 +82,9 @@ class Request:
 def check_named(request: Request, layout: Layout, options: CheckOptions) -> CheckReport:
     """Check a model by name, in the smallest version that trains in one process.
 
+    With `real_widths` it is one of few layers; where the memory is too small to train that, the
+    smallest version is trained, and the real widths are sharded without weights.
+
     Args:
         request: the model.
         layout: the degrees.
@@ -91,6 +101,9 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
     if request.sequence is not None and request.sequence < 1:
         raise CommandError(f"--seq {request.sequence} has no tokens; use 1 or more.")
     trained = small_version(request, layout, options)
+    widths = (
+        sharded_at_real_widths(request, layout, trained.filled) if request.real_widths else None
+    )
     with _folder() as folder:
         report = check_against(trained.outcome, trained.job, Workspace(folder, _launch))
     seconds = time.perf_counter() - started
@@ -101,7 +114,37 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
         filled=flat(trained.filled),
         columns=tuple(case.batch(0, 1)),
         loss=getattr(case.loss_fn, "__name__", None),
+        real_widths=widths,
     )
+
+
+def sharded_at_real_widths(request: Request, layout: Layout, filled: Fields) -> RealWidths:
+    """Shard a few layers of a model's real widths, without weights.
+
+    Args:
+        request: the model.
+        layout: the degrees.
+        filled: fields that its config leaves open.
+
+    Raises:
+        MerakError: it cannot be traced or sharded.
+    """
+    failures: list[MerakError] = []
+    for completion in chain((filled,), _completions(request, Wanted())):
+        config = request.source(completion).config
+        for fields in few_layers(config, request.given):
+            try:
+                return _sharded(request.source(merged(completion, fields)), layout.tp)
+            except MerakError as failed:  # perhaps for want of a layer of each kind
+                failures.append(failed)
+    raise failures[0]
+
+
+def _sharded(source: ModelSource, tp: int) -> RealWidths:
+    longest = getattr(text_part(source.config), "max_position_embeddings", None)
+    tokens = min(REAL_SEQUENCE, longest) if isinstance(longest, int) and longest > 0 else None
+    workload = example_workload(source, global_batch=1, sequence=tokens)
+    return real_widths(workload.graph(1), tp, workload.tokens_per_sample)
 
 
 def small_version(request: Request, layout: Layout, options: CheckOptions) -> Trained:
@@ -117,12 +160,24 @@ def small_version(request: Request, layout: Layout, options: CheckOptions) -> Tr
 def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterator[Version]:
     """Yield versions of a model: as its config is, then with default values for open fields."""
     # A stage of its own for every rank, even if its schedule gives it two.
-    wanted = Wanted(layers=max(2, layout.pp), heads_divisor=layout.tp)
+    wanted = Wanted(layers=max(2, layout.pp), heads_divisor=layout.tp * layout.cp)
+    if request.real_widths:
+        yield _wide(request, wanted, (layout, options))
     for one in _changes(request, wanted):
         most = None if one.has_small_inputs else 1
         jobs = partial(_jobs, request, one.fields, (layout, options), most)
         filled = merged(_padding(request), one.filled)
         yield Version(jobs, one.is_small, not one.fields, filled)
+
+
+def _wide(request: Request, wanted: Wanted, how: tuple[Layout, CheckOptions]) -> Version:
+    """The version of few layers and the model's own widths, where there is memory to train it."""
+    fields = next(few_layers(request.source({}).config, request.given, wanted))
+    jobs = partial(_jobs, request, fields, how, 1)
+    # In one process and on all ranks: parameters, gradients and momenta; and what is compared.
+    copies = 8 + 6 * how[0].dp * how[0].cp
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (4 * copies)
+    return Version(jobs, filled=_padding(request), most_parameters=most)
 
 
 def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
@@ -250,8 +305,9 @@ def _draw(columns: Mapping[str, Column], step: int, samples: int) -> dict[str, t
 
 def _refuse_counts(layout: Layout, options: CheckOptions) -> None:
     counts = {
-        "--dp": layout.dp, "--tp": layout.tp, "--pp": layout.pp, "--steps": options.steps,
-        "--microbatches": options.num_microbatches, "--batch": options.microbatch,
+        "--dp": layout.dp, "--tp": layout.tp, "--pp": layout.pp, "--cp": layout.cp,
+        "--steps": options.steps, "--microbatches": options.num_microbatches,
+        "--batch": options.microbatch,
     }  # fmt: skip
     for name, number in counts.items():
         if number < 1:

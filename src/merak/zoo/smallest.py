@@ -42,12 +42,14 @@ class Version:
         is_small: whether it cannot be large, so that it need not be built without weights first.
         is_whole: whether it is the model as the user has it.
         filled: as of `Trained`.
+        most_parameters: a version with more is not trained.
     """
 
     jobs: Callable[[Sequence[MerakError]], Iterable[Job]]
     is_small: bool = False
     is_whole: bool = False
     filled: Fields = field(default_factory=dict)
+    most_parameters: int = MOST_PARAMETERS
 
 
 def first_that_trains(versions: Iterable[Version]) -> Trained:
@@ -109,7 +111,7 @@ def _refuse_large(job: Job, version: Version) -> None:
             return  # some models look at numbers while they are built
         raise
     size = sum(p.numel() for p in model.parameters())
-    if size > MOST_PARAMETERS:
+    if size > version.most_parameters:
         raise _TooLarge(
             f"{job.case.name} has {size:,} parameters in its smallest version that can be made; "
             "make it smaller with --config."

@@ -85,6 +85,16 @@ def example_signature(source: ModelSource, sequence: int | None, microbatch: int
     return tuple((name, column.meta) for name, column in columns.items())
 
 
+def reads_sequence(source: ModelSource) -> bool:
+    """Tell whether an architecture's batches have sequences, of which a user says the tokens.
+
+    Args:
+        source: the architecture.
+    """
+    short, long = (example_signature(source, tokens, 1) for tokens in (4, 8))
+    return short != long
+
+
 def empty_model(source: ModelSource, dtype: torch.dtype) -> nn.Module:
     """Build a model without weights, in a type for its parameters."""
     with empty_weights():

@@ -52,7 +52,7 @@ def test_a_schedule_is_simulated_with_the_stages_of_a_model(capsys):
         (["--cluster", "h100:4"], "--cluster needs work to price; name --model too."),
         ([*MODEL, "--device", "h100", "--forward", "2"], "--forward and --model both say what"),
         ([*MODEL, "--device", "h100", "--cluster", "h100:2"], "both name devices; give one of"),
-        ([*MODEL, "--cluster", "h100:1"], "2 ranks are more than the 1 devices of h100:1; use"),
+        ([*MODEL, "--cluster", "h100:1"], "2 ranks are more than the 1 device of h100:1; use"),
         ([*MODEL, "--device", "h101"], "There is no device 'h101'"),
         ([*MODEL, "--device", "h100", "--tp", "0"], "--tp 0 is too few; use 1 or more."),
     ],

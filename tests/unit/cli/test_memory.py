@@ -123,7 +123,7 @@ def test_host_memory_takes_what_the_device_does_not(capsys):
     assert max(rank["peak"] for rank in report["ranks"]) <= budget
     assert main([*MODEL, *words, "--offload", "full"]) == 0
     page = capsys.readouterr().out
-    assert "0 segments recompute, 8 keep theirs in host memory" in page
+    assert "recomputed: 0 segments, offloaded: 8 segments" in page
     assert " in host memory\n" in page
 
 

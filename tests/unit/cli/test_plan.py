@@ -42,6 +42,7 @@ def test_the_report_has_the_fields_of_the_contract(capsys, tmp_path):
     assert report["commands"] == [f"torchrun --nproc-per-node 2 train.py --plan {plan}"]
     assert json.loads(plan.read_text())["world_size"] == 2
     drawn = page.read_text()
+    assert 'name="viewport"' in drawn and "prefers-color-scheme:dark" in drawn
     assert drawn.count("<svg") == 3 and "http" not in drawn.replace("http://www.w3.org/", "")
 
 
@@ -127,6 +128,46 @@ def test_a_model_that_fits_nowhere_names_a_cluster_that_would_do(capsys, monkeyp
     error = capsys.readouterr().err
     assert "fits nowhere on h100:2 with microbatch=1" in error
     assert "the smallest of 2, 4, 8, … times as many that would do has 4 devices" in error
+
+
+IMAGES = [
+    *("plan", "--model", "ViTForImageClassification", "--config"),
+    '{"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8, '
+    '"image_size": 32}',
+    *("--cluster", "h100:1", "--global-batch", "1", "--recompute", "off", "--zero", "0"),
+]
+
+
+def test_images_have_no_sequence(capsys, caplog):
+    assert main([*IMAGES, "--seq", "9"]) == 0
+    page = capsys.readouterr().out
+    assert "h100:1 (1 device), 1 sample a step" in " ".join(page.split())
+    assert "samples/s/dev." in page and "token" not in page
+    assert "--seq 9 changes nothing: the batches of ViTForImageClassification" in caplog.text
+
+
+def test_a_model_of_sequences_needs_their_length(capsys):
+    words = ["plan", *JOB[1:], "--cluster", "h100:1"]
+    words = [word for word in words if word not in ("--seq", "8")]
+    assert main(words) == 2
+    assert "the time of GPT2LMHeadModel depends on the tokens of a sequence; add --seq" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("words", [["--sequence-parallel"], ["--sub-pipelining", "on"]])
+def test_the_smallest_cluster_is_named_also_where_tp_is_pinned_to_a_way(capsys, tmp_path, words):
+    cluster = tmp_path / "small.yaml"
+    cluster.write_text(
+        "nodes:\n  - device: {name: small, teraflops: {float32: 20}, memory_gigabytes: 3, "
+        "memory_gigabytes_per_s: 1000, host_gigabytes_per_s: 32}\n    devices_per_node: 2\n"
+        "    link: pcie4-host\n    network: ethernet-10\n    adapters: 1\n"
+    )
+    wide = '{"n_layer": 4, "n_embd": 2048, "n_head": 16, "vocab_size": 100, "n_positions": 16}'
+    job = ["plan", "--model", "GPT2LMHeadModel", "--config", wide, "--seq", "8"]
+    pinned = ["--tp", "2", "--microbatch", "2", "--recompute", "full"]
+    assert main([*job, "--cluster", str(cluster), "--global-batch", "4", *pinned, *words]) == 2
+    assert "times as many that would do has" in capsys.readouterr().err
 
 
 def test_notes_name_what_is_whole_and_what_is_slow(capsys):

@@ -27,16 +27,22 @@ from merak.core.elastic import Degrees, smaller_degrees
 def test_dp_is_lowered_before_pp_and_pp_before_tp(
     wanted: tuple[int, int, int], num_ranks: int, chosen: tuple[int, int, int] | None
 ) -> None:
-    assert smaller_degrees(Degrees(*wanted), num_ranks) == chosen
+    expected = None if chosen is None else Degrees(*chosen)
+    assert smaller_degrees(Degrees(*wanted), num_ranks) == expected
+
+
+def test_ranks_that_share_tokens_stay_together() -> None:
+    assert smaller_degrees(Degrees(4, 1, 1, 2), 4) == Degrees(2, 1, 1, 2)
+    assert smaller_degrees(Degrees(1, 1, 1, 4), 2) is None
 
 
 _DEGREE = st.integers(1, 8)
 
 
-@given(st.builds(Degrees, _DEGREE, _DEGREE, _DEGREE), st.integers(1, 64))
+@given(st.builds(Degrees, _DEGREE, _DEGREE, _DEGREE, _DEGREE), st.integers(1, 64))
 def test_smaller_degrees_use_all_ranks_and_grow_nowhere(wanted: Degrees, num_ranks: int) -> None:
     chosen = smaller_degrees(wanted, num_ranks)
     if chosen is not None:
-        assert chosen.dp * chosen.tp * chosen.pp == num_ranks
+        assert chosen.dp * chosen.tp * chosen.pp * chosen.cp == num_ranks
         assert all(new <= old for new, old in zip(chosen, wanted))
         assert wanted.tp % chosen.tp == 0

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from merak.core import mesh
+from merak.core.elastic import check_expert_degree
 from merak.core.errors import MeshError
-from merak.core.mesh import Mesh, crosses_hosts
+from merak.core.mesh import AXES, REPLICAS, Mesh, crosses_hosts
 
 
 def mesh_of(dp: int, tp: int, pp: int, rank: int = 0) -> Mesh:
@@ -78,7 +79,7 @@ def test_tensor_parallelism_across_hosts_is_warned_of(
     for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
 
-    def connect(*degrees: Any) -> Mesh:
+    def connect(degrees: Any, *rest: Any) -> Mesh:
         return dataclasses.replace(mesh_of(*degrees[:3]), hosts=hosts)
 
     monkeypatch.setattr(mesh, "_connect", connect)
@@ -98,7 +99,7 @@ def test_fewer_ranks_are_refused_or_get_smaller_degrees(
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mesh, "_connect", lambda *degrees: mesh_of(*degrees[:3]))
+    monkeypatch.setattr(mesh, "_connect", lambda degrees, *rest: mesh_of(*degrees[:3]))
     mesh.reset()
     with pytest.raises(MeshError) as refused:
         mesh.init(dp=2, pp=2, device="cpu")
@@ -184,6 +185,9 @@ def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
         ({"timeout_s": "long"}, "timeout_s='long' is not a time to wait; use a number of seconds"),
         ({"timeout_s": 0}, "timeout_s=0 is not a time to wait"),
         ({"dp": True}, "dp=True is not a degree; use a whole number of 1 or more."),
+        ({"ep": 0}, "ep=0 is not a degree; use a whole number of 1 or more."),
+        ({"ep": 2}, "ep=2 does not fit tp=1, whose ranks have the experts of a layer between them"),
+        ({"ep": 2, "plan": "auto"}, "ep=2 is given, but plan='auto' searches plans without expert"),
     ],
 )
 def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str) -> None:
@@ -193,3 +197,27 @@ def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str
     assert said in str(caught.value)
     mesh.init(device="cpu", backend="gloo")
     mesh.reset()
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "fix"),
+    [(4, 2, "use ep=2, or ep=1, which splits every expert."), (2, 1, "use tp=2, or ep=1.")],
+)
+def test_experts_are_split_over_tp_or_not_at_all(ep: int, tp: int, fix: str) -> None:
+    assert [check_expert_degree(own, tp) for own in (None, 1, tp)] == [1, 1, tp]
+    with pytest.raises(MeshError) as caught:
+        check_expert_degree(ep, tp)
+    assert str(caught.value).endswith(fix)
+
+
+def test_axes_lie_as_documented_and_replicas_are_dp_and_cp_together() -> None:
+    device = torch.device("cpu")
+    meshes = [Mesh(2, 2, 2, rank, device, None, cp=3) for rank in range(24)]
+    places = [(m.pp_rank, m.dp_rank, m.cp_rank, m.tp_rank) for m in meshes]
+    assert AXES == ("pp", "dp", "cp", "tp")
+    assert places == sorted(set(places)) and meshes[0].world_size == 24
+    assert meshes[0].peers("cp") == (2, 4)
+    assert meshes[0].peers("dp") == (6,)
+    assert meshes[0].peers("pp") == (12,)
+    assert meshes[0].peers(REPLICAS) == (2, 4, 6, 8, 10)
+    assert meshes[3].rank_at(1) == 15

@@ -172,6 +172,7 @@ def assert_parity(
     patch: pytest.MonkeyPatch,
     *,
     sequence: bool = False,
+    ep: int = 1,
 ) -> Lockstep:
     """Loss and gradients of `degree` ranks in lockstep equal those of one; collectives counted."""
     graph = cases.traced(model, columns)
@@ -182,7 +183,7 @@ def assert_parity(
     loss.backward()
 
     if features is None:
-        chosen = tensor_parallel(graph, None, degree).weights
+        chosen = tensor_parallel(graph, None, degree, ep=ep).weights
     else:
         chosen = given_weights(graph, attributes_for(graph, features), degree)
     split, shards = cases.shard_model(graph, chosen, degree, sequence=sequence)

@@ -66,12 +66,12 @@ class Held:
         """
         if not self.replicated:
             return self.holders.ranks
-        replica, tp_rank = writer // mesh.tp % mesh.dp, writer % mesh.tp
+        replica, tp_rank = writer // mesh.tp % mesh.replicas, writer % mesh.tp
         found = []
         for first in self.holders.ranks:
-            pp_rank = first // (mesh.dp * mesh.tp)
+            pp_rank = first // (mesh.replicas * mesh.tp)
             own = tp_rank if self.holders.shard is None else first % mesh.tp
-            found.append((pp_rank * mesh.dp + replica) * mesh.tp + own)
+            found.append((pp_rank * mesh.replicas + replica) * mesh.tp + own)
         return tuple(found)
 
 

@@ -21,7 +21,10 @@ _STYLE = (
     "body{margin:24px;background:#fff;font-family:system-ui,sans-serif;color:#1c2733}"
     "h1{font-size:20px}h2{font-size:16px;margin-top:28px}td,th{padding:2px 10px;text-align:right}"
     "table{border-collapse:collapse;font-size:13px}div{overflow-x:auto}"
+    "td:first-child{text-align:left}svg{background:#fff}.fit{max-width:100%;height:auto}"
     "text{font-family:system-ui,sans-serif;font-size:11px;fill:#1c2733}"
+    "@media (max-width:600px){body{margin:12px}}"
+    "@media (prefers-color-scheme:dark){body{background:#12181f;color:#dbe3ec}}"
 )
 
 
@@ -54,6 +57,8 @@ def _page(planned: Planned, request: PlanRequest) -> str:
     title = escape(f"{request.model} on {request.cluster}")
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width,initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{title}: {escape(describe(best.candidate))}</h1>",
         f"<p>A step takes {best.step_s:.4g} s (± {best.uncertainty:.0%}).</p>",
@@ -77,7 +82,8 @@ def _table(plans: Sequence[Price]) -> str:
         f"<td>{size(max(own.peak_memory_bytes))}</td></tr>"
         for own in plans
     ]
-    return f"<table>{head}<th>optimizer</th><th>memory</th></tr>{''.join(rows)}</table>"
+    table = f"<table>{head}<th>optimizer</th><th>memory</th></tr>{''.join(rows)}</table>"
+    return f"<div>{table}</div>"
 
 
 def memory_svg(price: Price) -> str:
@@ -144,5 +150,6 @@ def frontier_svg(prices: Sequence[Price]) -> str:
 
 
 def _svg(parts: Sequence[str], height: int) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}">'
+    size = f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="fit" {size}>'
     return "\n".join((head, *parts, "</svg>"))

@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from merak.cli.model import model_source, model_workload, optimizer_factory, types_of
 from merak.cli.options import takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.plan.planned import Planned
-from merak.cli.plan.report import PlanReport, WhatIf, rejected_rows, row_of, text_of
+from merak.cli.plan.report import PlanReport, WhatIf, rejected_rows, row_of, samples, text_of
 from merak.cli.plan.request import PlanRequest, pinned_of
 from merak.core.errors import PlanError
+from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +64,8 @@ def plan_report(request: PlanRequest) -> PlanReport:
         cluster=request.cluster,
         devices=cluster.num_devices,
         global_batch=request.global_batch,
-        sequence=request.sequence,
+        sequence=workload.sequence,
+        counted="samples" if workload.tokens_per_sample == 1 else "tokens",
         plans=[row_of(own, cluster, dtype, dollars) for own in planned.ranking.plans],
         rejected=rejected_rows(planned.ranking),
         notes=[*planned.ranking.notes, *_slow_types(cluster, dtype)],
@@ -96,29 +99,26 @@ def find_plans(request: PlanRequest) -> Planned:
     workload = _workload(request, cluster)
     ranking = search(workload, cluster, pinned, top=request.top)
     if not ranking.plans:
-        what = f"{request.model} with {request.global_batch} samples of {request.sequence} tokens"
+        what = f"{request.model} with {samples(request.global_batch, workload.sequence)}"
         raise PlanError(fits_nowhere(what, request.cluster, workload, cluster, pinned, ranking))
     return Planned(workload, cluster, pinned, ranking)
 
 
 def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
-    from merak.arguments import default_trace_cache
-    from merak.cli.memory import optimizer_factory, types_of
-    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
-    from merak.zoo.workload import example_workload
+    from merak.zoo.batches.batch import DEFAULT_SEQUENCE
+    from merak.zoo.workload import reads_sequence
 
-    dtype, autocast = types_of(request.dtype, request.autocast)
-    changes = parse_overrides(request.config)
-    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
-    check_inner_fields(source.config, changes)
-    folder = Path(default_trace_cache()) if default_trace_cache() else None
-    return example_workload(
+    types_of(request.dtype, request.autocast)  # refuses words before the model is built
+    source = model_source(request)
+    if request.sequence is None and reads_sequence(source):
+        raise CommandError(
+            f"the time of {source.name} depends on the tokens of a sequence; add --seq, such as "
+            f"--seq {DEFAULT_SEQUENCE}."
+        )
+    return model_workload(
+        request,
         source,
         global_batch=request.global_batch,
-        sequence=request.sequence,
-        dtype=dtype,
-        autocast=autocast,
-        cache_dir=folder,
         optimizer=optimizer_factory(request.optimizer),
         master_weights=request.master_weights,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from merak.core import units
-from merak.core.units import size
+from merak.core.units import counted, size
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,8 @@ class PlanReport:
         cluster: the devices, as they were named.
         devices: their number.
         global_batch: samples of a step.
-        sequence: tokens of one.
+        sequence: tokens of one; None where samples are no sequences of tokens.
+        counted: what throughput counts: "tokens", or "samples" where these are no tokens.
         plans: fastest first.
         rejected: regions of the space, with reasons.
         notes: sentences on what tensor parallel degrees leave whole on every rank.
@@ -139,7 +140,8 @@ class PlanReport:
     cluster: str
     devices: int
     global_batch: int
-    sequence: int
+    sequence: int | None
+    counted: str
     plans: list[PlanRow]
     rejected: list[RejectedRow]
     notes: list[str]
@@ -216,23 +218,25 @@ def text_of(report: PlanReport) -> str:
     """Format a report for people, in at most 80 columns as far as words can be broken."""
     lines = [
         *_wrapped(
-            f"{report.model} on {report.cluster} ({report.devices} devices), "
-            f"{report.global_batch} samples of {report.sequence} tokens a step"
+            f"{report.model} on {report.cluster} ({counted(report.devices, 'device')}), "
+            f"{samples(report.global_batch, report.sequence)} a step"
         ),
         *_wrapped(
-            f"{report.candidates:,} candidates, {report.priced} of them priced: {_claim(report)}; "
-            f"planned in {report.seconds:.1f} s"
+            f"{counted(report.candidates, 'candidate')}, {report.priced} of them priced: "
+            f"{_claim(report)}; planned in {report.seconds:.1f} s"
         ),
         "",
         *_aligned(_layouts(report.plans)),
         "",
-        *_aligned(_times(report.plans)),
+        *_aligned(_times(report)),
         "",
         *_best(report),
         "",
     ]
     if report.what_if:
-        what_ifs = [line for own in report.what_if for line in _wrapped(_what_if(own), "  ")]
+        what_ifs = [
+            line for own in report.what_if for line in _wrapped(_what_if(own, report.counted), "  ")
+        ]
         lines += ["what if:", *what_ifs, ""]
     rejected = [line for own in report.rejected for line in _wrapped(_rejected(own), "  ")]
     notes = [line for own in report.notes for line in _wrapped(f"note: {own}")]
@@ -241,6 +245,12 @@ def text_of(report: PlanReport) -> str:
     lines += ["to start it:"]
     lines += [f"  {command}" for command in report.commands]
     return "\n".join(lines)
+
+
+def samples(number: int, sequence: int | None) -> str:
+    """Samples of a step in words, with their tokens where they are sequences."""
+    of = "" if sequence is None else f" of {counted(sequence, 'token')}"
+    return f"{counted(number, 'sample')}{of}"
 
 
 def _claim(report: PlanReport) -> str:
@@ -304,16 +314,16 @@ def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _times(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
+def _times(report: PlanReport) -> list[tuple[str, ...]]:
     """How long a step of every plan takes, by cause, and its memory."""
     rows: list[tuple[str, ...]] = [
         (
             "#",
             *("step", "±", "compute", "bubble", "commun.", "optim."),
-            *("tokens/s/dev.", "MFU", "memory"),
+            *(f"{report.counted}/s/dev.", "MFU", "memory"),
         )
     ]
-    for number, row in enumerate(plans, start=1):
+    for number, row in enumerate(report.plans, start=1):
         rows.append(
             (
                 str(number),
@@ -340,21 +350,21 @@ def _best(report: PlanReport) -> list[str]:
     if best.dollars_per_step is not None and best.dollars_per_billion_tokens is not None:
         lines.append(
             f"  ${best.dollars_per_step:.4g} a step, "
-            f"${best.dollars_per_billion_tokens:,.0f} a billion tokens"
+            f"${best.dollars_per_billion_tokens:,.0f} a billion {report.counted}"
         )
     return lines
 
 
-def _what_if(own: WhatIf) -> str:
+def _what_if(own: WhatIf, unit: str) -> str:
     if own.plan is None:
         return f"{own.what}: no plan fits"
     row = own.plan
     return (
         f"{own.what}: {units.seconds(row.step_seconds)}, {row.tokens_per_second_per_device:,.0f} "
-        f"tokens/s a device, with dp={row.dp} tp={row.tp} pp={row.pp}"
+        f"{unit} a second and device, with dp={row.dp} tp={row.tp} pp={row.pp}"
     )
 
 
 def _rejected(own: RejectedRow) -> str:
-    count = f" ({own.candidates:,} candidates)" if own.candidates else ""
+    count = f" ({counted(own.candidates, 'candidate')})" if own.candidates else ""
     return f"{own.what}{count}: {own.why}"

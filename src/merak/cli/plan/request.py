@@ -31,7 +31,9 @@ class PlanRequest:
         MISSING, "--cluster", "C", "Such as h100:8x4 (device, devices a node, nodes), or a file."
     )
     global_batch: int = option(MISSING, "--global-batch", "N", "Samples of a step of the job.")
-    sequence: int = option(MISSING, "--seq", "S", "Tokens of a sequence.")
+    sequence: int | None = option(
+        None, "--seq", "S", "Tokens of a sequence; needed where the model reads sequences."
+    )
     config: str | None = option(
         None, "--config", "JSON", "Fields of the config to change, as an object."
     )

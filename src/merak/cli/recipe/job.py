@@ -28,7 +28,7 @@ from merak.cli.recipe.recipe import DataRecipe, Recipe
 from merak.cli.recipe.report import TrainReport
 from merak.cli.recipe.texts import Texts, find_source
 from merak.core.announce import announced, show_announcements
-from merak.core.elastic import AUTO_PLAN, GivenDegrees
+from merak.core.elastic import AUTO_PLAN, GivenDegrees, check_expert_degree
 from merak.core.mesh import Mesh, current_mesh, pretended
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
@@ -83,7 +83,9 @@ def check_job(job: Job) -> None:
     )
     check_inner_fields(source.config, recipe.model.config)
     degrees = recipe.parallel.axes()
-    mesh = Mesh(degrees["dp"], degrees["tp"], degrees["pp"], 0, device, device_mesh=None)
+    ep = check_expert_degree(recipe.parallel.ep, degrees["tp"])
+    axes = degrees["dp"], degrees["tp"], degrees["pp"]
+    mesh = Mesh(*axes, rank=0, device=device, device_mesh=None, cp=degrees["cp"], ep=ep)
     if recipe.plan == AUTO_PLAN:
         given = GivenDegrees(recipe.parallel.dp, recipe.parallel.tp, recipe.parallel.pp)
         given.check_ranks(ranks)
@@ -152,6 +154,8 @@ def run_job(job: Job) -> TrainReport | None:
         wanted.dp,
         wanted.tp,
         wanted.pp,
+        cp=wanted.cp,
+        ep=wanted.ep,
         backend=job.backend,
         device=job.device,
         elastic=wanted.elastic,

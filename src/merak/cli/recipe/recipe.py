@@ -79,20 +79,24 @@ class Degrees:
         dp: data parallel degree; null for 1, or with `plan: auto` for what the plan chooses.
         tp: tensor parallel degree; as dp.
         pp: pipeline parallel degree; as dp.
+        cp: context parallel degree; null for 1.
         elastic: whether torchrun may start fewer ranks, as of `merak.init`.
         ranks: number of ranks that `plan: auto` is for, where torchrun does not start them; null
             for one on every GPU of the machine, and on the CPU for as few as the degrees allow.
+        ep: expert parallel degree, that of tp; null for 1.
     """
 
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    cp: int | None = None
     elastic: bool = False
     ranks: int | None = None
+    ep: int | None = None
 
     def axes(self) -> dict[str, int]:
         """Return the degrees by axis; 1 for one that is not given."""
-        given = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        given = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
         return {axis: 1 if degree is None else degree for axis, degree in given.items()}
 
     @property
@@ -205,14 +209,14 @@ def _parallel(parsed: object, plan: Any) -> Degrees:
         )
     if plan is None or plan == AUTO_PLAN:
         return given
-    planned = dict(zip(("dp", "tp", "pp"), plan_degrees(plan), strict=True))
+    planned = plan_degrees(plan)._asdict()
     for axis, degree in _mapping("parallel", parsed).items():
         if degree not in (None, planned.get(axis, degree)):
             raise CommandError(
                 f"parallel.{axis}={degree} contradicts the plan {plan}, which has "
                 f"{axis}={planned[axis]}; leave it out, or plan again."
             )
-    return Degrees(planned["dp"], planned["tp"], planned["pp"], given.elastic)
+    return Degrees(**planned, elastic=given.elastic, ep=given.ep)
 
 
 def _arguments(parsed: object) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
+from merak.plan.memory.communication_limits import MAX_OPEN_SENDS
 from merak.schedule.steps import Payload, Receive, Send, Step
 
 Channel = tuple[Payload, bool]
@@ -30,16 +31,12 @@ class Transfers:
         mesh: the grid of ranks.
         progress: reports every wait.
         oom_guard: aborts the step where there is no memory for a buffer.
-        max_open_sends: sends whose buffers may be held at a time.
     """
 
-    def __init__(
-        self, mesh: Mesh, progress: Progress, oom_guard: OomGuard, max_open_sends: int = 64
-    ) -> None:
+    def __init__(self, mesh: Mesh, progress: Progress, oom_guard: OomGuard) -> None:
         self.mesh = mesh
         self._progress = progress
         self._oom_guard = oom_guard
-        self._max_open_sends = max_open_sends
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sends: deque[tuple[Send, list[dist.Work], list[torch.Tensor]]] = deque()
         self._arriving: dict[Receive, tuple[list[dist.Work], list[torch.Tensor]]] = {}
@@ -60,7 +57,7 @@ class Transfers:
         )
         works = [started(dist.isend(buffer, peer, group)) for buffer in buffers]
         self._sends.append((step, works, buffers))
-        if len(self._sends) > self._max_open_sends:
+        if len(self._sends) > MAX_OPEN_SENDS:
             self._wait_for_oldest_send()
 
     def post(self, step: Receive, metas: Sequence[TensorMeta], device: torch.device) -> None:
@@ -103,7 +100,7 @@ class Transfers:
 
 def pipeline_group(mesh: Mesh) -> dist.ProcessGroup:
     """A new group of this rank's pipeline; all ranks of the job call it together."""
-    stride = mesh.dp * mesh.tp
+    stride = mesh.replicas * mesh.tp
     lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
     group: dist.ProcessGroup
     with waiting_for_all("a group of ranks with"):

@@ -68,7 +68,7 @@ def stage_buffers(
         mesh: the grid of ranks.
         groups: by stage of this rank, all ranks that hold the same part of it.
     """
-    if mesh.dp == 1 and len(layout.schedule.pipes) == 1:
+    if mesh.replicas == 1 and len(layout.schedule.pipes) == 1:
         return []
     kinds = classify_written_buffers(layout.graph)
     if len(layout.schedule.pipes) > 1:
@@ -89,7 +89,7 @@ def stage_buffers(
             if name in kinds
         }
         if group is not None and written:
-            first = layout.stage_rank[stage] * mesh.dp * mesh.tp + mesh.tp_rank
+            first = layout.stage_rank[stage] * mesh.replicas * mesh.tp + mesh.tp_rank
             found.append(StageBuffers(group, first, written))
     return found
 

@@ -35,7 +35,7 @@ def find_densified(layout: Layout, mesh: Mesh) -> frozenset[str]:
         mesh: the grid of ranks.
     """
     found = find_sparse(layout.graph)
-    if mesh.dp > 1 or mesh.tp > 1 or len(layout.schedule.pipes) > 1:
+    if mesh.replicas > 1 or mesh.tp > 1 or len(layout.schedule.pipes) > 1:
         return frozenset(found)
     return frozenset(name for name, num_segments in found.items() if num_segments > 1)
 

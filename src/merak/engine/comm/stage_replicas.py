@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from merak.core.health.status import waiting_for_all
-from merak.core.mesh import Mesh
+from merak.core.mesh import REPLICAS, Mesh
 from merak.engine.comm.gradient_buckets import StageGradients, fill_buckets
 from merak.graph.ir.ir import Segment
 from merak.graph.trace.branches.flags import optional_parameters
@@ -58,10 +58,10 @@ def replica_groups(mesh: Mesh, schedule: Schedule) -> dict[int, dist.ProcessGrou
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in sorted({schedule.ranks_of(stage) for stage in range(schedule.num_stages)}):
         if len(ranks) == 1:
-            groups[ranks] = mesh.group("dp")
+            groups[ranks] = mesh.group(REPLICAS)
             continue
         lines = [
-            [(p * mesh.dp + d) * mesh.tp + t for p in ranks for d in range(mesh.dp)]
+            [(p * mesh.replicas + r) * mesh.tp + t for p in ranks for r in range(mesh.replicas)]
             for t in range(mesh.tp)
         ]
         with waiting_for_all("a group of ranks with"):

@@ -10,7 +10,7 @@ from merak.core.announce import announce, announced
 from merak.core.errors import MerakError, PlanError
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
-from merak.core.units import size
+from merak.core.units import counted, size
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
@@ -59,8 +59,8 @@ def choose_plan(mesh: Mesh, job: Job, pinned: Pinned) -> Candidate:
         ranking = search(job.workload, job.cluster, pinned, top=1, refusal=job.refusal)
         if not ranking.plans:
             own = job.workload
-            what = f"{type(own.model).__name__} with {own.global_batch} samples a step"
-            where = f"the {mesh.world_size} devices of this job"
+            what = f"{type(own.model).__name__} with {counted(own.global_batch, 'sample')} a step"
+            where = f"the {counted(mesh.world_size, 'device')} of this job"
             raise PlanError(fits_nowhere(what, where, own, job.cluster, pinned, ranking))
         announce(
             "plan: %d layouts compared, %d of them priced; `merak plan` prints them and says why",

@@ -17,6 +17,7 @@ from merak.core.errors import PlanError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
+from merak.core.units import counted
 from merak.engine.profile.measure import measure_profile
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.from_profile import cluster_of, sheet_of
@@ -102,8 +103,8 @@ def _named(named: str, ranks: Sequence[_Device]) -> Cluster:
     cluster = parse_cluster(named, device=ranks[0].name)
     if cluster.num_devices != len(ranks):
         raise PlanError(
-            f"cluster={named!r} has {cluster.num_devices} devices, but the job has {len(ranks)} "
-            "ranks; name a cluster of as many, or leave it out."
+            f"cluster={named!r} has {counted(cluster.num_devices, 'device')}, but the job has "
+            f"{counted(len(ranks), 'rank')}; name a cluster of as many, or leave it out."
         )
     announce("devices: %s", named)
     return cluster

@@ -12,6 +12,7 @@ from merak.engine.planning.devices import devices_here
 from merak.engine.planning.shapes import Samples
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
+from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.workload import Workload
 from merak.plan.search.pinned import pinned_options, planned_options
 
@@ -40,7 +41,7 @@ def plan_loop(
     Raises:
         MerakError: the model cannot be traced, or no plan fits.
     """
-    given = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given
+    given = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given[:3]
     replicas = given[0] or mesh.dp
     workload = Workload(
         source,
@@ -50,6 +51,7 @@ def plan_loop(
         master_weights=options.master_weights,
         features=options.features,
         tied_gradients=options.tied_gradients,
+        kernels=KernelChoice(float32_gradients=options.float32_gradients),
     )
     devices = devices_here(mesh, cluster, cache, options.memory_budget)
     job = Job(workload, devices, lambda _: None)

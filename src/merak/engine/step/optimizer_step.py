@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from merak.core.mesh import REPLICAS
 from merak.engine.comm.gradient_norm import global_norm, pipeline_norm
 from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
 from merak.engine.state import EngineState
@@ -24,7 +25,7 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
     """
     mesh, params, shards = state.mesh, state.optimizer_params, state.base.shards
     counted = {n: item for n, item in params.items.items() if n in state.owned}
-    axes = ("tp", "pp", "dp") if params.is_sharded else ("tp", "pp")
+    axes = ("tp", "pp", REPLICAS) if params.is_sharded else ("tp", "pp")
     peers = tuple(peer for axis in axes for peer in mesh.peers(axis))
     with state.progress.waiting(f"the gradient norm over {' and '.join(axes)} with", peers):
         if mesh.tp == 1 and not params.is_sharded:

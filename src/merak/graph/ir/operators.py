@@ -33,7 +33,10 @@ LINEARS = _names("linear addmm")
 
 MATMULS = _names("mm bmm matmul")
 
-GROUPED_GEMMS = _names("_grouped_mm grouped_mm_fallback")
+EXPERT_GEMMS = _names("grouped_mm_rows grouped_mm_fallback_rows")
+"""Of grouped products, those of a rank that has some of the groups' weights."""
+
+GROUPED_GEMMS = _names("_grouped_mm grouped_mm_fallback") | EXPERT_GEMMS
 """Rows in groups, each group with a weight of its own, as of experts."""
 
 CONVOLUTIONS = _names("conv1d conv2d conv3d")

@@ -46,6 +46,7 @@ from merak.graph.tensor_parallel.search.auto_shard import (
     auto_shard,
     check_limits,
 )
+from merak.graph.tensor_parallel.search.expert_weights import expert_weights
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.plan import SequencePlan, plan_sequence
 
@@ -113,7 +114,12 @@ class TensorParallel:
 
 
 def tensor_parallel(
-    model: ModelGraph, features: Features | None, degree: int, *, sequence: bool = False
+    model: ModelGraph,
+    features: Features | None,
+    degree: int,
+    *,
+    sequence: bool = False,
+    ep: int = 1,
 ) -> TensorParallel:
     """Sharding of a model's weights: by a feature dict, and automatic for the rest.
 
@@ -122,13 +128,14 @@ def tensor_parallel(
         features: what is given; the rest is derived from the graph.
         degree: the number of tensor parallel ranks.
         sequence: whether values are sharded over the sequence where they can be.
+        ep: the expert parallel degree, that of the tensor parallel ranks; 1 splits every expert.
 
     Returns:
         What rewrites its segments.
 
     Raises:
-        ShardError: the feature dict does not fit the model or the degree, or the degree is larger
-            than anything that can be split.
+        ShardError: the feature dict does not fit the model or the degree, the degree is larger
+            than anything that can be split, or experts cannot be split over `ep` ranks.
     """
     if degree == 1:
         return TensorParallel(AutoSharder(model.parameters, degree), {})
@@ -136,6 +143,8 @@ def tensor_parallel(
     attributes = attributes_for(model, features or {})
     given = given_weights(model, attributes, degree)
     replicated = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
+    if ep > 1:
+        given = expert_weights(model, ep, attributes.keys()) | given
     weights = auto_shard(model, auto_sharder, given, replicated)
     if not attributes and not weights.keys() - vocabularies(model):
         check_limits(model, degree)
@@ -143,11 +152,12 @@ def tensor_parallel(
 
 
 def auto_tensor_parallel(
-    model: ModelGraph, degree: int, *, sequence: bool = False
+    model: ModelGraph, degree: int, *, sequence: bool = False, ep: int = 1
 ) -> TensorParallel:
     """Automatic sharding of a model's weights; none where the degree is too large."""
     auto_sharder = AutoSharder(model.parameters, degree)
-    weights = auto_shard(model, auto_sharder, {}, frozenset()) if degree > 1 else {}
+    experts = expert_weights(model, ep, ()) if ep > 1 else {}
+    weights = auto_shard(model, auto_sharder, experts, frozenset()) if degree > 1 else {}
     return TensorParallel(auto_sharder, weights, sequence)
 
 

@@ -19,7 +19,7 @@ from merak.graph.ir.custom_operators import Role, custom_operator
 from merak.graph.ir.operators import is_known
 
 AXIS = "tp"
-"""The mesh axis that the rewriting splits over."""
+"""The mesh axis that tensor parallelism splits over."""
 
 Degree = int | Fraction
 """How many times a shard fits in the whole: the number of ranks, or a fraction of unequal parts."""
@@ -79,7 +79,22 @@ class PartlySharded:
     origin: str = field(default="", compare=False)
 
 
-Placement = Replicate | Partial | Shard | PartlySharded
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Placement of rows sorted by expert: every rank holds its experts' rows, in front.
+
+    The rows behind them are zero or another rank's; what they give is left out of the result.
+
+    Args:
+        groups: the operator that sorted the rows; the offsets where none has.
+        offsets: where every expert's rows end in the whole value.
+    """
+
+    groups: fx.Node
+    offsets: fx.Node = field(compare=False)
+
+
+Placement = Replicate | Partial | Shard | PartlySharded | ExpertRows
 ResultPlacement = Placement | tuple[Placement, ...]
 
 PARTIAL = Partial()
@@ -102,6 +117,7 @@ class Decision:
         then: operators applied to the reduced result one after another, each with further
             arguments; the result is a partial sum before, and replicated after.
         sums: how many numbers the ranks sum inside the operator, once for each all-reduce.
+        becomes: placement that the result gets at once; None for `output`.
     """
 
     output: ResultPlacement
@@ -111,6 +127,14 @@ class Decision:
     kwargs: dict[str, Any] | None = None
     then: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = ()
     sums: tuple[int, ...] = ()
+    becomes: Placement | None = None
+
+    @property
+    def result(self) -> ResultPlacement:
+        """Placement of the result once the steps behind the operator have run."""
+        if self.becomes is not None:
+            return self.becomes
+        return REPLICATE if self.then else self.output
 
 
 def need_of(
@@ -139,6 +163,7 @@ class Operator:
         by_storage: how the results before it lie that are in some memory, by its number; may be
             left out where none is copied.
         reduced: partial sums that are reduced for all of their readers.
+        axis: the mesh axis of the ranks.
     """
 
     node: fx.Node
@@ -147,14 +172,16 @@ class Operator:
     in_split_work: bool = False
     by_storage: Mapping[int | None, Collection[ResultPlacement]] = field(default_factory=dict)
     reduced: Collection[fx.Node] = frozenset()
+    axis: str = AXIS
 
     def placement(self, operand: Any) -> Placement:
         """Placement of an operand; a partial sum counts as replicated, as it is reduced first.
 
-        So does a copied value, which is what split work asks of a replicated one.
+        So do the rows of experts, and a copied value, which is what split work asks of a
+        replicated one.
         """
         placed = self.raw(operand)
-        return REPLICATE if isinstance(placed, (Partial, Replicate)) else placed
+        return REPLICATE if isinstance(placed, (Partial, Replicate, ExpertRows)) else placed
 
     def raw(self, operand: Any) -> Placement:
         """Placement of an operand, partial sums as such."""

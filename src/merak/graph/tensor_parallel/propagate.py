@@ -25,6 +25,7 @@ from merak.graph.ir.operators import (
 from merak.graph.tensor_parallel.alias_check import refuse_lost_writes
 from merak.graph.tensor_parallel.features import Attribute, Column, Replicate, Row, Vocabulary
 from merak.graph.tensor_parallel.placement import (
+    AXIS,
     REPLICATE,
     Decision,
     Operator,
@@ -48,12 +49,14 @@ class Propagation:
         scatters: whether a sum becomes sharded by a reduce-scatter, and shards that enter split
             work
             become whole by an all-gather whose backward is one; else through whole values.
+        exchanges: whether shards along one dim become shards along another by an all-to-all.
     """
 
     placements: Mapping[fx.Node, ResultPlacement]
     decisions: Mapping[fx.Node, Decision]
     outputs: Mapping[fx.Node, Placement] = field(default_factory=dict)
     scatters: bool = False
+    exchanges: bool = False
 
     def leaving(self, node: fx.Node) -> Placement:
         """Placement of a result of the segment."""
@@ -114,6 +117,7 @@ def propagate_once(
     inside: Collection[fx.Node],
     entering: Mapping[fx.Node, Placement],
     reduced: Collection[fx.Node],
+    axis: str = AXIS,
 ) -> Propagation:
     """Propagate placements as `propagate` does, with the sums that are reduced given."""
     placements: dict[fx.Node, ResultPlacement] = {}
@@ -123,9 +127,9 @@ def propagate_once(
         if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
             placements[node] = weights.get(node.meta["name"], REPLICATE)
         elif node.op == "call_function":
-            decision = rule(Operator(node, placements, degree, node in inside, by_storage, reduced))
-            decisions[node] = decision
-            placements[node] = REPLICATE if decision.then else decision.output
+            op = Operator(node, placements, degree, node in inside, by_storage, reduced, axis)
+            decisions[node] = rule(op)
+            placements[node] = decisions[node].result
         elif node.op != "output":
             placements[node] = entering.get(node, REPLICATE)
         if node.op != "output":
@@ -239,7 +243,7 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
         if name in SAME_VALUES and user.args[0] is node:
             yield from _gemm_dims(user, dims)
         elif name in TRANSPOSES:
-            yield from _gemm_dims(user, _permuted(user, dims))
+            yield from _gemm_dims(user, permuted_dims(user, dims))
         elif name in CONVOLUTIONS | {"linear"} and is_weight:
             yield dims[0], dims[1]
         elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
@@ -248,7 +252,8 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
             yield dims[-2], dims[-1]
 
 
-def _permuted(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
+def permuted_dims(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Dims of a parameter behind a transposition of it."""
     name = family(node.target)
     if name == "permute":
         order = node.args[1]

@@ -20,6 +20,8 @@ from merak.graph.tensor_parallel.search.cost import (
     parameter_nodes,
     weights_only,
 )
+from merak.graph.tensor_parallel.search.expert_weights import expert_stacks
+from merak.graph.tensor_parallel.search.search import whole_share
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.propagate import SequencePropagation
 
@@ -29,7 +31,7 @@ class SegmentReport:
     """Sharding of one segment's weights, and its collectives.
 
     Args:
-        split: the placement of each split parameter, by name: "column", "row (64, 64)",
+        split: the placement of each split parameter, by name: "column", "row (64, 64)", "experts",
             "vocabulary", ….
         whole: why each other parameter is whole, by name.
         forward: collectives of activations in its forward.
@@ -54,6 +56,13 @@ def report_sharding(model: ModelGraph, parallel: TensorParallel) -> tuple[Segmen
     reasons, tables = replication_reasons(model, parallel), vocabularies(model)
     model, parallel = parallel.fit(model)
     return tuple(_report(segment, parallel, reasons, tables) for segment in model.segments)
+
+
+def split_share(model: ModelGraph, parallel: TensorParallel) -> float:
+    """Fraction of a model's parameters, by numbers, that the ranks share out."""
+    sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
+    split = sum(sizes[n] * (1 - whole_share(p)) for n, p in parallel.weights.items())
+    return split / max(1, sum(sizes.values()))
 
 
 def replication_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:
@@ -134,8 +143,11 @@ def _report(
 ) -> SegmentReport:
     found = parallel.split(segment)
     nodes = parameter_nodes(segment.graph)
+    stacks = expert_stacks(segment)
     split = {
-        name: _of_vocabulary(found.weights[name], parallel.auto_sharder.degree)
+        name: "experts"
+        if stacks.get(name) == found.weights[name]
+        else _of_vocabulary(found.weights[name], parallel.auto_sharder.degree)
         if name in tables and len(found.weights[name].parts) == 1
         else describe(found.weights[name], [out for out, _ in weight_dims(node)])
         for name, node in nodes.items()

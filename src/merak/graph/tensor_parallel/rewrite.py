@@ -14,9 +14,11 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.tensor_parallel.placement import (
     AXIS,
+    PARTIAL,
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
+    ExpertRows,
     Partial,
     PartlySharded,
     Placement,
@@ -38,6 +40,8 @@ from merak.ops.collectives import (
     replicate_to_partial,
     slice_to,
 )
+from merak.ops.context_parallel import exchange_shards
+from merak.ops.expert_rows import enter_experts, leave_experts
 
 
 def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
@@ -55,18 +59,25 @@ def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
     Raises:
         ShardError: operators that do not fit their local operands.
     """
-    rewriter = _Rewriter(propagation, degree)
+    rewriter = Rewriter(propagation, degree)
     new = rewriter.run(graph)
-    _check_shapes(rewriter.split)
+    check_shapes(rewriter.split)
     return new
 
 
-class _Rewriter:
-    """Rewriter of a graph; every conversion of a value is inserted once."""
+class Rewriter:
+    """Rewriter of a graph; every conversion of a value is inserted once.
 
-    def __init__(self, propagation: Propagation, degree: int) -> None:
+    Args:
+        propagation: what becomes of the operators.
+        degree: the number of ranks.
+        axis: the mesh axis that they lie along.
+    """
+
+    def __init__(self, propagation: Propagation, degree: int, axis: str = AXIS) -> None:
         self.propagation = propagation
         self.degree = degree
+        self.axis = axis
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
@@ -86,6 +97,7 @@ class _Rewriter:
         return self.graph
 
     def leave(self, output: fx.Node) -> None:
+        """Results, as they leave the segment."""
         leaving = self.propagation.leaving
         self.graph.output(fx.map_arg(output.args[0], lambda n: self.convert(n, leaving(n))))
 
@@ -97,17 +109,18 @@ class _Rewriter:
             return
         if placed == REPLICATE_PARTIAL_GRAD:
             self.env[node] = self.insert(
-                copy_to, (self.env[node], AXIS), node, REPLICATE_PARTIAL_GRAD
+                copy_to, (self.env[node], self.axis), node, REPLICATE_PARTIAL_GRAD
             )
         elif isinstance(placed, PartlySharded):
             local = tuple(
                 size if i in placed.whole else size // self.degree
                 for i, size in enumerate(placed.parts)
             )
-            args = (self.env[node], placed.dim, local, tuple(sorted(placed.whole)), AXIS)
+            args = (self.env[node], placed.dim, local, tuple(sorted(placed.whole)), self.axis)
             self.env[node] = self.insert(copy_parts_to, args, node, placed)
 
     def local(self, node: fx.Node) -> dict[str, Any]:
+        """Metadata of a rank's share of a value."""
         placed = self.propagation.placements[node]
         local = local_meta(node.meta["tensor"], placed, self.degree)
         return {**node.meta, "tensor": local, "origin": node.name}
@@ -128,13 +141,29 @@ class _Rewriter:
             self.split.append(new)
         if has_mutable_schema(new):
             self.converted.clear()  # conversions made before the write hold old numbers
+        if decision.becomes is not None:
+            assert not isinstance(decision.output, tuple)
+            return self.become(node, new, decision.output, decision.becomes)
         if not decision.then:
             return new
-        new = self.call(reduce_from, (new, AXIS), {}, node)
+        new = self.call(reduce_from, (new, self.axis), {}, node)
         for step, further in decision.then:
             whole = fx.map_arg(further, lambda n: self.convert(n, REPLICATE))
             new = self.call(step, (new, *whole), {}, node)
         return new
+
+    def become(self, node: fx.Node, new: fx.Node, placed: Placement, wanted: Placement) -> fx.Node:
+        """Result of an operator, converted at once."""
+        new.meta["tensor"] = local_meta(node.meta["tensor"], placed, self.degree)
+        return self.exchanged(node, new, placed, wanted)
+
+    def exchanged(
+        self, node: fx.Node, new: fx.Node, placed: Placement, wanted: Placement
+    ) -> fx.Node:
+        """Shards along one dim, converted to shards along another."""
+        assert isinstance(placed, Shard) and isinstance(wanted, Shard)
+        args = (new, (placed.dim, placed.parts), (wanted.dim, wanted.parts), self.axis)
+        return self.insert(exchange_shards, args, node, wanted)
 
     def call(
         self,
@@ -166,29 +195,39 @@ class _Rewriter:
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
         """Value converted from one placement to another."""
+        if isinstance(need, ExpertRows):
+            rows = (self.convert(node, REPLICATE_PARTIAL_GRAD), self.env[need.offsets], self.axis)
+            return self.insert(enter_experts, rows, node, need)
+        if isinstance(placed, ExpertRows) and isinstance(need, Partial):
+            rows = (self.env[node], self.env[placed.offsets], self.axis)
+            return self.insert(leave_experts, rows, node, need)
+        if isinstance(placed, ExpertRows) and need == REPLICATE:
+            return self.insert(reduce_from, (self.convert(node, PARTIAL), self.axis), node, need)
+        if self.propagation.exchanges and isinstance(placed, Shard) and isinstance(need, Shard):
+            return self.exchanged(node, self.env[node], placed, need)
         if self.propagation.scatters and isinstance(placed, (Partial, Shard)):
             scattered = self.scattered(node, placed, need)
             if scattered is not None:
                 return scattered
         if isinstance(need, Partial):
             return self.insert(
-                replicate_to_partial, (self.convert(node, REPLICATE), AXIS), node, need
+                replicate_to_partial, (self.convert(node, REPLICATE), self.axis), node, need
             )
         if placed == REPLICATE_PARTIAL_GRAD and isinstance(need, Shard):
-            args = (self.env[node], need.dim, need.parts, AXIS)
+            args = (self.env[node], need.dim, need.parts, self.axis)
             return self.insert(local_slice, args, node, need)
         if placed == REPLICATE_PARTIAL_GRAD:
-            return self.insert(leave_partial_grad, (self.env[node], AXIS), node, need)
+            return self.insert(leave_partial_grad, (self.env[node], self.axis), node, need)
         if need == REPLICATE_PARTIAL_GRAD:
-            return self.insert(copy_to, (self.convert(node, REPLICATE), AXIS), node, need)
+            return self.insert(copy_to, (self.convert(node, REPLICATE), self.axis), node, need)
         if isinstance(need, Shard):
             assert not isinstance(placed, Shard), f"{node} is split along two dims"
             whole = self.convert(node, REPLICATE)
-            return self.insert(slice_to, (whole, need.dim, need.parts, AXIS), node, need)
+            return self.insert(slice_to, (whole, need.dim, need.parts, self.axis), node, need)
         if isinstance(placed, Partial):
-            return self.insert(reduce_from, (self.env[node], AXIS), node, need)
+            return self.insert(reduce_from, (self.env[node], self.axis), node, need)
         assert isinstance(placed, Shard) and need == REPLICATE
-        args = (self.env[node], placed.dim, placed.parts, AXIS)
+        args = (self.env[node], placed.dim, placed.parts, self.axis)
         return self.insert(gather_from, args, node, need)
 
     def scattered(self, node: fx.Node, placed: Partial | Shard, need: Placement) -> fx.Node | None:
@@ -196,26 +235,27 @@ class _Rewriter:
         if isinstance(placed, Partial):
             if not isinstance(need, Shard):
                 return None
-            args = (self.env[node], need.dim, need.parts, AXIS)
+            args = (self.env[node], need.dim, need.parts, self.axis)
             return self.insert(reduce_scatter_to, args, node, need)
         if need == REPLICATE_PARTIAL_GRAD:
-            args = (self.env[node], placed.dim, placed.parts, AXIS)
+            args = (self.env[node], placed.dim, placed.parts, self.axis)
             return self.insert(gather_with_partial_grad, args, node, need)
         if isinstance(need, Shard):
-            args = (self.convert(node, REPLICATE_PARTIAL_GRAD), need.dim, need.parts, AXIS)
+            args = (self.convert(node, REPLICATE_PARTIAL_GRAD), need.dim, need.parts, self.axis)
             return self.insert(local_slice, args, node, need)
         return None
 
     def insert(
         self, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, placed: Placement
     ) -> fx.Node:
+        """New operator that converts an old value."""
         new = self.call(target, args, {}, node)
         kept = {k: v for k, v in new.meta.items() if k in ("source", "module", "origin")}
         new.meta = {**kept, "tensor": local_meta(node.meta["tensor"], placed, self.degree)}
         return new
 
 
-def _check_shapes(nodes: Sequence[fx.Node]) -> None:
+def check_shapes(nodes: Sequence[fx.Node]) -> None:
     """Check of the rewritten operators' shapes, on fake tensors.
 
     Raises:

@@ -128,7 +128,7 @@ def find_holders(
         The holdings. A buffer that nobody owns is rank 0's; a parameter that nobody has is absent.
     """
     view = rank_view(model, owned, shards, mesh)
-    first_of_group = mesh.dp_rank == 0 and mesh.tp_rank == 0
+    first_of_group = mesh.replicas_rank == 0 and mesh.tp_rank == 0
     ours = {
         name: (full_shape(tensor, view.shards.get(name)), tensor.dtype, view.shards.get(name))
         for name, tensor in view.tensors.items()

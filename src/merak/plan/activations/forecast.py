@@ -10,8 +10,8 @@ from functools import cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
+from merak.graph.context_parallel.apply import LocalRewrite
 from merak.graph.program.program import Program
-from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.recompute import (
     Choice,
@@ -32,6 +32,7 @@ from merak.plan.memory.zero import ZeroSharding
 from merak.plan.tied_parameters import Holder, find_holders
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.lower import lower
+from merak.schedule.steps import Step
 from merak.schedule.with_recompute import recomputing
 
 Offloaded = Callable[[frozenset[int]], frozenset[int]]
@@ -58,7 +59,7 @@ class Forecast:
     model: nn.Module
     layout: Layout
     mesh: Mesh
-    rewrite: TensorParallel | None
+    rewrite: LocalRewrite | None
     options: EngineOptions
     local: LocalModel | None = None
 
@@ -92,7 +93,12 @@ class Forecast:
         """
         policy = self.policy if policy is None else policy
         chosen = self.recomputing(schedule, policy.saved)
-        return self.memory.ranks(chosen, lower(chosen), policy)
+        return self.memory.ranks(chosen, self._steps(chosen), policy)
+
+    def _steps(self, schedule: Schedule) -> Sequence[Sequence[Step]]:
+        """Steps of a schedule: those of the layout's own are there already."""
+        own = self.layout.plans.base
+        return own.steps if schedule == own.schedule else lower(schedule)
 
     def recomputing(self, schedule: Schedule, saved: frozenset[int]) -> Schedule:
         """The schedule in which exactly the stages recompute that have an unsaved segment."""
@@ -143,7 +149,7 @@ class Forecast:
     def peak(self, rank: int, schedule: Schedule, policy: ActivationPolicy) -> int:
         """Peak bytes of one pp rank; the policy of other ranks' segments does not matter."""
         chosen = self.recomputing(schedule, policy.saved)
-        return self.memory.rank(rank, chosen, lower(chosen), policy).peak.total_bytes
+        return self.memory.rank(rank, chosen, self._steps(chosen), policy).peak.total_bytes
 
     def choices(
         self,
@@ -232,11 +238,11 @@ class Forecast:
             every_microbatch=self.options.exact_tied_gradients,
             bucket_bytes=self.options.bucket_bytes,
             zero=ZeroSharding(
-                degree=mesh.dp if self.options.zero else 1,
-                gradients=self.options.zero >= 2 and mesh.dp > 1,
+                degree=mesh.replicas if self.options.zero else 1,
+                gradients=self.options.zero >= 2 and mesh.replicas > 1,
                 master_weights=self.options.master_weights,
                 float32_gradients=self.options.float32_gradients,
-                parameters=self.options.zero == 3 and mesh.dp > 1,
+                parameters=self.options.zero == 3 and mesh.replicas > 1,
             ),
             kernels=kernels,
             measured=local.measured(self.options.float32_gradients, kernels),

@@ -44,17 +44,20 @@ def _larger_tp(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         tp = mesh.tp * 2**doublings
         try:
-            rewrite = tensor_parallel(graph, features, tp, sequence=options.sequence_parallel)
+            larger = replace(mesh, tp=tp, ep=tp if mesh.ep > 1 else 1)
+            rewrite = tensor_parallel(
+                graph, features, tp, sequence=options.sequence_parallel, ep=larger.ep
+            )
         except MerakError:
             return  # the model does not divide so often
-        yield tp, replace(forecast, mesh=replace(mesh, tp=tp), rewrite=rewrite)
+        yield tp, replace(forecast, mesh=larger, rewrite=rewrite)
 
 
 def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
     """The job with higher ZeRO stages."""
     options = forecast.options
     low = any(is_low_precision(p) and p.requires_grad for p in forecast.model.parameters())
-    for zero in range(options.zero + 1, 4 if forecast.mesh.dp > 1 else 0):
+    for zero in range(options.zero + 1, 4 if forecast.mesh.replicas > 1 else 0):
         try:
             refuse_zero(forecast.layout.schedule, zero)
         except MerakError:

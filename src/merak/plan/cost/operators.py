@@ -25,6 +25,7 @@ from merak.graph.ir.operators import (
     CONVERSIONS,
     CROSS_ENTROPIES,
     DROPOUTS,
+    EXPERT_GEMMS,
     GEMM_OPERANDS,
     NARROWS,
     RNNS,
@@ -278,6 +279,9 @@ def _product(node: fx.Node, name: str) -> NodeWork:
         transposed = "transpose" in name or (name == "convolution" and node.args[6])
         positions = _size(first if transposed else out)
         flops = 2.0 * positions * _size(second) / second.shape[0]
+    if name in EXPERT_GEMMS and (offsets := _tensor(node.args[2])) is not None:
+        # Of rows that are spread evenly, those of the rank's own experts.
+        flops *= second.shape[0] / offsets.shape[0]
     shape = _product_shape(second, out, flops)
     product = Work(_num_bytes(first, second, out), flops, second.dtype, shape=shape)
     of_first = ProductShape(shape.m, shape.k, shape.n, shape.batch)

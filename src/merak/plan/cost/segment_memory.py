@@ -127,6 +127,25 @@ def storage_bytes(segment: Segment, device: torch.device) -> dict[str, int]:
     return {name: place.num_bytes for name, place in places.items()}
 
 
+def saved_and_outputs(segment: Segment, device: torch.device, kernels: str) -> tuple[int, int]:
+    """What a segment holds of a microbatch for its backward, without a measurement of the rest.
+
+    Args:
+        segment: by the shapes in its graph.
+        device: of fake tensors.
+        kernels: type of the device whose kernels run.
+
+    Returns:
+        Bytes of `SegmentMemory.saved_bytes`, and those of the outputs.
+    """
+    run = FakeRun(segment, device, kernels)
+    with torch.enable_grad(), Storages(run.arguments) as storages:
+        outputs = run.call()
+        places = _places(run, outputs, storages)
+        own = sum(o.num_bytes for name, o in places.items() if o.root == name)
+        return storages.live_bytes - own, sum(o.num_bytes for o in places.values())
+
+
 class FakeRun:
     """A segment with fake arguments.
 

@@ -45,8 +45,15 @@ class SelectiveOps:
     replayed_bytes: int
 
 
+Known = dict[object, tuple[SelectiveOps | None, Segment]]
+"""What is known of segments, by their graphs and what they save."""
+
+
 def find_selective_ops(
-    segments: Sequence[tuple[Segment, int]], profile: DeviceProfile, device: torch.device
+    segments: Sequence[tuple[Segment, int]],
+    profile: DeviceProfile,
+    device: torch.device,
+    known: Known | None = None,
 ) -> dict[int, SelectiveOps]:
     """Operators worth saving, for those segments that have any.
 
@@ -58,14 +65,15 @@ def find_selective_ops(
             outputs.
         profile: the device's speeds.
         device: of the fake tensors.
+        known: what earlier calls with the same device have found; gains what this one does.
 
     Returns:
         By segment number.
     """
-    known: dict[object, tuple[SelectiveOps | None, Segment]] = {}
+    known = {} if known is None else known
     found: dict[int, SelectiveOps] = {}
     for segment, saved_bytes in segments:
-        key = structural_key(segment.graph)
+        key = (structural_key(segment.graph), saved_bytes)
         if key not in known:
             known[key] = (_find(segment, saved_bytes, profile, device), segment)
         ops, like = known[key]
@@ -83,19 +91,27 @@ def _names(graph: fx.Graph) -> list[str]:
 def _find(
     segment: Segment, saved_bytes: int, profile: DeviceProfile, device: torch.device
 ) -> SelectiveOps | None:
+    sizes, fraction = _worthwhile(segment, saved_bytes, profile, device)
+    if not sizes:
+        return None
+    return _measure(segment, frozenset(sizes), fraction, device, profile.device_type)
+
+
+def _worthwhile(
+    segment: Segment, saved_bytes: int, profile: DeviceProfile, device: torch.device
+) -> tuple[Mapping[str, int], float]:
+    """Bytes of the results that are worth saving, and the part of the forward that they take."""
     seconds = {
         node.name: sum(
             work_seconds(kernel, profile) for kernel in node_work(node, profile.device_type).forward
         )
         for node in segment.graph.nodes
     }
-    worth = sum(seconds.values()) / max(saved_bytes, 1)
+    whole_s = sum(seconds.values())
+    worth = whole_s / max(saved_bytes, 1)
     num_bytes = _recorded_bytes(segment, _candidates(segment.graph), device, profile.device_type)
-    names = frozenset(name for name, size in num_bytes.items() if seconds[name] > worth * size)
-    if not names:
-        return None
-    fraction = sum(seconds[name] for name in names) / sum(seconds.values())
-    return _measure(segment, names, fraction, device, profile.device_type)
+    found = {name: size for name, size in num_bytes.items() if seconds[name] > worth * size}
+    return found, sum(seconds[name] for name in found) / whole_s if found else 0.0
 
 
 def _candidates(graph: fx.Graph) -> list[str]:

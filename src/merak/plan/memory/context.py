@@ -48,7 +48,6 @@ class MemoryContext:
         bucket_bytes: size of the buckets in which final gradients are reduced over replicas; None
             where the rank's stages have no replicas.
         every_microbatch: whether gradients of tied parameters are exchanged after every microbatch.
-        open_sends: sends of the rank whose buffers may be held at a time.
     """
 
     rank: int
@@ -61,7 +60,6 @@ class MemoryContext:
     zero: ZeroSharding
     bucket_bytes: int | None
     every_microbatch: bool
-    open_sends: int
 
     def sharded_parameters(self) -> dict[str, TensorMeta]:
         """Parameters that ZeRO-3 shards over replicas: all that have rows."""

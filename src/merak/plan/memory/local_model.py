@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from merak.core.shards import ParameterShard
+from merak.graph.context_parallel.apply import LocalRewrite
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.program.codegen import Function, runnable
 from merak.graph.program.program import (
@@ -20,7 +21,6 @@ from merak.graph.program.program import (
     compile_segment,
     has_draws,
 )
-from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.plan.cost.optimizer_memory import OptimizerMemories
 from merak.plan.cost.segment_memory import SegmentMemories
 from merak.plan.memory.measured import Measured
@@ -40,7 +40,7 @@ class LocalModel:
     def __init__(
         self,
         graph: ModelGraph,
-        rewrite: TensorParallel | None,
+        rewrite: LocalRewrite | None,
         device: torch.device,
         optimizers: OptimizerMemories,
     ) -> None:

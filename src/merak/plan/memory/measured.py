@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from merak.graph.ir.ir import Segment
 from merak.graph.ir.structure import structural_key
 from merak.graph.program.program import Program, SegmentProgram
+from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerMemories
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory, storage_bytes
+from merak.plan.cost.selective_ops import Known, SelectiveOps, find_selective_ops
 
 
 class Measured:
@@ -26,6 +31,14 @@ class Measured:
         self._measure = segments
         self._segments: dict[int, SegmentMemory] = {}
         self._prologues: dict[Any, int] = {}
+        self._selective: dict[int, tuple[DeviceProfile, Known]] = {}
+
+    def selective(
+        self, segments: Sequence[tuple[Segment, int]], profile: DeviceProfile, device: torch.device
+    ) -> dict[int, SelectiveOps]:
+        """Operators that are worth saving; arguments as of `find_selective_ops`."""
+        _, known = self._selective.setdefault(id(profile), (profile, {}))
+        return find_selective_ops(segments, profile, device, known)
 
     def segment(self, segment: Segment) -> SegmentMemory:
         """Memory of a segment for one microbatch."""

@@ -17,7 +17,7 @@ from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories, OptimizerMemory
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory
-from merak.plan.cost.selective_ops import SelectiveOps, find_selective_ops
+from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
 from merak.plan.memory.ledger import Category, Ledger, Peak
@@ -28,9 +28,6 @@ from merak.plan.memory.zero import ZeroSharding, total_bytes
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.memory import num_weight_versions
 from merak.schedule.steps import Step
-
-SENDS_PER_RANK = 4
-"""Open sends of a rank, for each pp rank, whose buffers it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +117,7 @@ class MemoryModel:
             SegmentMemories(device, job.zero.float32_gradients, job.kernels),
             OptimizerMemories(job.optimizer, device),
         )
+        self._measured = measured
         with pretended(replace(job.mesh, rank=0, device_mesh=None)):
             self.segments: dict[int, SegmentMemory] = {
                 segment.segment.index: measured.segment(segment.segment)
@@ -152,7 +150,7 @@ class MemoryModel:
                     saved_bytes = self.segments[own.segment.index].saved_bytes
                     segments += [(own.segment, saved_bytes)] if own.trains else []
         with pretended(replace(self.job.mesh, rank=0, device_mesh=None)):
-            return find_selective_ops(segments, profile, self._device)
+            return self._measured.selective(segments, profile, self._device)
 
     def ranks(
         self,
@@ -201,7 +199,6 @@ class MemoryModel:
             zero=job.zero,
             bucket_bytes=job.bucket_bytes if _is_replicated(rank, schedule, job) else None,
             every_microbatch=job.every_microbatch,
-            open_sends=SENDS_PER_RANK * job.mesh.pp,
         )
         _hold_parameters(ctx, ledger)
         timeline = MemoryTimeline(ctx, ledger)
@@ -246,7 +243,7 @@ def _hold_parameters(ctx: MemoryContext, ledger: Ledger) -> None:
 def _is_replicated(rank: int, schedule: Schedule, job: Job) -> bool:
     """Whether replicas, or ranks of another pipe, hold the same stages."""
     stages = schedule.stages_of(rank)
-    return job.mesh.dp > 1 or any(len(schedule.ranks_of(stage)) > 1 for stage in stages)
+    return job.mesh.replicas > 1 or any(len(schedule.ranks_of(stage)) > 1 for stage in stages)
 
 
 def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from merak.graph.program.program import SegmentProgram
 from merak.plan.cost.selective_ops import SelectiveOps
+from merak.plan.memory.communication_limits import MAX_OPEN_SENDS
 from merak.plan.memory.context import MemoryContext, trained_parameters
 from merak.plan.memory.gradients import Gradients
 from merak.plan.memory.host import HostMemory, OffloadRecord
@@ -46,7 +47,7 @@ class MemoryTimeline(StepInterpreter):
         self.ctx = ctx
         self.ledger = ledger
         self.host = HostMemory(ledger)
-        self._sends = SendWindow(ledger, ctx.open_sends)
+        self._sends = SendWindow(ledger, MAX_OPEN_SENDS)
         self._gradients = Gradients(ctx, ledger)
         self._made: dict[tuple[Payload, int, int], Keys] = {}
         self._arrived: dict[tuple[Payload, int, int], Keys] = {}

@@ -44,14 +44,24 @@ class KernelChoice:
 
     Args:
         fused: whether pointwise operators and reductions between products are fused.
+        fused_sums: whether, where kernels are fused, products of weight gradients add to the sums
+            over microbatches. Else kernels of their own add them.
         flash_attention: whether attention of one operator leaves its scores on the chip. Else they
             are written to memory, and computed again for the backward.
         float32_gradients: whether gradients of a low precision are accumulated in float32.
+        hides_reductions: whether replicas reduce gradients beside the backward; else after it.
     """
 
     fused: bool = False
+    fused_sums: bool = True
     flash_attention: bool = True
     float32_gradients: bool = True
+    hides_reductions: bool = True
+
+    @property
+    def adds_in_products(self) -> bool:
+        """Whether products of weight gradients read and write the sums over microbatches."""
+        return self.fused and self.fused_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +164,7 @@ def _kernels(
         own = backward[index]
         weight = node.args[GEMM_OPERANDS[family(node.target)].weight]
         assert own.work is not None
-        if choice.fused and isinstance(weight, fx.Node) and weight.op == "placeholder":
+        if choice.adds_in_products and isinstance(weight, fx.Node) and weight.op == "placeholder":
             # It is added to the gradient of earlier microbatches by the product itself.
             meta = weight.meta["tensor"]
             added = 2 * _gradient_bytes(meta, choice) - meta.num_bytes
@@ -264,7 +274,8 @@ def _gradient_sums(
             yield Kernel(Work(3 * meta.num_bytes))
         if node.meta.get("kind") is not Kind.PARAMETER or not readers:
             continue
-        adds = not (choice.fused and all(_accumulates(user, node) for user in node.users))
+        in_products = choice.adds_in_products
+        adds = not (in_products and all(_accumulates(user, node) for user in node.users))
         if adds:
             deferred = any(u.target in SPLIT_GEMMS and _accumulates(u, node) for u in node.users)
             size = meta.num_bytes + 2 * _gradient_bytes(meta, choice)

@@ -54,3 +54,20 @@ class Price:
     def tokens_per_second_per_device(self) -> float:
         """Throughput of one device."""
         return self.tokens / self.step_s / self.candidate.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """A candidate of which one pp rank's memory is too small, which makes a price idle.
+
+    Args:
+        candidate: what does not fit.
+        rank: the pp rank.
+        peak_bytes: of it.
+        device_bytes: memory of its device that a job may use.
+    """
+
+    candidate: Candidate
+    rank: int
+    peak_bytes: int
+    device_bytes: float

@@ -39,12 +39,16 @@ class StageExchange:
         forward_s: added to every forward.
         backward_s: added to every backward.
         gather_s: of updated parameters, which the first forward waits for.
+        interference: part of the hidden time that the computation takes longer.
+        unhidden_reduction_s: of its gradients after the last backward, where nothing hides them.
     """
 
     reduction_s: float
     forward_s: float
     backward_s: float
     gather_s: float
+    interference: float = INTERFERENCE
+    unhidden_reduction_s: float = 0.0
 
 
 def zero_sharding(candidate: Candidate, master_weights: bool, float32: bool) -> ZeroSharding:
@@ -99,6 +103,7 @@ def stage_exchange(
             forward_s=beside_s(times.forward_s, gather_s, slows),
             backward_s=beside_s(times.backward_s, gather_s + reduce_s, slows),
             gather_s=0.0,
+            unhidden_reduction_s=reduce_s,
         )
     gather_s = _bucketed("all_gather", held, replicas) if zero.is_sharded else 0.0
     every = beside_s(times.backward_s, reduce_s, slows) if zero.gradients else 0.0
@@ -108,6 +113,8 @@ def stage_exchange(
         forward_s=0.0,
         backward_s=every,
         gather_s=gather_s,
+        interference=slows,
+        unhidden_reduction_s=reduce_s,
     )
 
 
@@ -139,7 +146,7 @@ def exposed_gather_s(stages: Sequence[Stage], exchanges: Sequence[StageExchange]
     for stage, exchange in zip(stages, exchanges, strict=True):
         before += stage.whole.forward_s
         if exchange.gather_s:
-            worst = max(worst, beside_s(before, exchange.gather_s))
+            worst = max(worst, beside_s(before, exchange.gather_s, exchange.interference))
     return worst
 
 

@@ -27,7 +27,7 @@ from merak.plan.layout import check_stages
 from merak.plan.memory.model import RankMemory
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.price import Price
+from merak.plan.price.price import Misfit, Price
 from merak.plan.price.replicas import (
     exposed_gather_s,
     stage_exchange,
@@ -51,6 +51,21 @@ from merak.plan.stage_costs import plans_from_costs
 from merak.schedule.costs import Link
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.simulate import Simulation, durations, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class _Arranged:
+    """A candidate whose stages, schedule and activation policy are chosen.
+
+    Args:
+        forecast: its layout with its policy and schedule.
+        devices: of every pp rank.
+        segments: for every pp rank, the prices of all segments.
+    """
+
+    forecast: Forecast
+    devices: tuple[DeviceProfile, ...]
+    segments: tuple[tuple[SegmentPrice, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +113,27 @@ def price(
     """
     laid = _lay_out(workload, cluster, candidate)
     stages = tuple(known.get(number, stage) for number, stage in enumerate(laid.stages))
-    laid = replace(laid, stages=stages)
+    return _price(workload, cluster, candidate, replace(laid, stages=stages))
+
+
+def price_if_fits(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price | Misfit:
+    """Price one way to lay a job out, unless its first pp rank has not the memory.
+
+    The first rank usually holds the most, and its memory takes a fraction of a price's time.
+    Arguments and errors are those of `price`.
+    """
+    arranged = _arrange(workload, cluster, candidate)
+    forecast, most = arranged.forecast, _usable(cluster, candidate)[0]
+    peak = forecast.peak(0, forecast.layout.schedule, forecast.policy)
+    if peak > most:
+        return Misfit(
+            candidate=_chosen(candidate, forecast), rank=0, peak_bytes=peak, device_bytes=most
+        )
+    return _price(workload, cluster, candidate, _with_memory(workload, candidate, arranged))
+
+
+def _price(workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid) -> Price:
+    """The price of a candidate that is laid out."""
     samples = candidate.microbatch * candidate.num_microbatches * candidate.dp
     flops = model_flops(workload, candidate.microbatch) * candidate.num_microbatches * candidate.dp
     shares, bubble_fraction = _step(workload, cluster, candidate, laid)
@@ -139,6 +174,11 @@ def priced_stages(workload: Workload, cluster: Cluster, candidate: Candidate) ->
 
 
 def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Laid:
+    """Arrange a candidate, and price its stages and memory."""
+    return _with_memory(workload, candidate, _arrange(workload, cluster, candidate))
+
+
+def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arranged:
     """Balance the stages, and choose the schedule and the activation policy, as the engine does."""
     budget = min(_usable(cluster, candidate))
     devices = tuple(_slowest_device(cluster, candidate, rank) for rank in range(candidate.pp))
@@ -157,14 +197,19 @@ def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Lai
         plans = plans_from_costs(forecast, lambda: segments[0])
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
     refuse_zero(forecast.layout.schedule, candidate.zero)
-    forecast = _with_policy(forecast, segments[0], devices[0], fills)
+    return _Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
+
+
+def _with_memory(workload: Workload, candidate: Candidate, arranged: _Arranged) -> _Laid:
+    """Price the stages and the memory of a candidate that is arranged."""
+    forecast, devices, segments = arranged.forecast, arranged.devices, arranged.segments
     layout = forecast.layout
     ranks = layout.stage_rank
     graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
     stages = price_stages(
         graph,
         [segments[rank] for rank in ranks],
-        partition,
+        layout.partition,
         forecast.policy,
         candidate.sub_pipelining == "on" and candidate.tp > 1,
     )
@@ -233,7 +278,8 @@ def _step(
     graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
     links = stage_links(cluster, candidate, schedule)
     sizes = boundary_bytes(graph, forecast.layout.partition)
-    reduction_s = [exchange.reduction_s for exchange in exchanges]
+    hides = workload.kernels.hides_reductions
+    reduction_s = [own.reduction_s if hides else own.unhidden_reduction_s for own in exchanges]
     offload_s = _offload_waits(laid)
     whole = [
         slower(stage.whole, exchange.forward_s + wait_s, exchange.backward_s + wait_s)
@@ -354,7 +400,8 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
     for number, stage in enumerate(laid.stages):
         own = stage_exchange(stage, number, cluster, candidate, schedule, zero)
         whole.append(slower(stage.whole, own.forward_s, own.backward_s))
-        reduction_s.append(own.reduction_s)
+        hides = workload.kernels.hides_reductions
+        reduction_s.append(own.reduction_s if hides else own.unhidden_reduction_s)
     links = stage_links(cluster, candidate, schedule)
     sizes = boundary_bytes(graph, forecast.layout.partition)
     return simulate(schedule, costs_of(whole, links, sizes, reduction_s))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from merak.core.gradients import LOW_PRECISION
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
 from merak.graph.ir.ir import ModelGraph
@@ -88,6 +89,16 @@ class Workload:
         for parameter in self.model.parameters():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
         return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+    @property
+    def low_sums(self) -> bool:
+        """Whether gradients are reduced in a lower precision, or no master is stepped with them.
+
+        ZeRO 3 reduces gradients in the type that the optimizer steps.
+        """
+        exact = self.master_weights and self.kernels.float32_gradients
+        parameters = (p for p in self.model.parameters() if p.requires_grad)
+        return not exact and any(p.dtype in LOW_PRECISION for p in parameters)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -171,9 +182,12 @@ class Workload:
         """
         key = (microbatch, tp, sequence_parallel and tp > 1)
         if key not in self._parallel:
-            features = given_plan(self.model) if self.features is None else self.features
-            graph = self.graph(microbatch)
-            self._parallel[key] = tensor_parallel(graph, features, tp, sequence=key[-1])
+            if key[-1]:  # of the same weights
+                own = replace(self.rewrite(microbatch, tp), sequence=True)
+            else:
+                features = given_plan(self.model) if self.features is None else self.features
+                own = tensor_parallel(self.graph(microbatch), features, tp)
+            self._parallel[key] = own
         return self._parallel[key]
 
     def plans(self, candidate: Candidate) -> StepPlans:
@@ -208,6 +222,7 @@ class Workload:
             sub_pipelining=candidate.sub_pipelining,
             master_weights=self.master_weights,
             tied_gradients=self.tied_gradients,
+            gradient_sums="float32" if self.kernels.float32_gradients else "own",
             optimizer=self.optimizer,
             memory_budget=memory_budget,
             device_profile=device_profile,

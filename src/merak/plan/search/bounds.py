@@ -22,12 +22,12 @@ from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import group_of
 from merak.plan.cost.device import usable_bytes
 from merak.plan.cost.optimizer_memory import optimizer_memory
-from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.price import Price
+from merak.plan.price.price import Misfit, Price
 from merak.plan.price.segments import SegmentPrice, price_segments
-from merak.plan.price.step import price
+from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
+from merak.plan.search.held import Held, held_of
 from merak.plan.search.space import SPLIT
 
 _FIFO = frozenset({"1f1b", "gpipe", "early_recompute", "last_no_recompute"})
@@ -65,6 +65,9 @@ class Pricing(Protocol):
             MerakError: the model or the schedule does not allow it.
         """
 
+    def price_if_fits(self, candidate: Candidate) -> Price | Misfit:
+        """Its price, unless a pp rank that is looked at first has not the memory; as `price`."""
+
     @property
     def device_bytes(self) -> float:
         """Bytes that tensors may fill of the largest device."""
@@ -85,19 +88,6 @@ class _Form:
     again_s: float
     backward_s: float
     largest_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Bytes that a microbatch of `base` samples holds on one tensor parallel rank.
-
-    Args:
-        saved: between forward and backward, by recomputation.
-        largest: most that one segment saves.
-    """
-
-    saved: Mapping[str, float]
-    largest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +153,7 @@ class JobPricing:
     base: int = 1
     _forms: dict[tuple[int, int, bool, bool], _Form] = field(init=False, default_factory=dict)
     _states: dict[int, tuple[_State, _State]] = field(init=False, default_factory=dict)
-    _saved: dict[tuple[int, bool], _Held] = field(init=False, default_factory=dict)
+    _saved: dict[tuple[int, bool], Held] = field(init=False, default_factory=dict)
 
     @property
     def device_bytes(self) -> float:
@@ -174,6 +164,10 @@ class JobPricing:
     def price(self, candidate: Candidate) -> Price:
         """The price of a candidate."""
         return price(self.workload, self.cluster, candidate)
+
+    def price_if_fits(self, candidate: Candidate) -> Price | Misfit:
+        """Its price, unless the first pp rank has not the memory."""
+        return price_if_fits(self.workload, self.cluster, candidate)
 
     def bound_s(self, candidate: Candidate) -> float:
         """Seconds that a candidate's step takes at least."""
@@ -245,24 +239,11 @@ class JobPricing:
         activations = scale * (held * in_flight / candidate.pp + own.largest)
         return self.state_bytes(candidate) + activations
 
-    def _held(self, tp: int, sequence_parallel: bool) -> _Held:
+    def _held(self, tp: int, sequence_parallel: bool) -> Held:
         key = (tp, sequence_parallel)
         if key not in self._saved:
-            count = len(self.workload.graph(self.base).segments)
-            alone = Candidate(tp=tp, microbatch=self.base, sequence_parallel=sequence_parallel)
             device = self.cluster.nodes[0].device
-            whole = Partition(count, ())
-            forecast = self.workload.forecast(alone, whole, device_profile=device)
-            sizes = [float(size) for size in forecast.saved_bytes().values()]
-            graph = self.workload.local_graph(self.base, tp, sequence_parallel)
-            inputs = sum(graph.values[n].num_bytes for s in graph.segments for n in s.inputs)
-            selective = forecast.memory.find_selective_ops(device).values()
-            saved = {
-                "off": sum(sizes),
-                "selective": float(inputs + sum(own.saved_bytes for own in selective)),
-                "full": float(inputs),
-            }
-            self._saved[key] = _Held(saved, max(sizes, default=0.0))
+            self._saved[key] = held_of(self.workload, device, self.base, *key)
         return self._saved[key]
 
     def _state(self, tp: int) -> tuple[_State, _State]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from merak.core.errors import PlanError
+from merak.core.units import counted
 from merak.plan.search.pinned import Pinned
 
 _MOST_NAMED = 6
@@ -31,7 +32,8 @@ def check_degrees(num_devices: int, global_batch: int, pinned: Pinned) -> None:
     product = math.prod(degree for degree in degrees.values() if degree)
     if product > num_devices:
         raise PlanError(
-            f"{named} takes {product} devices, but the cluster has {num_devices}; use smaller "
+            f"{named} takes {counted(product, 'device')}, but the cluster has {num_devices}; use "
+            "smaller "
             "degrees or more devices."
         )
     if None in degrees.values() and num_devices % product:
@@ -47,7 +49,7 @@ def _check_batch(num_devices: int, global_batch: int, pinned: Pinned) -> None:
     dp, why = pinned.dp, ""
     if dp is None and pinned.tp and pinned.pp:
         dp = num_devices // (pinned.tp * pinned.pp)
-        why = f", which tp={pinned.tp} × pp={pinned.pp} leaves of {num_devices} devices,"
+        why = f", which tp={pinned.tp} × pp={pinned.pp} leaves of {counted(num_devices, 'device')},"
     each = (dp or 1) * (pinned.microbatch or 1)
     if not global_batch % each:
         return
@@ -57,7 +59,8 @@ def _check_batch(num_devices: int, global_batch: int, pinned: Pinned) -> None:
     batches = f"{below} or {below + each}" if below else str(each)
     what = "a product" if len(factors) > 1 else f"a {factors[0].partition('=')[0]}"
     raise PlanError(
-        f"{' × '.join(factors)} does not divide the global batch of {global_batch} samples; use a "
+        f"{' × '.join(factors)} does not divide the global batch of "
+        f"{counted(global_batch, 'sample')}; use a "
         f"global batch of {batches}, or {what} of {_nearest(divisors(global_batch), each)}."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from merak.core.units import counted
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.ranking import Cause, Rejected, Rejection
 
@@ -82,7 +83,7 @@ def describe(candidate: Candidate) -> str:
     options = "".join(f" {key}={value}" for key, value in candidate.schedule_options.items())
     parts = [
         f"dp={candidate.dp} tp={candidate.tp} pp={candidate.pp}",
-        f"{candidate.num_microbatches} microbatches of {candidate.microbatch}",
+        f"{counted(candidate.num_microbatches, 'microbatch')} of {candidate.microbatch}",
         f"{candidate.schedule}{options}" if candidate.pp > 1 else "",
         f"zero={candidate.zero}" if candidate.zero else "",
         f"recompute={candidate.recompute}" if candidate.recompute not in (None, "off") else "",

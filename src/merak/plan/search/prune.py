@@ -17,7 +17,7 @@ from typing import Any
 from merak.core.errors import MerakError
 from merak.core.units import size
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.price import Price
+from merak.plan.price.price import Misfit, Price
 from merak.plan.search.bounds import Pricing
 from merak.plan.search.ranking import Cause, Rejection
 from merak.plan.search.space import RECOMPUTES
@@ -37,18 +37,21 @@ def state_rejection(candidate: Candidate, pricing: Pricing) -> Rejection | None:
     return Rejection(candidate, Cause.STATE, why, held / most)
 
 
-def memory_rejection(price: Price) -> Rejection | None:
+def memory_rejection(found: Price | Misfit) -> Rejection | None:
     """Reject a candidate that was priced and does not fit."""
-    if price.fits:
+    if isinstance(found, Misfit):
+        return _too_large(found.candidate, found.rank, found.peak_bytes, found.device_bytes)
+    if found.fits:
         return None
-    excess = [
-        peak / most for peak, most in zip(price.peak_memory_bytes, price.device_bytes, strict=True)
-    ]
-    rank = excess.index(max(excess))
-    held, most = price.peak_memory_bytes[rank], price.device_bytes[rank]
-    where = f"pp rank {rank} of {size(int(most))}" if price.candidate.pp > 1 else size(int(most))
-    why = f"{size(held)} on {where}" if price.candidate.pp > 1 else f"{size(held)} of {where}"
-    return Rejection(price.candidate, Cause.MEMORY, why, max(excess))
+    sizes = list(zip(found.peak_memory_bytes, found.device_bytes, strict=True))
+    rank = max(range(len(sizes)), key=lambda own: sizes[own][0] / sizes[own][1])
+    return _too_large(found.candidate, rank, *sizes[rank])
+
+
+def _too_large(candidate: Candidate, rank: int, held: int, most: float) -> Rejection:
+    where = f"pp rank {rank} of {size(int(most))}" if candidate.pp > 1 else size(int(most))
+    why = f"{size(held)} on {where}" if candidate.pp > 1 else f"{size(held)} of {where}"
+    return Rejection(candidate, Cause.MEMORY, why, held / most)
 
 
 @dataclass(slots=True)

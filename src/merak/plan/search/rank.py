@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from merak.core.errors import MerakError
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.price import Price
+from merak.plan.price.price import Misfit, Price
 from merak.plan.search.bounds import Pricing
 from merak.plan.search.prune import (
     FitSet,
@@ -31,14 +31,14 @@ class Ranked:
     Args:
         plans: that fit, fastest first.
         rejections: of all other candidates.
-        misfits: prices of those that do not fit.
+        misfits: those that were priced and do not fit.
         num_priced: candidates that were priced.
         is_proved: whether no other candidate can be faster than the first plan.
     """
 
     plans: list[Price] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
-    misfits: list[Price] = field(default_factory=list)
+    misfits: list[Price | Misfit] = field(default_factory=list)
     num_priced: int = 0
     is_proved: bool = True
 
@@ -113,12 +113,13 @@ def _recompute_level(candidate: Candidate) -> int:
 def _price(candidate: Candidate, pricing: Pricing, found: Ranked, misfits: MisfitSet) -> bool:
     found.num_priced += 1
     try:
-        price = pricing.price(candidate)
+        price = pricing.price_if_fits(candidate)
     except MerakError as error:
         found.rejections.append(Rejection(candidate, Cause.REFUSED, str(error)))
         return False
     rejection = memory_rejection(price)
     if rejection is None:
+        assert isinstance(price, Price)
         bisect.insort(found.plans, price, key=lambda own: own.step_s)
         return True
     found.misfits.append(price)

@@ -9,15 +9,19 @@ from merak.core.errors import MerakError
 from merak.graph.tensor_parallel.report import undivided_weights
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.price import Price
+from merak.plan.price.price import Misfit, Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
 from merak.plan.search.degrees import check_degrees
 from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
+from merak.plan.search.prune import memory_rejection
 from merak.plan.search.rank import MOST_PRICED, Ranked, rank
 from merak.plan.search.ranking import Cause, Ranking, Rejection
 from merak.plan.search.space import Job, Space, searched_tp, space_of
+
+_NEAREST = 8
+"""Candidates that do not fit, and are priced where no candidate does."""
 
 Refusal = Callable[[Candidate], str | None]
 """Says why a job cannot have a layout; None where it can."""
@@ -79,6 +83,7 @@ def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
         global_batch=workload.global_batch,
         num_segments=len(workload.graph(base).segments),
         tp_problem=_tp_problem(workload, base),
+        low_sums=workload.low_sums,
     )
 
 
@@ -111,7 +116,7 @@ def search_job(
     return Ranking(
         plans=tuple(found.plans),
         rejected=tuple(merge(found.rejections, space.rejected.values())),
-        fits_nowhere=tuple(sorted(found.misfits, key=_excess)),
+        fits_nowhere=tuple(_nearest(found, pricing)),
         num_candidates=len(space.candidates),
         num_priced=found.num_priced,
         is_proved=found.is_proved,
@@ -132,10 +137,18 @@ def _refusal(rejections: list[Rejection], found: Ranked) -> str | None:
     return refused[0].why if refused and not found.plans and not found.misfits else None
 
 
-def _excess(price: Price) -> float:
-    return max(
-        peak / most for peak, most in zip(price.peak_memory_bytes, price.device_bytes, strict=True)
-    )
+def _nearest(found: Ranked, pricing: Pricing) -> Iterator[Price]:
+    """Prices of the candidates that are nearest to fitting; where some fit, those there are."""
+    for number, own in enumerate(sorted(found.misfits, key=_excess)):
+        if isinstance(own, Price):
+            yield own
+        elif not found.plans and number < _NEAREST:
+            yield pricing.price(own.candidate)
+
+
+def _excess(found: Price | Misfit) -> float:
+    rejection = memory_rejection(found)
+    return 0.0 if rejection is None else rejection.excess
 
 
 def _tp_problem(workload: Workload, microbatch: int) -> Callable[[int], str | None]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from merak.core.errors import MerakError
+from merak.core.units import counted
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
@@ -74,7 +75,7 @@ def fits_nowhere(
     else:
         fix = (
             f"the smallest of 2, 4, 8, … times as many that would do has "
-            f"{found.candidate.world_size} devices, with {describe(found.candidate)}"
+            f"{counted(found.candidate.world_size, 'device')}, with {describe(found.candidate)}"
         )
     return f"{what} fits nowhere on {where}{named}{nearest}; {fix}."
 
@@ -92,19 +93,23 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
 
 def _leanest(workload: Workload, cluster: Cluster, pinned: Pinned) -> Iterator[Price]:
     """Prices of the candidates with the least memory."""
-    job, pricing = job_of(workload, cluster, pinned), JobPricing(workload, cluster, 1)
+    job = job_of(workload, cluster, pinned)
+    pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
     try:
         candidates = space_of(job, pinned).candidates
     except MerakError:
         return
     least = RECOMPUTES[-1] if pinned.recompute is None else pinned.recompute
+    is_sharded = pinned.sequence_parallel
+    if is_sharded is None:
+        is_sharded = pinned.sub_pipelining != "on"
     own = [
         candidate
         for candidate in candidates
         if candidate.recompute == least
         and candidate.microbatch == (pinned.microbatch or 1)
         and candidate.schedule == (pinned.schedule or "1f1b")
-        and candidate.sequence_parallel == (candidate.tp > 1 and pinned.sequence_parallel is None)
+        and candidate.sequence_parallel == (is_sharded and candidate.tp > 1)
         and state_rejection(candidate, pricing) is None
     ]
     own.sort(key=lambda one: (pricing.state_bytes(one), -one.tp))

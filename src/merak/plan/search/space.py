@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from merak.core.units import counted
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.degrees import check_degrees, divisors
 from merak.plan.search.pinned import Pinned
@@ -62,6 +63,7 @@ class Job:
         num_segments: of the model.
         tp_problem: why a tensor parallel degree does not fit the model; None where it does.
         most_microbatch: the largest that is searched.
+        low_sums: whether gradients are reduced in another type than ZeRO 3 can.
     """
 
     num_devices: int
@@ -70,6 +72,7 @@ class Job:
     num_segments: int
     tp_problem: Callable[[int], str | None]
     most_microbatch: int = MOST_MICROBATCH
+    low_sums: bool = False
 
 
 @dataclass(slots=True)
@@ -139,7 +142,7 @@ def _tensor_parallel(job: Job, pinned: Pinned, space: Space) -> Iterator[int]:
             space.reject(f"tp={tp}", problem)
     beyond = [tp for tp in divisors(job.num_devices) if tp > job.devices_per_node]
     if pinned.tp is None and beyond:
-        where = f"the {job.devices_per_node} devices of a node"
+        where = f"the {counted(job.devices_per_node, 'device')} of a node"
         space.reject(f"tp≥{beyond[0]}", f"a tensor parallel group would span more than {where}")
 
 
@@ -157,7 +160,7 @@ def _pipelines(job: Job, pinned: Pinned, tp: int, space: Space) -> Iterator[tupl
 
 def _fitting(job: Job, pp: int, dp: int, space: Space) -> Iterator[tuple[int, int]]:
     if pp > job.num_segments:
-        space.reject(f"pp≥{pp}", f"the model has {job.num_segments} segments")
+        space.reject(f"pp≥{pp}", f"the model has {counted(job.num_segments, 'segment')}")
     elif job.global_batch % dp:
         space.reject(f"dp={dp}", f"does not divide the global batch of {job.global_batch}")
     else:
@@ -170,7 +173,8 @@ def _microbatches(job: Job, pinned: Pinned, dp: int, space: Space) -> Iterator[i
         if samples % pinned.microbatch:
             space.reject(
                 f"dp={dp}",
-                f"its {samples} samples a step are no multiple of microbatch={pinned.microbatch}",
+                f"its {counted(samples, 'sample')} a step are no multiple of "
+                f"microbatch={pinned.microbatch}",
             )
         else:
             yield pinned.microbatch
@@ -200,6 +204,9 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
             if zero == 3 and (name in SPLIT or sub == "on"):
                 what = "sub-pipelining" if sub == "on" else "split backwards"
                 space.reject(f"zero=3 with {what}", "gathers one segment's parameters at a time")
+                continue
+            if zero == 3 and job.low_sums:
+                space.reject("zero=3", "needs float32 masters, and float32 sums of gradients")
                 continue
             yield Candidate(
                 dp=base.dp,
@@ -250,7 +257,10 @@ def _schedule_problem(
     if base.partition is not None and len(base.partition) != stages:
         return f", pp={base.pp}", f"its {stages} stages are not the partition's"
     if stages > job.num_segments:
-        return f", pp≥{base.pp}", f"{stages} stages or more for {job.num_segments} segments"
+        return (
+            f", pp≥{base.pp}",
+            f"{stages} stages or more for {counted(job.num_segments, 'segment')}",
+        )
     if name in _MULTIPLE and count % base.pp:
         return "", "where the microbatches are no multiple of pp"
     if name == "dualpipe_v" and count < 2 * base.pp:

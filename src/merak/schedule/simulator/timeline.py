@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from merak.core.units import counted
 from merak.schedule.ir import Action, Kind, Schedule
 from merak.schedule.simulator.memory import recomputes_inside
 from merak.schedule.simulator.simulate import Simulation
@@ -87,8 +88,9 @@ def simulated_timeline(simulation: Simulation) -> Timeline:
     return Timeline(
         title=schedule.name,
         subtitle=(
-            f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-            f"{schedule.num_microbatches} microbatches: makespan {simulation.makespan:g}, "
+            f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}, "
+            f"{counted(schedule.num_microbatches, 'microbatch')}: "
+            f"makespan {simulation.makespan:g}, "
             f"bubble {100 * simulation.bubble_fraction:.1f} % of all time, "
             f"at most {peak} in flight"
         ),

@@ -24,16 +24,18 @@ from merak.arguments.planned import (
     set_microbatch,
     step_samples,
 )
+from merak.core.announce import announce
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import ArgumentsError, DataError
 from merak.core.mesh import Mesh, current_mesh, lay_out
 from merak.core.rank0 import warn_on_rank0
-from merak.data import check_not_empty, example_batch
+from merak.data import check_not_empty, longest_batch
 from merak.engine.planning.choose import Job, choose_microbatch, choose_plan
 from merak.engine.planning.devices import devices_here
 from merak.engine.planning.shapes import samples_of, tokens_of
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.plan.price.candidate import Candidate
+from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.workload import Workload
 from merak.plan.search.plan_file import (
     job_differences,
@@ -107,11 +109,12 @@ def _workload(trainer: Any, samples: int) -> Workload:
         master_weights=args.master_weights,
         features=parse_features(args.feature_dict) if args.feature_dict else None,
         tied_gradients=args.tied_gradients,
+        kernels=KernelChoice(float32_gradients=args.gradient_sums == "float32"),
     )
 
 
 def _first_samples(trainer: Any) -> dict[str, Any]:
-    """A batch of the first samples, as many as the largest microbatch that is searched has."""
+    """A batch of as many samples as the largest microbatch that is searched, with the longest."""
     usual = trainer._train_batch_size
     trainer._train_batch_size = MOST_MICROBATCH
     try:
@@ -119,7 +122,15 @@ def _first_samples(trainer: Any) -> dict[str, Any]:
             loader: DataLoader[Any] = Trainer.get_train_dataloader(trainer)
     finally:
         trainer._train_batch_size = usual
-    return example_batch(loader, seed=trainer.args.seed)
+    found = longest_batch(loader, _main_input(trainer), seed=trainer.args.seed)
+    if found.length is not None:
+        announce(
+            "plan: for batches as long as the longest of the %d samples that were looked at (%d); "
+            "longer ones take more memory",
+            found.num_looked_at,
+            found.length,
+        )
+    return found.columns
 
 
 def _main_input(trainer: Any) -> str:

@@ -60,10 +60,7 @@ POSITION_COUNTS = re.compile(
 )
 EXPERT_COUNTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$")
 CHOSEN = re.compile(r"(experts_per_tok(en)?|^moe_top_?k|^moe_k|^top_k_experts)$")
-EXPERT_GROUPS = {
-    "n_group": 2, "num_expert_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-}  # fmt: skip
+EXPERT_GROUPS = {"n_group": 2, "num_expert_group": 2, "topk_group": 1}
 MAIN_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim")
 OTHERS_WIDTH = re.compile(r"(?<!ffn_)(hidden_size|d_model|embed_dim|hidden_dim)")
 """Widths that may be those of another config, where they are not their own config's main one."""
@@ -87,6 +84,9 @@ DEPTHS = ("depths", "depth", "block_sizes", "num_block_repeats")
 LAYER_NUMBERS = re.compile(r"(idxs|layer_ids|cross_attention_layers|moe_layers|mlp_only_layers)$")
 STAGES = re.compile(r"out_indices$")
 """Numbers of layers whose outputs are taken one by one, so that there are as many as before."""
+
+DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Numbers of layers without experts, in front of those with."""
 
 PART_OF_LAYERS = ("num_kv_shared_layers",)
 FILTERS = ("num_filters",)

@@ -88,6 +88,8 @@ def fewer_layers(name: str, value: Any, sizes: Sizes) -> Any:
         return value
     if names.LAYERS.match(name):
         return min(value, sizes.layers)
+    if name in names.DENSE_LAYERS:
+        return min(value, 1)
     return min(value, sizes.layers // 2) if name in names.PART_OF_LAYERS else value
 
 

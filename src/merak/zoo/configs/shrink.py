@@ -111,6 +111,16 @@ def attempts(
             yield Attempt(fields, groups)
 
 
+def few_layers(
+    config: PreTrainedConfig, given: Mapping[str, Any], wanted: Wanted = Wanted()
+) -> Iterator[Fields]:
+    """Yield changes that leave a config all but its layers, and at last none."""
+    groups = frozenset((Group.LAYERS,))
+    for style in (Style.PLAIN, Style.TWICE):
+        yield _Shrinker(given, groups, style, wanted, {}).fields(config)
+    yield {}
+
+
 @dataclass(frozen=True, slots=True)
 class _Shrinker:
     """Maker of one version.

@@ -26,7 +26,14 @@ from merak.graph.tensor_parallel.propagate import weight_dims
 FAMILIES = {
     name: value for name, value in vars(operators).items() if name.isupper() and name[0] != "_"
 }
-OURS = {"attend_sharded", "grouped_mm_fallback", "_no_grad_trunc_normal_", "sym_constrain_range"}
+OURS = {
+    "attend_sharded",
+    "grouped_mm_fallback",
+    "grouped_mm_rows",
+    "grouped_mm_fallback_rows",
+    "_no_grad_trunc_normal_",
+    "sym_constrain_range",
+}
 """Names that are functions of Merak, of transformers or of torch.nn.init, not operators of torch.
 
 `sym_constrain_range` is one of torch's, which `torch.ops.aten` yields as well.

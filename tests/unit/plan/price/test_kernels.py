@@ -84,6 +84,14 @@ def test_fused_kernels_write_no_inner_value() -> None:
     assert sorted(sizes(found.backward)) == sorted(gradients)
 
 
+def test_fused_kernels_may_leave_the_sums_of_gradients_to_others() -> None:
+    choice = KernelChoice(fused=True, fused_sums=False)
+    found = segment_kernels(Block().graph, choice, "cuda")
+    added = [(3 * X, 0), (3 * WEIGHT, 0), (3 * WEIGHT, 0)]
+    gradients = [PRODUCT, PRODUCT, (3 * H, 0), PRODUCT, PRODUCT]
+    assert sorted(sizes(found.backward)) == sorted([*gradients, *added])
+
+
 def test_gradients_of_low_precision_are_added_in_float32() -> None:
     block = Block()
     for node in block.graph.nodes:

@@ -12,7 +12,8 @@ from merak.core.errors import PlanError
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cost.device import preset
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.step import price
+from merak.plan.price.kernels import KernelChoice
+from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
@@ -126,3 +127,44 @@ def test_stages_end_where_little_crosses_a_slow_link(llama: Workload) -> None:
         own = replace(candidate, partition=(first, len(llama.graph(4).segments) - first))
         times[first] = price(llama, slowest, own).step_s
     assert price(llama, slowest, candidate).step_s <= min(times.values())
+
+
+def test_sums_in_the_gradients_own_type_take_half_the_bytes() -> None:
+    """Half of the gradients' memory, and less time for their sums and their reduction."""
+    prices, gradients = [], []
+    candidate = Candidate(dp=2, microbatch=4, num_microbatches=4)
+    for float32 in (True, False):
+        workload = example_workload(
+            LLAMA, global_batch=32, sequence=16, dtype=torch.bfloat16, optimizer=adam
+        )
+        workload.kernels = KernelChoice(float32_gradients=float32)
+        prices.append(price(workload, cluster(), candidate))
+        (memory,) = memory_of(workload, cluster(), candidate)
+        gradients.append(sum(own.gradients for own in memory.stages))
+    assert gradients[1] == pytest.approx(gradients[0] / 2)
+    assert prices[1].step_s < prices[0].step_s
+    assert max(prices[1].peak_memory_bytes) < max(prices[0].peak_memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("masters", "float32", "low"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_which_sums_of_gradients_zero_3_refuses(masters: bool, float32: bool, low: bool) -> None:
+    workload = example_workload(
+        LLAMA, global_batch=8, sequence=16, dtype=torch.bfloat16, master_weights=masters
+    )
+    workload.kernels = KernelChoice(float32_gradients=float32)
+    assert workload.low_sums is low
+
+
+def test_reductions_that_nothing_hides_come_after_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("merak.plan.price.replicas.BUCKET_BYTES", 2**15)
+    workload = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
+    candidate = Candidate(dp=2, microbatch=4, num_microbatches=4)
+    hidden = price(workload, cluster(), candidate)
+    workload.kernels = KernelChoice(hides_reductions=False)
+    whole = price(workload, cluster(), candidate)
+    assert whole.exposed_communication_s > hidden.exposed_communication_s
+    assert whole.compute_s == pytest.approx(hidden.compute_s)

@@ -71,6 +71,9 @@ class Double:
     def rough_bytes(self, own: Candidate) -> float:
         return self.state_bytes(own) * self.misjudged
 
+    def price_if_fits(self, own: Candidate) -> Price:
+        return self.price(own)
+
     def price(self, own: Candidate) -> Price:
         self.priced.append(own)
         if own.schedule == self.refused:

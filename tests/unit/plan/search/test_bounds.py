@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from merak.core.errors import MerakError
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.cost.device import usable_bytes
+from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.step import price
+from merak.plan.price.price import Misfit
+from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing
+from merak.plan.search.held import held_of
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.search import job_of
 from merak.plan.search.space import space_of
@@ -95,3 +100,29 @@ def test_segments_without_a_backward_are_not_taken_to_run_again() -> None:
     cluster = parse_cluster("h100:1x1")
     bound_s = JobPricing(found, cluster).bound_s(own)
     assert 0 < bound_s <= price(found, cluster, own).step_s
+
+
+def test_a_first_rank_without_the_memory_is_found_before_the_price() -> None:
+    found = example_workload(LLAMA, global_batch=4, sequence=16, optimizer=adam)
+    own, cluster = Candidate(pp=2, num_microbatches=4), parse_cluster("h100:2x1")
+    whole = price(found, cluster, own)
+    assert price_if_fits(found, cluster, own) == whole
+    node = cluster.nodes[0]
+    small = replace(node, device=replace(node.device, memory_bytes=whole.peak_memory_bytes[0]))
+    misfit = price_if_fits(found, Cluster((small,)), own)
+    assert isinstance(misfit, Misfit)
+    assert (misfit.rank, misfit.peak_bytes) == (0, whole.peak_memory_bytes[0])
+    assert misfit.device_bytes == usable_bytes(whole.peak_memory_bytes[0])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_held_is_what_the_forecast_has(sequence_parallel: bool) -> None:
+    found = example_workload(LLAMA, global_batch=4, sequence=16, optimizer=adam)
+    device = parse_cluster("h100:2x1").nodes[0].device
+    held = held_of(found, device, 1, 2, sequence_parallel)
+    own = Candidate(tp=2, sequence_parallel=sequence_parallel)
+    whole = Partition(len(found.graph(1).segments), ())
+    sizes = found.forecast(own, whole, device_profile=device).saved_bytes()
+    assert held.saved["off"] == sum(sizes.values())
+    assert held.largest == max(sizes.values())
+    assert 0 < held.saved["full"] <= held.saved["selective"] <= held.saved["off"]

@@ -38,7 +38,7 @@ def test_a_plan_is_read_as_it_was_written(path):
     assert plan.candidate == CANDIDATE
     assert plan.world_size == 4 and plan.cluster == "h100:4"
     assert plan.price["step_s"] == Double().price(CANDIDATE).step_s
-    assert plan_degrees(path) == (2, 1, 2)
+    assert plan_degrees(path) == (2, 1, 2, 1)
 
 
 def test_another_model_is_refused_by_its_first_difference(path):
@@ -56,10 +56,10 @@ def changed(path, **fields):
 def test_files_that_are_no_plans_are_refused(path, tmp_path):
     with pytest.raises(PlanError, match=r"cannot be read: No such file"):
         read_plan(tmp_path / "none.json")
-    with pytest.raises(PlanError, match="has version 7, and this Merak reads version 1"):
+    with pytest.raises(PlanError, match="has version 7, and this Merak reads version 2"):
         read_plan(changed(path, version=7))
     with pytest.raises(PlanError, match="has an error"):
-        read_plan(changed(path, version=1, world_size=9))
+        read_plan(changed(path, version=2, world_size=9))
     with pytest.raises(PlanError, match="has no degrees"):
         plan_degrees(changed(path, candidate={"dp": 2}))
     with pytest.raises(PlanError, match="is no plan"):

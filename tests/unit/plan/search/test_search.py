@@ -145,3 +145,11 @@ def test_every_searched_schedule_is_in_the_space():
         assert own.world_size == 4
         assert own.dp * own.microbatch * own.num_microbatches == 64
         assert not (own.sequence_parallel and own.sub_pipelining == "on")
+
+
+def test_zero_3_is_left_out_where_its_sums_would_be_of_another_type():
+    job = job_of(4, 64, 16)
+    assert any(own.zero == 3 for own in space_of(job, Pinned()).candidates)
+    space = space_of(replace(job, low_sums=True), Pinned())
+    assert {own.zero for own in space.candidates} == {0, 1, 2}
+    assert any(own.what == "zero=3" for own in space.rejected.values())

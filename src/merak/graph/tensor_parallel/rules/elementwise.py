@@ -12,7 +12,6 @@ from torch import fx
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import FILLS_NEW, FILLS_SHAPE, NARROWS, family
 from merak.graph.tensor_parallel.placement import (
-    AXIS,
     PARTIAL,
     REPLICATE,
     Decision,
@@ -130,7 +129,7 @@ def dropout(op: Operator) -> Decision:
     p, train, rows = op.arg("p"), op.arg("train"), op.arg("rows")
     if not train or p == 0:
         return Decision(placed)
-    args = (operand, p, train, (placed.dim, placed.parts, AXIS))
+    args = (operand, p, train, (placed.dim, placed.parts, op.axis))
     return Decision(placed, target=dropout_sharded, args=args, kwargs={"rows": rows})
 
 

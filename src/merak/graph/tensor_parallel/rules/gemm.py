@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from merak.graph.tensor_parallel.placement import (
-    AXIS,
     PARTIAL,
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
@@ -21,6 +20,7 @@ from merak.graph.tensor_parallel.placement import (
     Shard,
     shape_of,
 )
+from merak.graph.tensor_parallel.rules import experts
 from merak.ops.sharded_dropout import attend_sharded
 
 aten = torch.ops.aten
@@ -117,7 +117,7 @@ def matmul(op: Operator) -> Decision:
     """matmul, mm, bmm: leading dims broadcast."""
     a, b = op.node.args[0], op.node.args[1]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    labels_a, labels_b, result = _matmul_labels(shape_of(a), shape_of(b))
+    labels_a, labels_b, result = matmul_labels(shape_of(a), shape_of(b))
     return contract(op, [(a, labels_a), (b, labels_b)], result)
 
 
@@ -128,6 +128,8 @@ def grouped(op: Operator) -> Decision:
     if (len(shape_of(x)), len(shape_of(weight))) != (2, 3) or any(rest[1:]):
         raise op.error("multiplies groups in another form than rows by a stack of weights")
     operands: list[Operand] = [(x, ("row", "in")), (weight, ("group", "in", "out"))]
+    if isinstance(of_weight := op.placement(weight), Shard) and of_weight.dim == 0:
+        return experts.grouped(op)
     placed = [(labels, op.placement(n)) for n, labels in operands]
     if any(isinstance(p, Shard) and labels[p.dim] in ("row", "group") for labels, p in placed):
         raise op.error("multiplies groups of rows that are split")
@@ -183,7 +185,8 @@ def _broadcast(node: fx.Node, result: Sequence[str | None]) -> Labels:
     return tuple(None if size == 1 else label for size, label in zip(shape, labels, strict=True))
 
 
-def _matmul_labels(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Labels, Labels, Labels]:
+def matmul_labels(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Labels, Labels, Labels]:
+    """Labels of the dims of two matrices, or stacks of them, and of their product."""
     num_batch = max(len(a), len(b)) - 2
     names = [f"batch{i}" for i in range(max(num_batch, 0))]
 
@@ -228,7 +231,7 @@ def attention(op: Operator) -> Decision:
     kwargs = {
         "scale": op.arg("scale"),
         "enable_gqa": grouped,
-        "layout": (lead.dim, lead.parts, AXIS),
+        "layout": (lead.dim, lead.parts, op.axis),
         "kv_whole": kv_whole,
         "rows": op.arg("rows"),
     }

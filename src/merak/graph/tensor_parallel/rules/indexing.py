@@ -18,7 +18,7 @@ from merak.graph.tensor_parallel.placement import (
     positive,
     shape_of,
 )
-from merak.graph.tensor_parallel.rules import vocabulary
+from merak.graph.tensor_parallel.rules import experts, vocabulary
 
 aten = torch.ops.aten
 
@@ -52,6 +52,8 @@ def index(op: Operator) -> Decision:
     placed = op.placement(operand)
     found = [d for d, i in enumerate(indices) if i is not None]
     tensors = [indices[d] for d in found]
+    if isinstance(placed, Shard) and found == [0] == [placed.dim]:
+        return experts.pick(op)
     neighbours = found == list(range(found[0], found[0] + len(found)))
     whole = all(op.placement(t) == REPLICATE for t in tensors)
     if not isinstance(placed, Shard) or placed.dim in found or not neighbours or not whole:

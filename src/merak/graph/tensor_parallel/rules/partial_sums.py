@@ -36,10 +36,12 @@ from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE_PARTIAL_GRAD,
     Decision,
+    ExpertRows,
     Operator,
     Partial,
+    PartlySharded,
     Placement,
-    Replicate,
+    Shard,
 )
 
 Terms = tuple[Any, ...]
@@ -56,8 +58,10 @@ def carry(op: Operator) -> Decision | None:
         A partial sum for partial sums; None where they must be reduced before.
     """
     operands = op.node.all_input_nodes
-    sums = [n for n in operands if isinstance(op.raw(n), Partial) and n not in op.reduced]
-    if not sums or not all(isinstance(op.raw(n), (Partial, Replicate)) for n in operands):
+    sums = [
+        n for n in operands if isinstance(op.raw(n), (Partial, ExpertRows)) and n not in op.reduced
+    ]
+    if not sums or any(isinstance(op.raw(n), (Shard, PartlySharded)) for n in operands):
         return None
     terms = _terms(op, sums)
     is_linear = terms is not None and all(n in terms for n in sums) and _is_precise(op.node, sums)

@@ -38,6 +38,7 @@ from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
+    ExpertRows,
     Operator,
     Partial,
     PartlySharded,
@@ -46,6 +47,7 @@ from merak.graph.tensor_parallel.placement import (
 )
 from merak.graph.tensor_parallel.rules import (
     elementwise,
+    experts,
     gemm,
     indexing,
     partial_sums,
@@ -80,7 +82,11 @@ def decide(op: Operator) -> Decision:
         return _getitem(op)
     if any(isinstance(op.raw(n), PartlySharded) for n in operands):
         return decide_partly_sharded(op)
-    if any(isinstance(op.raw(n), Partial) for n in operands):
+    if any(isinstance(op.raw(n), ExpertRows) for n in operands):
+        of_rows = experts.decide_rows(op)
+        if of_rows is not None:
+            return of_rows
+    if any(isinstance(op.raw(n), (Partial, ExpertRows)) for n in operands):
         carried = partial_sums.carry(op)
         if carried is not None:
             return carried

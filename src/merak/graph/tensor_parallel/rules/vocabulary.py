@@ -25,7 +25,6 @@ from merak.graph.ir.operators import (
     family,
 )
 from merak.graph.tensor_parallel.placement import (
-    AXIS,
     PARTIAL,
     REPLICATE,
     Decision,
@@ -109,7 +108,7 @@ def _layout(op: Operator, operand: fx.Node, dim: int) -> tuple[int, int, str]:
         raise op.error("must see all samples of a microbatch")
     if not isinstance(placed, Shard) or placed.dim != dim or len(placed.parts) > 1:
         raise op.error(f"runs along dim {dim} of values that are split otherwise")
-    return dim, placed.parts[0], AXIS
+    return dim, placed.parts[0], op.axis
 
 
 def embedding(op: Operator) -> Decision:

@@ -17,6 +17,7 @@ from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
+    ExpertRows,
     Partial,
     PartlySharded,
     Placement,
@@ -137,11 +138,11 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
 def _kinds(placed: Placement, need: Placement, has_gradient: bool) -> Iterator[Collective]:
     if placed == REPLICATE_PARTIAL_GRAD:
         return  # every rank has it whole, and owes a part of the gradient
-    if isinstance(placed, Partial):
+    if isinstance(placed, (Partial, ExpertRows)):
         yield Collective.REDUCE
     elif isinstance(placed, Shard):
         yield Collective.GATHER
-    if need == REPLICATE_PARTIAL_GRAD and has_gradient:
+    if (need == REPLICATE_PARTIAL_GRAD or isinstance(need, ExpertRows)) and has_gradient:
         yield Collective.COPY
     elif isinstance(need, Shard) and has_gradient:
         yield Collective.SLICE

@@ -20,6 +20,7 @@ from merak.graph.ir.ir import Kind, Segment, returned_nodes
 from merak.graph.ir.operators import is_weight_gemm
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
+    ExpertRows,
     PartlySharded,
     Placement,
     Shard,
@@ -254,7 +255,7 @@ class Search:
             for node, need in conversions(self.graph, layout)
             if need == REPLICATE_PARTIAL_GRAD
             or (
-                isinstance(need, Shard)
+                isinstance(need, (Shard, ExpertRows))
                 and layout.placements[node] != REPLICATE_PARTIAL_GRAD
                 and not isinstance(layout.placements[node], Shard)
                 and has_gradient(node)
@@ -328,8 +329,8 @@ class Search:
             needed = None
         if needed is None:
             return None
-        whole = sum(f * _whole_share(weights.get(n)) for n, f in self._gemm_share.items())
-        rest = sum(math.prod(self.shapes[n]) * _whole_share(weights.get(n)) for n in self.nodes)
+        whole = sum(f * whole_share(weights.get(n)) for n, f in self._gemm_share.items())
+        rest = sum(math.prod(self.shapes[n]) * whole_share(weights.get(n)) for n in self.nodes)
         total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
         value = self.num_blocks * SAVED_PER_BLOCK * whole + 1e-3 * rest / total
         value += sum(map(self.price, needed))
@@ -353,7 +354,7 @@ class Search:
         return True
 
 
-def _whole_share(placed: Placement | None) -> float:
+def whole_share(placed: Placement | None) -> float:
     """Fraction of a parameter that every rank holds."""
     if isinstance(placed, PartlySharded):
         return sum(placed.parts[i] for i in placed.whole) / sum(placed.parts)

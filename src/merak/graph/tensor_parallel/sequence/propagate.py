@@ -25,6 +25,7 @@ from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
+    ExpertRows,
     Operator,
     PartlySharded,
     Placement,
@@ -163,7 +164,7 @@ class _SequenceRule:
     ) -> Decision | None:
         """Decision on each rank's own tokens; None where the operator must see them all."""
         operands = [n for n in op.node.all_input_nodes if n not in split]
-        if any(isinstance(op.raw(n), (Shard, PartlySharded)) for n in operands):
+        if any(isinstance(op.raw(n), (Shard, PartlySharded, ExpertRows)) for n in operands):
             return None  # work on split weights
         trial = replace(op, placements=ChainMap(dict(landed), dict(op.placements)))
         try:

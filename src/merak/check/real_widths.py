@@ -1,0 +1,81 @@
+"""What tensor parallelism makes of a model at its real widths, which small versions do not show."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.tensor_parallel.report import report_sharding, split_share
+
+SMALL_SHARE = 0.9
+"""Less than this is a small share, and the largest parameters that stay whole are listed."""
+
+_MOST_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RealWidths:
+    """Tensor parallelism of a model with few layers of its real widths.
+
+    Args:
+        parameters: how many numbers the few layers and the rest of the model have.
+        tokens: of the sequence that it was traced for.
+        tp: the tensor parallel degree.
+        split: fraction of the parameters that ranks share out.
+        forward: collectives of activations in the forward of the layer that has most.
+        backward: those in the backward of the layer that has most.
+        whole: the largest parameters that every rank holds, and why; empty where nearly all are
+            split.
+    """
+
+    parameters: int
+    tokens: int
+    tp: int
+    split: float
+    forward: int
+    backward: int
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+
+def real_widths(graph: ModelGraph, tp: int, tokens: int) -> RealWidths:
+    """Shard a model as a job does, and count.
+
+    Args:
+        graph: the model at its real widths, traced without weights.
+        tp: the tensor parallel degree.
+        tokens: of the sequence that it was traced for.
+
+    Raises:
+        MerakError: the model cannot be sharded.
+    """
+    sizes = {name: math.prod(meta.shape) for name, meta in graph.parameters.items()}
+    parallel = tensor_parallel(graph, None, tp)
+    share = split_share(graph, parallel)
+    whole: dict[str, str] = {}
+    forward, backward = Counter[str](), Counter[str]()
+    for segment, found in zip(graph.segments, report_sharding(graph, parallel), strict=True):
+        layer = layer_of(segment.name)
+        forward[layer] += found.forward
+        backward[layer] += found.backward
+        whole |= found.whole
+    largest = sorted(whole, key=lambda name: -sizes[name])[:_MOST_LISTED]
+    return RealWidths(
+        sum(sizes.values()),
+        tokens,
+        tp,
+        share,
+        max(forward.values(), default=0),
+        max(backward.values(), default=0),
+        {name: whole[name] for name in largest} if share < SMALL_SHARE else {},
+    )
+
+
+def layer_of(segment: str) -> str:
+    """The part of a segment's name up to its layer's number, such as "model.layers.3"."""
+    found = re.match(r".*?\.\d+", segment)
+    return found[0] if found else segment

@@ -1,0 +1,1 @@
+"""Context parallelism: the tokens of each sample are shared by several ranks."""

@@ -1,0 +1,386 @@
+"""Rules of context parallelism, in front of those of tensor parallelism.
+
+Tokens meet in attention and in losses alone. Queries, keys and values become sharded over heads by
+an all-to-all, and attention's result over tokens again; where the heads cannot be shared, keys and
+values are gathered, and every rank attends with its own queries. A mean over tokens is a sum of
+the ranks' summands, each divided by what counts of all tokens.
+
+Source: DeepSpeed-Ulysses (arXiv 2309.14509, section 3); Llama 3 (arXiv 2407.21783, section 3.3.2,
+gathered keys and values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from merak.graph.ir.operators import CROSS_ENTROPIES, MATMULS, NLL_LOSSES
+from merak.graph.tensor_parallel.placement import (
+    PARTIAL,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    Decision,
+    Operand,
+    Operator,
+    Placement,
+    Shard,
+    positive,
+    shape_of,
+)
+from merak.graph.tensor_parallel.rules.gemm import matmul_labels
+from merak.ops import collectives
+from merak.ops.context_parallel import (
+    attend_rows,
+    token_cross_entropy,
+    token_nll,
+    token_vocab_parallel_cross_entropy,
+)
+from merak.ops.sharded_dropout import attend_sharded
+
+Found = Decision | None
+"""None where the rules of tensor parallelism are to decide."""
+
+
+def attention(op: Operator) -> Found:
+    """scaled_dot_product_attention over shards of the tokens."""
+    query, key, value = op.arg("query"), op.arg("key"), op.arg("value")
+    num_dims = len(shape_of(query))
+    tokens = op.placement(query)
+    if not isinstance(tokens, Shard) or tokens.dim != num_dims - 2:
+        return None
+    for dim in range(num_dims - 3, -1, -1):
+        sizes = [shape_of(n)[dim] for n in (query, key, value)]
+        if not any(size % op.degree for size in sizes):
+            return _over_heads(op, dim, tokens)
+    return _over_rows(op, tokens)
+
+
+def _over_heads(op: Operator, dim: int, tokens: Shard) -> Decision:
+    """Attention of all tokens over a rank's heads, or its samples."""
+    query = op.arg("query")
+    needs: dict[fx.Node, Placement] = {
+        n: Shard(dim, (shape_of(n)[dim],)) for n in (query, op.arg("key"), op.arg("value"))
+    }
+    mask, dropout_p = op.arg("attn_mask"), op.arg("dropout_p", 0.0)
+    if mask is not None:
+        needs[mask] = _along(mask, dim, len(shape_of(query)))
+    if not dropout_p:
+        return Decision(needs[query], needs, becomes=tokens)
+    args = (query, op.arg("key"), op.arg("value"), mask, dropout_p, _is_causal(op))
+    kwargs = {
+        "scale": op.arg("scale"),
+        "enable_gqa": bool(op.arg("enable_gqa", False)),
+        "layout": (dim, (shape_of(query)[dim],), op.axis),
+        "rows": op.arg("rows"),
+    }
+    return Decision(needs[query], needs, attend_sharded, args, kwargs, becomes=tokens)
+
+
+def _over_rows(op: Operator, tokens: Shard) -> Decision:
+    """Attention of a rank's queries over all keys."""
+    query, key, value = op.arg("query"), op.arg("key"), op.arg("value")
+    mask, dropout_p = op.arg("attn_mask"), op.arg("dropout_p", 0.0)
+    if dropout_p:
+        raise op.error("drops attention weights of heads that cannot be shared out")
+    needs: dict[fx.Node, Placement] = dict.fromkeys((key, value), REPLICATE_PARTIAL_GRAD)
+    needs[query] = tokens
+    if mask is not None:
+        needs[mask] = _along(mask, tokens.dim, len(shape_of(query)), tokens.parts)
+    if not _is_causal(op):
+        return Decision(tokens, needs)
+    kwargs = {
+        "scale": op.arg("scale"),
+        "enable_gqa": bool(op.arg("enable_gqa", False)),
+        "rows": (tokens.parts, op.axis),
+    }
+    return Decision(tokens, needs, attend_rows, (query, key, value), kwargs)
+
+
+def _is_causal(op: Operator) -> bool:
+    return bool(op.arg("is_causal", False))
+
+
+def _along(
+    node: fx.Node, dim: int, num_dims: int, parts: tuple[int, ...] | None = None
+) -> Placement:
+    """Shard of a value that broadcasts to `num_dims` dims; whole where its own dim has size 1."""
+    own = dim - (num_dims - len(shape_of(node)))
+    if own < 0 or shape_of(node)[own] == 1:
+        return REPLICATE_PARTIAL_GRAD
+    return Shard(own, parts or (shape_of(node)[own],))
+
+
+def matmul(op: Operator) -> Found:
+    """matmul, bmm of two activations, as attention is written with: scores, and sums of values."""
+    a, b = op.node.args[0], op.node.args[1]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    labels_a, labels_b, result = matmul_labels(shape_of(a), shape_of(b))
+    return _product(op, (a, labels_a), (b, labels_b), result)
+
+
+def baddbmm(op: Operator) -> Found:
+    """baddbmm of activations: scores with a bias."""
+    summand, a, b = op.arg("self"), op.arg("batch1"), op.arg("batch2")
+    result = ("batch", "row", "out")
+    left, right = (a, ("batch", "row", "in")), (b, ("batch", "in", "out"))
+    found = _product(op, left, right, result)
+    if found is None or not isinstance(found.output, Shard):
+        return found
+    need = _along(summand, found.output.dim, 3, found.output.parts)
+    return Decision(found.output, {**found.needs, summand: need}, becomes=found.becomes)
+
+
+def einsum(op: Operator) -> Found:
+    """einsum of two activations, with plain letters."""
+    args: Any = op.node.args
+    equation, tensors = args
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or "." in equation or len(terms) != 2 or len(tensors) != 2:
+        return None
+    return _product(op, (tensors[0], tuple(terms[0])), (tensors[1], tuple(terms[1])), tuple(right))
+
+
+def _product(op: Operator, a: Operand, b: Operand, result: Sequence[str | None]) -> Found:
+    """Product of two activations that are both sharded, by the labels of their dims."""
+    placed_a, placed_b = op.placement(a[0]), op.placement(b[0])
+    if not isinstance(placed_a, Shard) or not isinstance(placed_b, Shard):
+        return None
+    split_a, split_b = a[1][placed_a.dim], b[1][placed_b.dim]
+    rows = [x for x in a[1] if x is not None and x in result and x not in b[1]]
+    if split_a in rows and split_b not in a[1]:  # scores
+        return _scores(op, a, b, result) or _rows(op, a, b, result)
+    if split_a in rows:  # a rank's rows of the weights, and all values
+        return _rows(op, a, b, result)
+    if split_a in b[1] and split_a in result and split_b != split_a and rows:
+        return _to_tokens(op, a, b, result)
+    return None
+
+
+def _scores(op: Operator, a: Operand, b: Operand, result: Sequence[str | None]) -> Found:
+    """Scores of all tokens, of a rank's heads."""
+    for label in reversed(result):
+        if label is None or label not in a[1] or label not in b[1]:
+            continue
+        size = shape_of(a[0])[a[1].index(label)]
+        if size % op.degree == 0:
+            parts = (size,)
+            needs: dict[fx.Node, Placement] = {
+                n: Shard(labels.index(label), parts) for n, labels in (a, b)
+            }
+            return Decision(Shard(list(result).index(label), parts), needs)
+    return None
+
+
+def _rows(op: Operator, a: Operand, b: Operand, result: Sequence[str | None]) -> Decision:
+    """A rank's rows of a product, by all of the other operand."""
+    placed = op.placement(a[0])
+    assert isinstance(placed, Shard)
+    after = Shard(list(result).index(a[1][placed.dim]), placed.parts)
+    return Decision(after, {a[0]: placed, b[0]: REPLICATE_PARTIAL_GRAD})
+
+
+def _to_tokens(op: Operator, a: Operand, b: Operand, result: Sequence[str | None]) -> Found:
+    """Values of a rank's heads, summed with its weights; then sharded over the rows again."""
+    placed = op.placement(a[0])
+    assert isinstance(placed, Shard)
+    label = a[1][placed.dim]
+    row = next(x for x in reversed(a[1]) if x is not None and x in result and x not in b[1])
+    size = shape_of(a[0])[a[1].index(row)]
+    if size % op.degree:
+        return None
+    needs: dict[fx.Node, Placement] = {
+        a[0]: placed,
+        b[0]: Shard(b[1].index(label), placed.parts),
+    }
+    tokens = Shard(list(result).index(row), (size,))
+    return Decision(Shard(list(result).index(label), placed.parts), needs, becomes=tokens)
+
+
+def embedding(op: Operator) -> Found:
+    """embedding of a rank's tokens."""
+    indices = op.arg("indices")
+    placed = op.placement(indices)
+    if not isinstance(placed, Shard) or op.placement(op.arg("weight")) != REPLICATE:
+        return None
+    if op.arg("scale_grad_by_freq", False):
+        raise op.error("divides gradients by how often a row is looked up")
+    return Decision(placed)
+
+
+def cross_entropy(op: Operator) -> Found:
+    """cross_entropy_loss of a rank's tokens."""
+    logits, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
+    needs = _loss_needs(op, logits, target, weight)
+    if needs is None:
+        return None
+    reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
+    if reduction != 1:
+        return _unreduced(op, needs, reduction, target)
+    smoothing = op.arg("label_smoothing", 0.0)
+    args = (logits, target, weight, ignored, smoothing, op.axis)
+    return Decision(PARTIAL, needs, token_cross_entropy, args, {}, sums=(1,))
+
+
+def nll(op: Operator) -> Found:
+    """nll_loss of a rank's tokens."""
+    operand, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
+    needs = _loss_needs(op, operand, target, weight)
+    if needs is None:
+        return None
+    reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
+    if reduction != 1:
+        return _unreduced(op, needs, reduction, target)
+    args = (operand, target, weight, ignored, op.axis)
+    return Decision(PARTIAL, needs, token_nll, args, {}, sums=(1,))
+
+
+def _loss_needs(
+    op: Operator, scores: fx.Node, target: fx.Node, weight: fx.Node | None
+) -> dict[fx.Node, Placement] | None:
+    """Placements of the operands of a loss over shards of the tokens; None for other shards."""
+    placed = op.placement(scores)
+    num_dims = len(shape_of(scores))
+    classes = min(1, num_dims - 1)
+    if not isinstance(placed, Shard) or placed.dim == classes:
+        return None
+    is_dense = target.meta["tensor"].dtype.is_floating_point and len(shape_of(target)) == num_dims
+    dim = placed.dim if is_dense else placed.dim - (placed.dim > classes)
+    needs: dict[fx.Node, Placement] = {scores: placed, target: Shard(dim, placed.parts)}
+    return needs | ({weight: REPLICATE} if weight is not None else {})
+
+
+def _unreduced(
+    op: Operator, needs: Mapping[fx.Node, Placement], reduction: int, target: fx.Node
+) -> Decision:
+    """A loss of each token, or their sum."""
+    each = needs[target]
+    assert isinstance(each, Shard)
+    if reduction == 2:
+        return Decision(PARTIAL, needs)
+    if shape_of(op.node) != shape_of(target):
+        raise op.error("gives losses in another shape than its targets")
+    return Decision(each, needs)
+
+
+def index(op: Operator) -> Found:
+    """index of a whole value by a rank's numbers, as of experts' weights by their tokens."""
+    args: Any = op.node.args
+    operand, indices = args[:2]
+    given = [i for i, n in enumerate(indices) if n is not None]
+    if len(given) != 1 or op.placement(operand) != REPLICATE:
+        return None
+    by = op.placement(indices[given[0]])
+    if not isinstance(by, Shard):
+        return None
+    return Decision(Shard(given[0] + by.dim, by.parts), {operand: REPLICATE_PARTIAL_GRAD})
+
+
+def scatter(op: Operator) -> Found:
+    """scatter along another dim than the tokens'."""
+    operand, index, source = op.arg("self"), op.arg("index"), op.arg("src")
+    placed = op.placement(operand)
+    nodes = [n for n in (operand, index, source) if isinstance(n, fx.Node)]
+    if (
+        not isinstance(placed, Shard)
+        or positive(op.arg("dim"), len(shape_of(operand))) == placed.dim
+    ):
+        return None
+    if len({shape_of(n)[placed.dim] for n in nodes}) > 1:
+        return None
+    if any(op.placement(n) not in (REPLICATE, placed) for n in nodes):
+        return None
+    return Decision(placed, dict.fromkeys(nodes, placed))
+
+
+def topk(op: Operator) -> Found:
+    """topk, sort, argsort, …: of each token by itself."""
+    return _of_each_token(op, op.arg("dim", -1))
+
+
+def one_hot(op: Operator) -> Found:
+    """one_hot: a new last dim."""
+    placed = op.placement(op.node.args[0])
+    return Decision(placed) if isinstance(placed, Shard) else None
+
+
+def _of_each_token(op: Operator, dim: Any) -> Found:
+    operand = op.node.args[0]
+    placed = op.placement(operand)
+    if not isinstance(placed, Shard) or not isinstance(dim, int):
+        return None
+    if positive(dim, len(shape_of(operand))) == placed.dim:
+        return None
+    results = op.node.meta["tensor"]
+    return Decision((placed,) * len(results) if isinstance(results, tuple) else placed)
+
+
+def vocab_parallel_loss(op: Operator) -> Found:
+    """vocab_parallel_cross_entropy of a rank's tokens."""
+    logits, target, weight = op.arg("logits"), op.arg("target"), op.arg("weight")
+    needs = _loss_needs(op, logits, target, weight)
+    if needs is None:
+        return None
+    if op.arg("reduction") != 1:
+        return _unreduced(op, needs, op.arg("reduction"), target)
+    ignored, smoothing, layout = (
+        op.arg("ignore_index"),
+        op.arg("label_smoothing"),
+        op.arg("layout"),
+    )
+    args = (logits, target, weight, ignored, smoothing, layout, op.axis)
+    return Decision(PARTIAL, needs, token_vocab_parallel_cross_entropy, args, {}, sums=(1,))
+
+
+def each_element(op: Operator) -> Found:
+    """Collectives over another axis that send every element by itself."""
+    placed = op.placement(op.node.args[0])
+    return Decision(placed) if isinstance(placed, Shard) else None
+
+
+def along_other_dim(op: Operator) -> Found:
+    """Collectives over another axis, along another dim than the tokens'."""
+    placed = op.placement(op.node.args[0])
+    if not isinstance(placed, Shard) or op.arg("dim") == placed.dim:
+        return None
+    return Decision(placed)
+
+
+RULES: Mapping[str, Callable[[Operator], Found]] = {
+    "scaled_dot_product_attention": attention,
+    **dict.fromkeys(MATMULS, matmul),
+    "baddbmm": baddbmm,
+    "einsum": einsum,
+    "embedding": embedding,
+    **dict.fromkeys(CROSS_ENTROPIES, cross_entropy),
+    **dict.fromkeys(NLL_LOSSES, nll),
+    **dict.fromkeys(("topk", "sort", "argsort"), topk),
+    "one_hot": one_hot,
+    "index": index,
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), scatter),
+    "vocab_parallel_embedding": embedding,
+    "vocab_parallel_cross_entropy": vocab_parallel_loss,
+    **{
+        function.__name__: each_element
+        for function in (
+            collectives.copy_to,
+            collectives.reduce_from,
+            collectives.leave_partial_grad,
+            collectives.replicate_to_partial,
+        )
+    },
+    **{
+        function.__name__: along_other_dim
+        for function in (
+            collectives.copy_parts_to,
+            collectives.gather_from,
+            collectives.slice_to,
+            collectives.local_slice,
+            collectives.reduce_scatter_to,
+            collectives.gather_with_partial_grad,
+        )
+    },
+}
+"""Families to the rules that decide before those of tensor parallelism."""

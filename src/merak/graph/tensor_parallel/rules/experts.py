@@ -1,0 +1,170 @@
+"""Sharding rules of experts that are split whole: each rank has some, and computes their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.ir.operators import (
+    CONVERSIONS,
+    COPIES,
+    GROUPED_GEMMS,
+    NARROWS,
+    NORMS,
+    RESHAPES,
+    SOFTMAXES,
+    SPLITS,
+    family,
+)
+from merak.graph.tensor_parallel.placement import (
+    AXIS,
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    Decision,
+    ExpertRows,
+    Operator,
+    PartlySharded,
+    Placement,
+    Shard,
+    is_opaque,
+    positive,
+    shape_of,
+)
+from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows, pick_expert_rows
+
+_PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
+    "_grouped_mm": grouped_mm_rows,
+    "grouped_mm_fallback": grouped_mm_fallback_rows,
+}
+"""Grouped products to those of a rank's own experts."""
+
+_COUNTS = CONVERSIONS | COPIES | RESHAPES | {"cumsum", "histc", "bincount", "clamp", "clamp_"}
+"""What is between sorted experts and the offsets of their rows."""
+
+
+def grouped(op: Operator) -> Decision:
+    """Grouped products by the own experts' weights: only their rows are multiplied."""
+    x, weight, offsets = _operands(op.node)
+    placed = op.placement(weight)
+    assert isinstance(placed, Shard)
+    if placed.parts != shape_of(offsets) or op.node.kwargs.keys() - {"offs"}:
+        raise op.error("multiplies by experts whose number is not that of the offsets")
+    rows = ExpertRows(sorted_by(offsets), offsets)
+    needs: dict[fx.Node, Placement] = {x: rows, weight: placed, offsets: REPLICATE}
+    target = _PRODUCTS[family(op.node.target)]
+    return Decision(rows, needs, target, (x, weight, offsets, AXIS), {})
+
+
+def pick(op: Operator) -> Decision:
+    """index: every row's own expert's values, as biases; rows sorted by expert."""
+    values, ids = op.node.args[0], op.node.args[1][0]  # type: ignore[index]
+    assert isinstance(values, fx.Node) and isinstance(ids, fx.Node)
+    placed, offsets = op.placement(values), offsets_of(ids)
+    assert isinstance(placed, Shard)
+    if offsets is None or offsets not in op.placements or placed.parts != shape_of(offsets):
+        raise op.error("picks elements along a dim that is split")
+    rows = ExpertRows(sorted_by(ids), offsets)
+    needs: dict[fx.Node, Placement] = {values: placed, ids: REPLICATE}
+    return Decision(rows, needs, pick_expert_rows, (values, ids, AXIS), {})
+
+
+def decide_rows(op: Operator) -> Decision | None:
+    """Decision on the rank's own rows, for operators that treat every row by itself.
+
+    Args:
+        op: an operator with rows of experts among its operands.
+
+    Returns:
+        The decision; None where the rows must leave the experts before.
+    """
+    if family(op.node.target) in GROUPED_GEMMS:
+        return None
+    operands = op.node.all_input_nodes
+    found = {n: p for n in operands if isinstance(p := op.raw(n), ExpertRows)}
+    (lead, *others) = found.values()
+    is_split = any(isinstance(op.raw(n), (Shard, PartlySharded)) for n in operands)
+    if is_split or any(p != lead for p in others) or not _is_rowwise(op, found):
+        return None
+    written = op.node.args[0] if has_mutable_schema(op.node) else None
+    if isinstance(written, fx.Node) and written not in found:
+        return None
+    needs: dict[fx.Node, Placement] = {}
+    for node in operands:
+        num_rows, shape = shape_of(next(iter(found)))[0], shape_of(node)
+        has_rows = len(shape) == len(shape_of(next(iter(found)))) and shape[0] == num_rows
+        is_weight = family(op.node.target) in NORMS and node not in found
+        needs[node] = lead if has_rows and not is_weight else REPLICATE_PARTIAL_GRAD
+    results = op.node.meta.get("tensor")
+    return Decision((lead,) * len(results) if isinstance(results, tuple) else lead, needs)
+
+
+def _is_rowwise(op: Operator, found: dict[fx.Node, ExpertRows]) -> bool:
+    """Whether an operator gives every row from the same row of its operands."""
+    name, target = family(op.node.target).removesuffix("_"), op.node.target
+    shape = shape_of(next(iter(found)))
+    if is_opaque(target) or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return False
+    if name in RESHAPES:
+        return bool(shape_of(op.node)) and shape_of(op.node)[0] == shape[0]
+    if name in SPLITS | NARROWS | SOFTMAXES | {"select", "squeeze", "unsqueeze", "glu"}:
+        default = None if name == "squeeze" else -1 if name == "glu" else 0
+        dim = op.arg("dim", default)
+        grown = len(shape) + (name == "unsqueeze")
+        return isinstance(dim, int) and positive(dim, grown) != 0
+    if name in NORMS:
+        normal: Any = op.arg("normalized_shape", ())
+        return op.node.args[0] in found and 0 < len(normal) < len(shape)
+    is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
+    if not is_pointwise and name not in CONVERSIONS | COPIES | {"detach"}:
+        return False
+    result = shape_of(op.node)
+    return all(len(shape_of(n)) == len(result) and shape_of(n)[0] == result[0] for n in found)
+
+
+def sorted_by(node: fx.Node) -> fx.Node:
+    """The operator that sorted some experts, or those of some offsets; else the node itself."""
+    source = node
+    while source.op == "call_function" and source.all_input_nodes:
+        first, *others = source.all_input_nodes
+        name = family(source.target)
+        if name == "getitem" and family(first.target) == "sort":
+            return first if source.args[1] == 0 else node
+        if name in ("index", "gather", "index_select") and len(others) == 1:
+            order = _order(others[0])  # experts in the order that sorts them
+            return order if order is not None and order.args[0] is first else node
+        if name not in _COUNTS or others:
+            return node
+        source = first
+    return node
+
+
+def _order(node: fx.Node) -> fx.Node | None:
+    """The operator that sorted, of the order that it gave; None for other values."""
+    if family(node.target) == "argsort":
+        return node
+    if family(node.target) != "getitem" or node.args[1] != 1:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source if family(source.target) == "sort" else None
+
+
+def offsets_of(experts: fx.Node) -> fx.Node | None:
+    """The offsets of the grouped products whose rows are sorted as some experts are."""
+    by = sorted_by(experts)
+    for node in by.graph.nodes:
+        if family(node.target) in GROUPED_GEMMS:
+            offsets = _operands(node)[2]
+            if isinstance(offsets, fx.Node) and sorted_by(offsets) is by:
+                return offsets
+    return None
+
+
+def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Rows, weights and offsets of a grouped product."""
+    offsets = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
+    return node.args[0], node.args[1], offsets

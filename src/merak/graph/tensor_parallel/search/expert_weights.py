@@ -1,0 +1,125 @@
+"""Weights with an expert dim, for expert parallelism: those of products that have a weight a group.
+
+Found by how the graph reads them: stacks of weights of grouped products, of batches of matrix
+products and of einsums, and values that are picked by the experts of a grouped product's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import sympy  # type: ignore[import-untyped]
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.operators import GROUPED_GEMMS, MATMULS, SAME_VALUES, TRANSPOSES, family
+from merak.graph.tensor_parallel.placement import Shard, shape_of
+from merak.graph.tensor_parallel.propagate import permuted_dims
+from merak.graph.tensor_parallel.rules.experts import offsets_of
+from merak.graph.tensor_parallel.search.cost import parameter_nodes
+from merak.graph.tensor_parallel.search.search import Search
+
+
+def expert_weights(model: ModelGraph, ep: int, excluded: Collection[str]) -> dict[str, Shard]:
+    """Placements of a model's expert weights, each split over its experts.
+
+    Args:
+        model: the traced model.
+        ep: the expert parallel degree.
+        excluded: parameters whose placement is given.
+
+    Returns:
+        Placements by name.
+
+    Raises:
+        ShardError: there are no experts, or the degree does not divide their number.
+    """
+    found: dict[str, Shard] = {}
+    for segment in model.segments:
+        own = {n: p for n, p in expert_stacks(segment).items() if n not in excluded}
+        for name, placed in own.items():
+            _check(name, placed.parts[0], ep)
+        if own:
+            search = Search(segment, model.parameters, ep, excluded, own)
+            closed = search.close(own)
+            found |= {n: p for n, p in closed.items() if isinstance(p, Shard)}
+    if not found:
+        raise ShardError(
+            f"ep={ep} finds no experts to split: no stack of weights is read by grouped or batched "
+            "products; use ep=1, or model.set_experts_implementation('grouped_mm') where the model "
+            "loops over its experts."
+        )
+    return found
+
+
+def _check(name: str, num_experts: int, ep: int) -> None:
+    if num_experts % ep:
+        *most, last = map(str, sympy.divisors(num_experts))
+        raise ShardError(
+            f"ep={ep} does not divide the {num_experts} experts of {name.rpartition('.')[0]}; the "
+            f"degrees that fit are {', '.join(most)} and {last}."
+        )
+
+
+def expert_stacks(segment: Segment) -> Mapping[str, Shard]:
+    """Parameters of a segment with an expert dim, by name, and how they are split over experts."""
+    nodes = parameter_nodes(segment.graph)
+    dims = {name: _expert_dims(node) for name, node in nodes.items()}
+    return {
+        name: Shard(dim, (shape_of(nodes[name])[dim],), name)
+        for name, own in dims.items()
+        if len(own) == 1
+        for dim in own
+    }
+
+
+def _expert_dims(node: fx.Node) -> set[int]:
+    found = set(_dims_of(node, tuple(range(len(shape_of(node))))))
+    return set() if None in found else {dim for dim in found if dim is not None}
+
+
+def _dims_of(node: fx.Node, dims: tuple[int, ...]) -> Iterator[int | None]:
+    """The expert dim in every operator that reads a parameter; None where there is none.
+
+    Args:
+        node: the parameter, or a view of it.
+        dims: for every dim of `node`, which dim of the parameter it is.
+    """
+    for user in node.users:
+        name = family(user.target)
+        if name in SAME_VALUES:
+            yield from _dims_of(user, dims)
+        elif name in TRANSPOSES and len(dims) > 1:
+            yield from _dims_of(user, permuted_dims(user, dims))
+        elif name in GROUPED_GEMMS and user.args[1] is node:
+            yield dims[0]
+        elif name in MATMULS and len(dims) == 3:
+            yield dims[0] if all(len(shape_of(n)) == 3 for n in user.all_input_nodes) else None
+        elif name == "einsum":
+            yield _batch_letter(user, node, dims)
+        elif name == "index":
+            yield _picked(user, node, dims)
+        else:
+            yield None
+
+
+def _batch_letter(user: fx.Node, node: fx.Node, dims: tuple[int, ...]) -> int | None:
+    """The dim of an einsum's weight that both factors and the result have."""
+    left, arrow, right = str(user.args[0]).replace(" ", "").partition("->")
+    terms, tensors = left.split(","), user.args[1]
+    assert isinstance(tensors, (list, tuple))
+    if not arrow or "." in left or len(terms) != 2 or len(dims) != 3:
+        return None
+    shared = [c for c in terms[tensors.index(node)] if all(c in t for t in (*terms, right))]
+    return dims[terms[tensors.index(node)].index(shared[0])] if len(shared) == 1 else None
+
+
+def _picked(user: fx.Node, node: fx.Node, dims: tuple[int, ...]) -> int | None:
+    """The first dim of values that are picked for the rows of a grouped product."""
+    indices = user.args[1]
+    assert isinstance(indices, (list, tuple))
+    if user.args[0] is not node or len(indices) != 1 or not isinstance(indices[0], fx.Node):
+        return None
+    offsets = offsets_of(indices[0])
+    return dims[0] if offsets is not None and shape_of(offsets) == shape_of(node)[:1] else None

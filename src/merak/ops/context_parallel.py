@@ -1,0 +1,203 @@
+"""Operators over ranks that share tokens: exchanges of shards, and losses over all tokens.
+
+Source: DeepSpeed-Ulysses (arXiv 2309.14509, section 3): between tokens and heads, an all-to-all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from merak.core.mesh import current_mesh
+from merak.core.shards import ParameterShard, join, take
+from merak.ops.collectives import axis_degree, axis_rank
+from merak.ops.vocab_parallel import Layout, vocab_parallel_cross_entropy
+
+Side = tuple[int, tuple[int, ...]]
+"""(dim, parts): what is split, as of `merak.ops.collectives.gather_from`."""
+
+Rows = tuple[tuple[int, ...], str]
+"""(parts, axis) of the queries that a rank has."""
+
+
+def exchange_shards(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> torch.Tensor:
+    """All-to-all from shards along one dim to shards along another; its backward is the reverse.
+
+    Args:
+        tensor: the rank's shard.
+        held: how it is split.
+        wanted: how it is to be split.
+        axis: name of the mesh axis.
+
+    Returns:
+        The shard along the other dim.
+    """
+    result: torch.Tensor = _Exchange.apply(tensor, held, wanted, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, held: Side, wanted: Side, axis: str
+    ) -> torch.Tensor:
+        ctx.layout = wanted, held, axis
+        return _all_to_all(tensor, held, wanted, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, *ctx.layout), None, None, None
+
+
+def _all_to_all(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> torch.Tensor:
+    degree = axis_degree(axis)
+    if degree == 1:
+        return tensor.clone()
+    mine, theirs = ParameterShard(*held, degree), ParameterShard(*wanted, degree)
+    sent = torch.stack([take(tensor, theirs, rank) for rank in range(degree)])
+    received = torch.empty_like(sent)
+    group = current_mesh().group(axis)
+    if group is not None:  # a mesh that is only pretended has none
+        dist.all_to_all_single(received, sent, group=group)
+    return join(received.unbind(0), mine)
+
+
+def token_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    axis: str,
+) -> torch.Tensor:
+    """The rank's summand of a mean cross entropy over the tokens of all ranks.
+
+    Args:
+        logits: of the rank's tokens, (tokens, classes) or (samples, classes, tokens).
+        target: classes of the rank's tokens, or their probabilities.
+        weight: of each class; None where all weigh 1.
+        ignore_index: the target of tokens that do not count.
+        label_smoothing: share of the target that goes to all classes alike.
+        axis: name of the mesh axis.
+
+    Returns:
+        A summand, a scalar.
+    """
+    total = functional.cross_entropy(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    return total / _weight_of(target, logits.shape[1], weight, ignore_index, axis).to(total.dtype)
+
+
+def token_vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    layout: Layout,
+    axis: str,
+) -> torch.Tensor:
+    """`token_cross_entropy` of logits whose classes are split over another axis.
+
+    Args:
+        logits: the rank's classes of its tokens.
+        target: as of `token_cross_entropy`.
+        weight: as of `token_cross_entropy`.
+        ignore_index: as of `token_cross_entropy`.
+        label_smoothing: as of `token_cross_entropy`.
+        layout: how the classes are split, as of `vocab_parallel_cross_entropy`.
+        axis: name of the mesh axis of the tokens.
+    """
+    total = vocab_parallel_cross_entropy(
+        logits, target, weight, 2, ignore_index, label_smoothing, layout
+    )
+    return total / _weight_of(target, layout[1], weight, ignore_index, axis).to(total.dtype)
+
+
+def token_nll(
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    axis: str,
+) -> torch.Tensor:
+    """The rank's summand of a mean negative log likelihood over the tokens of all ranks.
+
+    Arguments are those of `token_cross_entropy`.
+    """
+    total = functional.nll_loss(
+        log_probabilities, target, weight, ignore_index=ignore_index, reduction="sum"
+    )
+    count = _weight_of(target, log_probabilities.shape[1], weight, ignore_index, axis)
+    return total / count.to(total.dtype)
+
+
+@torch.no_grad()
+def _weight_of(
+    target: torch.Tensor,
+    num_classes: int,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    axis: str,
+) -> torch.Tensor:
+    """What a mean over the tokens of all ranks divides by."""
+    if target.is_floating_point():
+        count = torch.tensor(target.numel() // num_classes, device=target.device)
+    else:
+        counted = target != ignore_index
+        each = 1 if weight is None else weight[target.masked_fill(~counted, 0)]
+        count = (each * counted).sum()
+    group = current_mesh().group(axis)
+    if group is not None:
+        dist.all_reduce(count, group=group)
+    return count
+
+
+def attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+    rows: Rows,
+) -> torch.Tensor:
+    """Causal attention of the rank's queries over all keys.
+
+    Args:
+        query: of the rank's tokens, (…, heads, tokens of the rank, head size).
+        key: of all tokens.
+        value: of all tokens.
+        scale: factor of the scores; 1/√(head size) if None.
+        enable_gqa: whether several query heads share a kv-head.
+        rows: which queries the rank has.
+
+    Returns:
+        The attention's result, shaped like `query`.
+    """
+    parts, axis = rows
+    places = torch.arange(sum(parts), device=query.device)
+    own = take(places, ParameterShard(0, parts, axis_degree(axis)), axis_rank(axis))
+    mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes another.
+
+    Args:
+        permutation: of 0 … n − 1, (n,).
+    """
+    places = torch.arange(permutation.numel(), device=permutation.device, dtype=permutation.dtype)
+    return torch.empty_like(permutation).scatter_(0, permutation, places)

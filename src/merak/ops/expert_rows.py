@@ -1,0 +1,157 @@
+"""Rows of experts in traced graphs: every rank multiplies those of its own experts.
+
+Rows that are sorted by expert are rotated, so that the rank's own come first, as grouped products
+begin at the first row; those behind them are in no group and cost nothing. Sizes are those of all
+rows, whatever the routing, and nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from merak.ops.collectives import axis_degree, axis_rank
+
+
+def enter_experts(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch.Tensor:
+    """Rotation of rows sorted by expert, so that the rank's own come first.
+
+    Args:
+        rows: (rows, …), the same on every rank of the axis.
+        offsets: (experts,), where every expert's rows end.
+        axis: name of the mesh axis.
+
+    Returns:
+        The rotated rows; of their gradient, each rank has a part.
+    """
+    start, _ = _own_rows(offsets, axis)
+    result: torch.Tensor = _Rotated.apply(rows, start)  # type: ignore[no-untyped-call]
+    return result
+
+
+def leave_experts(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch.Tensor:
+    """Rotation of the rank's own rows back to their places, with zeros in the place of the others.
+
+    Args:
+        rows: (rows, …), the rank's own in front.
+        offsets: (experts,), where every expert's rows end in the whole value.
+        axis: name of the mesh axis.
+
+    Returns:
+        The rank's summand of the whole value.
+    """
+    start, stop = _own_rows(offsets, axis)
+    result: torch.Tensor = _Returned.apply(rows, start, stop)  # type: ignore[no-untyped-call]
+    return result
+
+
+def grouped_mm_rows(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, axis: str
+) -> torch.Tensor:
+    """Grouped product of the rank's own rows, which come first; the others give zeros.
+
+    Args:
+        rows: (rows, inputs).
+        weight: (own experts, inputs, outputs).
+        offsets: (all experts,), where every expert's rows end in the whole value.
+        axis: name of the mesh axis.
+
+    Returns:
+        (rows, outputs); the gradient of the other rows is zero too.
+    """
+    ends, others = _own_ends(offsets, axis), _others(rows, offsets, axis)
+    # torch leaves the rows behind the last group as they are in memory, in both passes.
+    own = torch._grouped_mm(rows.masked_fill(others, 0), weight, offs=ends)
+    return own.masked_fill_(others, 0)
+
+
+def grouped_mm_fallback_rows(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, axis: str
+) -> torch.Tensor:
+    """Grouped product as `grouped_mm_rows`, by transformers' operator, which takes every dtype."""
+    product = torch.ops.transformers.grouped_mm_fallback
+    result: torch.Tensor = product(rows, weight, _own_ends(offsets, axis))
+    return result
+
+
+def pick_expert_rows(values: torch.Tensor, experts: torch.Tensor, axis: str) -> torch.Tensor:
+    """One of the own experts' values for each of the rank's own rows; zeros behind.
+
+    Args:
+        values: (own experts, …), as of biases.
+        experts: (rows,), every row's expert, in ascending order.
+        axis: name of the mesh axis.
+
+    Returns:
+        (rows, …), the rank's own in front.
+    """
+    num_own = values.shape[0]
+    first = axis_rank(axis) * num_own
+    own = _rotated(experts, (experts < first).sum()) - first
+    is_other = (own < 0) | (own >= num_own)
+    picked = values[own.clamp(0, num_own - 1)]
+    return picked.masked_fill(_as_column(is_other, picked), 0)
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(start)
+        return _rotated(rows, start)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (start,) = ctx.saved_tensors
+        return _rotated(gradient, -start), None
+
+
+class _Returned(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, start: torch.Tensor, stop: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(start, stop)
+        returned = _rotated(rows, -start)
+        place = torch.arange(rows.shape[0], device=rows.device)
+        return returned.masked_fill_(_as_column((place < start) | (place >= stop), rows), 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        start, stop = ctx.saved_tensors
+        entered = _rotated(gradient, start)
+        place = torch.arange(gradient.shape[0], device=gradient.device)
+        return entered.masked_fill_(_as_column(place >= stop - start, gradient), 0), None, None
+
+
+def _rotated(rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Rows from `start` on, then those before it."""
+    count = rows.shape[0]
+    place = torch.arange(count, device=rows.device) + start
+    return rows.index_select(0, place.remainder(max(count, 1)))
+
+
+def _own_rows(offsets: torch.Tensor, axis: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of the rank's own rows, and the one behind the last."""
+    num_own = offsets.shape[0] // axis_degree(axis)
+    first = axis_rank(axis) * num_own
+    start = offsets[first - 1] if first else torch.zeros_like(offsets[0])
+    return start, offsets[first + num_own - 1]
+
+
+def _own_ends(offsets: torch.Tensor, axis: str) -> torch.Tensor:
+    """Where the rows of the own experts end, counted from the first of them."""
+    num_own = offsets.shape[0] // axis_degree(axis)
+    start, _ = _own_rows(offsets, axis)
+    return offsets.narrow(0, axis_rank(axis) * num_own, num_own) - start
+
+
+def _others(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch.Tensor:
+    """(rows, 1), true for rows behind the rank's own."""
+    start, stop = _own_rows(offsets, axis)
+    place = torch.arange(rows.shape[0], device=rows.device)
+    return _as_column(place >= stop - start, rows)
+
+
+def _as_column(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return mask.view(-1, *(1 for _ in rows.shape[1:]))

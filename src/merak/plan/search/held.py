@@ -1,0 +1,64 @@
+"""Estimates of what a microbatch holds between forward and backward, for the order of a search.
+
+They take one run of every different segment on fake tensors, where its memory takes six, and its
+selective operators, which prices share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from merak.core.mesh import Mesh, pretended
+from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.segment_memory import saved_and_outputs
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a microbatch holds on one tensor parallel rank.
+
+    Args:
+        saved: between forward and backward, by recomputation.
+        largest: most that one segment saves.
+    """
+
+    saved: Mapping[str, float]
+    largest: float
+
+
+def held_of(
+    workload: Workload, device: DeviceProfile, microbatch: int, tp: int, sequence_parallel: bool
+) -> Held:
+    """Estimate what a microbatch of some samples holds.
+
+    Args:
+        workload: the model.
+        device: whose kernels run.
+        microbatch: samples.
+        tp: tensor parallel degree.
+        sequence_parallel: whether activations between blocks are sharded over tp.
+    """
+    form = (microbatch, tp, sequence_parallel)
+    graph, local = workload.local_graph(*form), workload.local_model(*form)
+    fake = local.device
+    float32 = workload.options(Candidate()).float32_gradients
+    measured = local.measured(float32, device.device_type)
+    first = workload.unique(*form)
+    known: dict[int, tuple[int, int]] = {}
+    with pretended(Mesh(1, tp, 1, 0, workload.device, None)):
+        for index in sorted(set(first)):
+            segment = graph.segments[index]
+            saved, outputs = saved_and_outputs(segment, fake, device.device_type)
+            trains = any(graph.values[name].requires_grad for name in segment.outputs)
+            found = measured.selective([(segment, saved)] if trains else [], device, fake)
+            known[index] = saved + outputs, sum(own.saved_bytes for own in found.values())
+    inputs = sum(graph.values[name].num_bytes for own in graph.segments for name in own.inputs)
+    saved_bytes = {
+        "off": float(sum(known[index][0] for index in first)),
+        "selective": float(inputs + sum(known[index][1] for index in first)),
+        "full": float(inputs),
+    }
+    return Held(saved_bytes, float(max((own for own, _ in known.values()), default=0)))

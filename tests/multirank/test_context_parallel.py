@@ -1,0 +1,209 @@
+"""Context parallelism on real ranks: gradients are those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import merak
+from merak.core import mesh
+from merak.graph.context_parallel.apply import context_parallel, gathered_operators
+from merak.graph.ir.ir import ModelGraph
+from tests.multirank.compare import assert_close
+from tests.multirank.ranks import RankPool
+from tests.multirank.training import Layout, Setup, train_merak, train_reference
+from tests.tiers import slow
+from tests.unit.graph import tensor_parallel_cases as cases
+
+Gradients = dict[str, torch.Tensor]
+
+
+def mixtral(attention: str) -> torch.nn.Module:
+    """A mixture of experts, with the loss that balances them."""
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=cases.VOCABULARY, num_local_experts=4, use_cache=False,
+        output_router_logits=True, router_aux_loss_coef=0.3, attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+def t5(attention: str) -> torch.nn.Module:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=cases.VOCABULARY,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def llama_of_few_heads(attention: str) -> torch.nn.Module:
+    """Heads, kv-heads and samples that two ranks cannot share."""
+    config = transformers.LlamaConfig(
+        hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, vocab_size=cases.VOCABULARY, use_cache=False,
+        attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+OTHERS = {"mixtral": mixtral, "t5": t5, "few heads": llama_of_few_heads}
+
+
+def case(
+    family: str, attention: str, dropout: float, padded: bool
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model, and its batch; "packed" has documents behind one another in a sample."""
+    columns = cases.batch(padded)
+    if family in OTHERS:
+        torch.manual_seed(0)
+        if family == "few heads":
+            columns = {name: column[:1] for name, column in columns.items()}
+        return OTHERS[family](attention).train(), columns
+    if family == "packed":
+        columns = {name: column[:1] for name, column in cases.batch(False).items()}
+        columns["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+        columns["labels"][0, 5] = -100
+        return cases.build("llama", attention, dropout), columns
+    return cases.build(family, attention, dropout), columns
+
+
+def local_graph(graph: ModelGraph, cp: int) -> tuple[ModelGraph, str | None]:
+    """The graph of a rank, and what it gathers."""
+    parallel = context_parallel(graph, None, cp)
+    said = gathered_operators(graph, parallel)
+    fitted, parallel = parallel.fit(graph)
+    return replace(fitted, segments=tuple(parallel(s)[0] for s in fitted.segments)), said
+
+
+def loss_and_gradients(
+    family: str, attention: str, dropout: float, cp: int, padded: bool = True
+) -> tuple[float, Gradients, str | None]:
+    """What one rank computes on its tokens."""
+    if cp > 1:
+        mesh.init(cp=cp, device="cpu")
+    model, columns = case(family, attention, dropout, padded)
+    graph, said = cases.traced(model, columns), None
+    if cp > 1:
+        graph, said = local_graph(graph, cp)
+    weights: dict[str, Any] = cases.local(cases.weights(model), {}, 0)
+    loss = cases.run_model(graph, weights, {**cases.buffers(model, graph), **columns})
+    loss.backward()
+    gradients = {n: w.grad for n, w in weights.items() if w.grad is not None}
+    return loss.item(), gradients, said
+
+
+@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("cp", "dropout", "padded"),
+    [(2, 0.2, True), slow(2, 0.0, False), slow(4, 0.0, True)],
+)
+def test_ranks_equal_one_process(
+    pool: RankPool, family: str, attention: str, cp: int, dropout: float, padded: bool
+) -> None:
+    expected_loss, expected, _ = loss_and_gradients(family, attention, dropout, 1, padded)
+    ranks = pool.run(loss_and_gradients, cp, family, attention, dropout, cp, padded)
+    found = {name: sum(own[name] for _, own, _ in ranks) for name in expected}
+    cases.assert_gradients_equal(found, expected)
+    for loss, _, said in ranks:
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert said is None
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "padded"),
+    [
+        ("mixtral", "sdpa", True),
+        ("packed", "sdpa", False),
+        ("few heads", "sdpa", False),
+        slow("mixtral", "eager", False),
+        slow("packed", "eager", False),
+        slow("few heads", "sdpa", True),
+        slow("few heads", "eager", True),
+        slow("t5", "sdpa", True),
+        slow("t5", "eager", True),
+    ],
+)
+def test_other_models_equal_one_process(
+    pool: RankPool, family: str, attention: str, padded: bool
+) -> None:
+    expected_loss, expected, _ = loss_and_gradients(family, attention, 0.0, 1, padded)
+    ranks = pool.run(loss_and_gradients, 2, family, attention, 0.0, 2, padded)
+    found = {name: sum(own[name] for _, own, _ in ranks) for name in expected}
+    cases.assert_gradients_equal(found, expected)
+    for loss, _, _ in ranks:
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Traces are shared by all jobs of the module."""
+    return str(tmp_path_factory.mktemp("traces"))
+
+
+# 23 batches of 4 and one of 2 in an epoch: the steps at its end have fewer microbatches.
+SETUPS = [
+    Setup("llama", num_samples=94, arguments={"max_grad_norm": 0.1}),
+    Setup("gpt2", num_samples=94, arguments={"max_grad_norm": 0.1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        slow((1, 1, 1, 2), {}),
+        slow((2, 1, 1, 2), {}),
+        slow((1, 2, 1, 2), {}),
+        slow((1, 1, 2, 2), {"schedule": "zero_bubble_h1"}),
+    ],
+)
+def test_training_equals_one_process(
+    pool: RankPool, cache: str, layout: Layout, options: dict[str, Any]
+) -> None:
+    (expected,) = pool.run(train_reference, 1, SETUPS)
+    setups = [replace(s, arguments={**s.arguments, **options}) for s in SETUPS]
+    dp, tp, pp, cp = layout
+    ranks = pool.run(train_merak, dp * tp * pp * cp, layout, setups, cache)
+    for number, outcome in enumerate(expected):
+        assert_close([rank[number] for rank in ranks], outcome)
+
+
+def final_parameters(cp: int, dp: int, zeros: tuple[int, ...]) -> list[Gradients]:
+    """Parameters after three steps, by stage of ZeRO."""
+    own = merak.init(dp=dp, cp=cp, device="cpu")
+    found = []
+    for zero in zeros:
+        model = cases.build("llama", "sdpa")
+        example = rows(cases.batch(), own.dp_rank, dp)
+        parallel = merak.parallelize(
+            model,
+            example,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+            max_grad_norm=0.5,
+            zero=zero,
+        )
+        for _ in range(3):
+            parallel.step(example)
+        with parallel.engine.whole_model():
+            final = {n: p.detach().clone() for n, p in parallel.model.named_parameters()}
+        found.append(final)
+    return found
+
+
+def rows(batch: dict[str, torch.Tensor], rank: int, number: int) -> dict[str, torch.Tensor]:
+    """A replica's samples of a batch."""
+    return {name: column.chunk(number)[rank] for name, column in batch.items()}
+
+
+@pytest.mark.parametrize(("cp", "dp"), [(2, 1), slow(2, 2)])
+def test_states_are_sharded_over_all_replicas(pool: RankPool, cp: int, dp: int) -> None:
+    zeros = (0, 1, 2, 3)
+    ((expected,),) = pool.run(final_parameters, 1, 1, 1, (0,))
+    for found in pool.run(final_parameters, cp * dp, cp, dp, zeros):
+        for own in found:
+            for name, value in expected.items():
+                assert torch.allclose(own[name], value, rtol=1e-5, atol=1e-6), name

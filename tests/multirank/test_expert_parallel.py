@@ -1,0 +1,66 @@
+"""Whole experts on real ranks: steps under ZeRO, and checkpoints that go on in other layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import merak
+from tests.multirank.ranks import RankPool
+from tests.multirank.test_parallelize import adamw
+from tests.tiers import slow
+from tests.unit.graph.expert_models import build
+
+Layout = tuple[int, int, int, int]
+"""(dp, tp, pp, ep)."""
+
+
+def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> list[float]:
+    """Train, from a checkpoint if the first step is not 0; save after the last one."""
+    dp, tp, pp, ep = layout
+    mesh = merak.init(dp=dp, tp=tp, pp=pp, ep=ep, device="cpu")
+
+    def own(step: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(2, 40, (8, 8), generator=torch.Generator().manual_seed(step))
+        part = ids.chunk(dp)[mesh.dp_rank]
+        return {"input_ids": part, "labels": part.clone()}
+
+    parallel = merak.parallelize(
+        build(kind),
+        example_batch=own(0),
+        optimizer=adamw,
+        num_microbatches=2,
+        zero=zero,
+        max_grad_norm=0.5,
+    )
+    if steps.start:
+        parallel.load_checkpoint(folder)
+    found = [float(parallel.step(own(step))) for step in steps]
+    parallel.save_checkpoint(folder, {})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "zero"),
+    [
+        slow((2, 2, 1, 2), (1, 1, 2, 1), 1),
+        slow((1, 1, 1, 1), (2, 2, 1, 2), 2),
+        slow((2, 2, 1, 2), (2, 2, 1, 1), 3),
+    ],
+)
+def test_checkpoints_go_on_with_experts_split_otherwise(
+    pool: RankPool, tmp_path: Path, first: Layout, then: Layout, zero: int
+) -> None:
+    def run(layout: Layout, own_zero: int, steps: range, folder: str) -> list[float]:
+        dp, tp, pp, _ = layout
+        where = str(tmp_path / folder)
+        ranks = pool.run(losses, dp * tp * pp, layout, own_zero, steps, where, "mixtral")
+        found: list[float] = ranks[0]
+        return found
+
+    whole = run((1, 1, 1, 1), 0, range(4), "whole")
+    started = run(first, zero if first[0] > 1 else 0, range(2), "saved")
+    resumed = run(then, zero if then[0] > 1 else 0, range(2, 4), "saved")
+    assert started + resumed == pytest.approx(whole, rel=1e-5)

@@ -1,0 +1,200 @@
+"""Expert parallelism: every rank holds whole experts, and computes their rows.
+
+Every parameter's gradient is compared with one process's, on all ranks in lockstep.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from merak.core.errors import ShardError
+from merak.core.mesh import Mesh
+from merak.graph.ir.operators import GROUPED_GEMMS, family
+from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
+from merak.graph.tensor_parallel.search.cost import FORWARD
+from merak.ops import collectives
+from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
+from merak.plan.cost.operators import node_work
+from tests.tiers import slow
+from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.expert_models import SMALL, build
+from tests.unit.graph.lockstep import assert_parity
+
+
+@pytest.mark.parametrize(
+    "name,degree,sequence",
+    [
+        ("mixtral", 2, False),
+        *(slow(name, 2, True) for name in ("mixtral", "deepseek_v3")),
+        *(slow(name, 4, False) for name in ("gpt_oss", "qwen3_moe")),
+    ],
+)
+def test_gradients_equal_those_of_one_process(
+    name: str, degree: int, sequence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = cases.batch(padded=False)
+    assert_parity(build(name), columns, None, degree, monkeypatch, sequence=sequence, ep=degree)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_experts_get_no_token_has_zero_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, columns = build("gpt_oss"), cases.batch(padded=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.bias"):
+                parameter.copy_(torch.tensor([50.0, 50.0, -50.0, -50.0]))
+    model(**columns).loss.backward()
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name]
+    assert stacks
+    for p in stacks:
+        assert p.grad is not None
+        assert [bool(own.any()) for own in p.grad] == [True, True, False, False]
+    model.zero_grad()
+    assert_parity(model, columns, None, 2, monkeypatch, ep=2)  # of other ranks' experts alone
+
+
+def llama4() -> nn.Module:
+    """Every expert sees every token, weighted, in batched products."""
+    torch.manual_seed(0)
+    fields = {"intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1}
+    config = hf.Llama4TextConfig(
+        **{**SMALL, **fields, "head_dim": 4, "layer_types": ["full_attention"] * 2}
+    )
+    return hf.Llama4ForCausalLM(config).train()
+
+
+class Dispatched(nn.Module):
+    """GShard's experts: tokens are dispatched to, and combined from, places of fixed capacity."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
+        self.bias = nn.Parameter(torch.randn(experts, 1, 32) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.gate(x).softmax(-1)
+        chosen = nn.functional.one_hot(share.argmax(-1), share.shape[-1])
+        place = (chosen.cumsum(0) * chosen - chosen).sum(-1)
+        dispatch = chosen.unsqueeze(-1) * nn.functional.one_hot(place, x.shape[0]).unsqueeze(1)
+        combine = dispatch.to(x.dtype) * share.unsqueeze(-1)
+        rows = torch.einsum("tec,th->ech", dispatch.to(x.dtype), x)
+        rows = (torch.einsum("ech,ehi->eci", rows, self.up) + self.bias).relu()
+        return x + torch.einsum(
+            "tec,ech->th", combine, torch.einsum("eci,eih->ech", rows, self.down)
+        )
+
+
+class Layered(nn.Module):
+    """One such layer, which is one segment."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.layers = nn.ModuleList([Dispatched(experts)])
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers[0](self.stem(x)).square().mean()}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_experts_of_einsums_are_split_whole(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, columns = Layered(), {"x": torch.randn(12, 16)}
+    found = tensor_parallel(cases.traced(model, columns), None, degree, ep=degree).weights
+    dims = {name.rpartition(".")[2]: placed.dim for name, placed in found.items()}
+    assert {name: dims.get(name) for name in ("up", "bias", "down")} == {
+        "up": 0, "bias": 0, "down": 0,
+    }  # fmt: skip
+    assert_parity(model, columns, None, degree, monkeypatch, ep=degree)
+
+
+@pytest.mark.slow
+def test_experts_of_batched_products_are_split_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = cases.batch(padded=False)
+    found = tensor_parallel(cases.traced(llama4(), columns), None, 2, ep=2).weights
+    assert all(p.dim == 0 for name, p in found.items() if "experts." in name)
+    assert_parity(llama4(), columns, None, 2, monkeypatch, ep=2)
+
+
+def transfers(parallel: TensorParallel, graph: Any) -> Counter[bool]:
+    """Collectives of a whole activation, counted by whether they are in the forward."""
+    hidden = cases.BATCH * cases.SEQUENCE * SMALL["hidden_size"]
+    found = [t for s in graph.segments for t in parallel.split(s).transfers if not t.of_weights]
+    assert max(t.numel for t in found) <= hidden
+    return Counter(t.kind in FORWARD for t in found if t.numel == hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_whole_experts_send_no_more_than_split_ones(name: str) -> None:
+    graph = cases.traced(build(name), cases.batch(padded=False))
+    whole, split = tensor_parallel(graph, None, 2, ep=2), tensor_parallel(graph, None, 2)
+    experts = [n for n in graph.parameters if ".experts." in n]
+    assert experts
+    assert all(whole.weights[n].dim == 0 for n in experts)
+    assert any(split.weights[n].dim != 0 for n in experts)
+    assert transfers(whole, graph) == transfers(split, graph)
+
+
+def test_other_ranks_rows_cost_no_flops() -> None:
+    graph = cases.traced(build("mixtral"), cases.batch(padded=False))
+    flops = []
+    for degree in (1, 2, 4):
+        parallel = tensor_parallel(graph, None, degree, ep=degree)
+        nodes = [n for s in graph.segments for n in parallel(s)[0].graph.nodes]
+        products = [n for n in nodes if family(n.target) in GROUPED_GEMMS]
+        assert len(products) == 4
+        flops.append(sum(work.flops for n in products for work in node_work(n, "cpu").forward))
+    rows, (hidden, inner) = cases.BATCH * cases.SEQUENCE * 2, (32, 64)
+    assert flops == [2 * 2 * rows * 3 * hidden * inner / degree for degree in (1, 2, 4)]
+
+
+def test_experts_that_cannot_be_split_are_refused() -> None:
+    graph = cases.traced(Layered(6), {"x": torch.randn(12, 16)})
+    with pytest.raises(ShardError) as caught:
+        tensor_parallel(graph, None, 4, ep=4)
+    assert str(caught.value) == (
+        "ep=4 does not divide the 6 experts of layers.0; the degrees that fit are 1, 2, 3 and 6."
+    )
+    dense = cases.traced(build_dense(), cases.batch(padded=False))
+    with pytest.raises(ShardError, match=r"^ep=2 finds no experts to split: no stack of weights"):
+        tensor_parallel(dense, None, 2, ep=2)
+
+
+def build_dense() -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
+
+
+@pytest.mark.parametrize("product", [grouped_mm_rows, grouped_mm_fallback_rows])
+@pytest.mark.parametrize("ends", [(2, 5, 7, 9), (0, 9, 9, 9), (0, 0, 0, 9)])
+def test_rows_of_other_ranks_are_zero_in_both_passes(
+    product: Any, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    for rank in range(2):
+        mesh = Mesh(1, 2, 1, rank, torch.device("cpu"), None)
+        monkeypatch.setattr(collectives, "current_mesh", lambda mesh=mesh: mesh)
+        num_own = ends[2 * rank + 1] - (ends[2 * rank - 1] if rank else 0)
+        # What other ranks' rows hold, or their gradients, must not reach anything.
+        poison = torch.full((9, 16), torch.nan)
+        rows = torch.where(torch.arange(9)[:, None] < num_own, torch.randn(9, 16), poison)
+        rows, weight = rows.requires_grad_(), torch.randn(2, 16, 16, requires_grad=True)
+        found = product(rows, weight, offsets, "tp")
+        assert torch.equal(found[num_own:], torch.zeros(9 - num_own, 16))
+        found.square().sum().backward()
+        assert rows.grad is not None and weight.grad is not None
+        assert torch.equal(rows.grad[num_own:], torch.zeros(9 - num_own, 16))
+        assert weight.grad.isfinite().all()
+        starts = (0, *ends)[2 * rank : 2 * rank + 2]
+        has_rows = [end > start for start, end in zip(starts, ends[2 * rank :], strict=False)]
+        assert [bool(own.any()) for own in weight.grad] == has_rows

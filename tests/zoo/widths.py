@@ -1,0 +1,78 @@
+"""Fill the zoo's column of real widths: `python -m tests.zoo.widths docs/zoo.md [--task …]`.
+
+A few layers of every architecture's own widths are traced and sharded without weights, which takes
+seconds each. The column is written into the page as it stands; cells of other tasks stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from pathlib import Path
+
+import torch
+
+from merak.check import Layout
+from merak.zoo.check_by_name import Request, sharded_at_real_widths
+from tests.zoo.architectures import LISTS
+from tests.zoo.run import within
+
+TP = 8
+COLUMN = f"tp={TP}, real widths"
+MOST_S = 300
+"""Seconds after which an architecture is given up."""
+
+_ROW = re.compile(r"\| `(?P<name>\w+)` \| (?P<traces>[\w ]+) \|")
+
+
+def main() -> None:
+    """Fill the cells of the tasks that the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--task", nargs="*", default=list(LISTS), choices=list(LISTS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = arguments.page.read_text(encoding="utf-8").splitlines()
+    task = ""
+    for number, line in enumerate(lines):
+        if line.startswith("## "):
+            task = line[3:]
+        wanted = any(task.lower() == own.lower() for own in arguments.task)
+        lines[number] = _with_cell(line, wanted)
+        if lines[number] != line:
+            arguments.page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    arguments.page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _with_cell(line: str, wanted: bool) -> str:
+    """A line of the page with its cell of the column."""
+    cells = line.strip("| ").split(" | ")
+    if cells[0] == "architecture":
+        return line if cells[-1] == COLUMN else f"{line} {COLUMN} |"
+    if cells == ["---"] * 6:
+        return f"{line} --- |"
+    found = _ROW.match(line)
+    if found is None:
+        return line
+    columns = line.split("|")[1:-1]
+    if wanted and found["traces"] == "yes":
+        return "|".join(("", *columns[:6], f" {_cell(found['name'])} ", ""))
+    return line if len(columns) == 7 else f"{line}  |"
+
+
+def _cell(name: str) -> str:
+    """Fraction that is split, and the collectives of a layer's forward and backward."""
+    try:
+        with within(MOST_S), contextlib.redirect_stdout(None):
+            found = sharded_at_real_widths(Request(name), Layout(tp=TP), {})
+    except Exception as error:  # of one architecture; the others go on
+        print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        return "no"
+    cell = f"{found.split:.1%} ({found.forward} + {found.backward})"
+    print(f"{name}: {cell}", flush=True)
+    return cell
+
+
+if __name__ == "__main__":
+    main()
