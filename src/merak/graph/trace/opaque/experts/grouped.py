@@ -49,12 +49,11 @@ def grouped_of(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Grouped | N
     """
     inputs = tensors[len(call.states) :]
     rows = [i for i in range(len(inputs)) if i not in call.scalars]
-    is_alike = (len(call.states), call.parameters, len(rows), len(call.outputs)) == (1, 1, 1, 1)
-    if not is_alike or _has_hooks(call) or len(call.scalars) != len(tensors[0]):
+    kinds = len(call.states), call.parameters, len(rows), len(call.outputs)
+    if kinds != (1, 1, 1, 1) or _has_hooks(call) or len(call.scalars) != len(tensors[0]):
         return None
     weight, x = tensors[0], inputs[rows[0]]
-    dtypes = {weight.dtype, x.dtype}
-    if (weight.ndim, x.ndim, len(dtypes)) != (3, 2, 1) and call.autocast is None:
+    if (weight.ndim, x.ndim) != (3, 2) or (call.autocast is None and weight.dtype != x.dtype):
         return None
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
