@@ -42,6 +42,11 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,
          "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1},
     ),
+    "jetmoe": (
+        hf.JetMoeForCausalLM,
+        hf.JetMoeConfig,
+        {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }  # fmt: skip
 
 

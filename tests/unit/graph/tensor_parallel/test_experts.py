@@ -55,7 +55,11 @@ def test_gradients_equal_those_of_one_process(
     )
 
 
-@pytest.mark.parametrize("name", ["mixtral", *(slow(n) for n in MODELS if n != "mixtral")])
+# JetMoe's attention is routed, too: its queries are twice as large as an activation.
+OTHERS = [name for name in MODELS if name not in ("mixtral", "jetmoe")]
+
+
+@pytest.mark.parametrize("name", ["mixtral", *map(slow, OTHERS)])
 def test_an_expert_block_costs_what_a_dense_block_costs(name: str) -> None:
     graph = cases.traced(build(name), cases.batch(padded=False))
     weights = tensor_parallel(graph, None, 2).weights

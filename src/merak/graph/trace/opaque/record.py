@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.dry_run import dry_run
+from merak.graph.trace.opaque.experts.grouped import grouped_of, grouped_product
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
 from merak.graph.trace.opaque.operator import ModuleRef, OpaqueCall, record_call
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
@@ -164,6 +165,7 @@ class _Recorder:
         given: attributes of every opaque module, by its path, as the trace began.
         looped: paths of the modules and functions that are opaque for a loop.
         known: results of probes, by module kind and shapes.
+        offsets: ends of groups, by the identity of their sizes, which are held with them.
     """
 
     calls: list[OpaqueCall]
@@ -173,6 +175,7 @@ class _Recorder:
     given: Mapping[str, Mapping[tuple[int, str], Any]]
     looped: frozenset[str]
     known: dict[Any, ProbeResult] = field(default_factory=dict)
+    offsets: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
 
     def forward(self, ref: ModuleRef, why: str) -> Callable[..., Any]:
         """The replacement of a module's forward."""
@@ -262,9 +265,23 @@ class _Recorder:
             always_used=found.always_used,
             loop=found.loop,
         )
+        if (product := self._grouped(call, tensors)) is not None:
+            return fill(found.result, [product])
         self.calls.append(call)
         results = record_call(call, len(self.calls) - 1, tensors)
         return fill(found.result, results)
+
+    def _grouped(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+        """What the module returns, as one product of rows in groups; None if it is none."""
+        if not call.scalars or call.written or (grouped := grouped_of(call, tensors)) is None:
+            return None
+        sizes = [tensors[len(call.states) + i] for i in sorted(call.scalars)]
+        key = tuple(map(id, sizes))
+        if key not in self.offsets:
+            ends = torch.stack(sizes).cumsum(0, dtype=torch.int32)
+            self.offsets[key] = ends, sizes
+        ends, _ = self.offsets[key]
+        return grouped_product(grouped, tensors, ends, call.outputs[0].dtype)
 
     def _found(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> ProbeResult:
         metas = []

@@ -1,0 +1,1 @@
+"""Opaque modules that multiply rows in groups, as experts do, in the graph as one product."""
