@@ -207,3 +207,30 @@ def test_states_are_sharded_over_all_replicas(pool: RankPool, cp: int, dp: int) 
         for own in found:
             for name, value in expected.items():
                 assert torch.allclose(own[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def losses_of_lengths(cp: int, lengths: tuple[int, ...]) -> tuple[list[float], Gradients]:
+    """Losses of steps on batches of several lengths, and the parameters behind them."""
+    merak.init(cp=cp, device="cpu")
+    example = cases.batch(padded=False)
+    parallel = merak.parallelize(
+        cases.build("llama", "sdpa"),
+        example,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        max_grad_norm=0.5,
+    )
+    losses = []
+    for length in lengths:
+        columns = {name: column[:, :length] for name, column in example.items()}
+        losses.append(float(parallel.step(columns)))
+    with parallel.engine.whole_model():
+        return losses, {n: p.detach().clone() for n, p in parallel.model.named_parameters()}
+
+
+def test_lengths_that_the_degree_does_not_divide(pool: RankPool) -> None:
+    lengths = (8, 7, 6)
+    ((losses, expected),) = pool.run(losses_of_lengths, 1, 1, lengths)
+    for own_losses, own in pool.run(losses_of_lengths, 2, 2, lengths):
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        for name, value in expected.items():
+            assert torch.allclose(own[name], value, rtol=1e-5, atol=1e-6), name
