@@ -79,6 +79,9 @@ class TraceReport:
         parts: the segments, in order.
         kept_whole: opaque modules, which run as one operator each.
         device: that the times of the segments are for; None without one.
+        cp: the context parallel degree.
+        gathered_tokens: what context parallel ranks compute for all tokens, in a sentence; None
+            where every rank computes its own tokens alone.
     """
 
     model: str
@@ -94,6 +97,8 @@ class TraceReport:
     parts: list[SegmentSummary] = field(default_factory=list)
     kept_whole: list[OpaqueModule] = field(default_factory=list)
     device: str | None = None
+    cp: int = 1
+    gathered_tokens: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +107,7 @@ class TraceRequest(ModelRequest):
 
     tp: int = option(2, "--tp", "T", "Tensor parallel degree to derive splits for.", min=1)
     ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.", min=1)
+    cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.", min=1)
     no_cache: bool = option(
         False, "--no-cache", "", "Trace anew, and keep nothing for the next time."
     )
@@ -191,7 +197,17 @@ def _report(
         ],
         kept_whole=report_opaque(graph),
         device=None if devices is None else devices.nodes[0].device.name,
+        cp=request.cp,
+        gathered_tokens=_gathered_tokens(graph, parallel, request.cp),
     )
+
+
+def _gathered_tokens(graph: ModelGraph, parallel: TensorParallel, cp: int) -> str | None:
+    from merak.graph.context_parallel.apply import context_parallel, gathered_operators
+
+    if cp == 1:
+        return None
+    return gathered_operators(graph, context_parallel(graph, parallel, cp))
 
 
 def _times(
@@ -269,11 +285,17 @@ def _page(report: TraceReport) -> str:
         f"with tp={report.tp}, {report.tp_sharded_fraction:.0%} of the parameters are split; "
         f"{sum(p.forward_collectives for p in report.parts)} collectives of activations in the "
         f"forward, {sum(p.backward_collectives for p in report.parts)} in the backward",
+        *_context_line(report),
         f"built in {took['build']:.2f} s, traced in {took['trace']:.2f} s, cut in "
         f"{took['shard']:.2f} s{', from the cache' if report.cached else ''}; "
         f"{size(report.peak_rss_bytes)} of memory at the most",
     ]
     return "\n".join(lines)
+
+
+def _context_line(report: TraceReport) -> Iterator[str]:
+    if report.cp > 1:
+        yield report.gathered_tokens or f"cp={report.cp}: every rank computes its own tokens alone"
 
 
 def _device_line(report: TraceReport) -> Iterator[str]:

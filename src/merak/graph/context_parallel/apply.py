@@ -21,6 +21,7 @@ from merak.graph.context_parallel.propagate import (
     rewrite_tokens,
 )
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
+from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.placement import REPLICATE, Placement, local_meta, where
 
@@ -146,10 +147,10 @@ def gathered_operators(model: ModelGraph, parallel: ContextParallel) -> str | No
         parallel: its context parallelism.
     """
     _, fitted = parallel.fit(model)
-    places = Counter(str(node.target) for found in fitted.found.values() for node in found.gathered)
-    if not places:
+    gathered = [node for found in fitted.found.values() for node in found.gathered]
+    if not gathered:
         return None
-    first = next(node for found in fitted.found.values() for node in found.gathered)
+    places, first = Counter(family(node.target) for node in gathered), gathered[0]
     listed = ", ".join(f"{number} × {name}" for name, number in places.most_common(5))
     return (
         f"cp={parallel.degree}: every rank gathers all tokens for {listed}, the first at "

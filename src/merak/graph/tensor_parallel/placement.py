@@ -16,7 +16,7 @@ from merak.core.errors import ShardError
 from merak.core.shards import shard_size
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.custom_operators import Role, custom_operator
-from merak.graph.ir.operators import is_known
+from merak.graph.ir.operators import family, is_known
 
 AXIS = "tp"
 """The mesh axis that tensor parallelism splits over."""
@@ -247,7 +247,13 @@ def _argument_names(target: Any) -> list[str]:
 def where(node: fx.Node) -> str:
     """Operator, module and source line of a node, for messages."""
     module, source = node.meta.get("module"), node.meta.get("source")
-    places = (str(node.target), module and f"in {module}", source or "unknown line")
+    target = node.target
+    is_function = callable(target) and not isinstance(target, torch._ops.OpOverload)
+    places = (
+        family(target) if is_function else str(target),
+        module and f"in {module}",
+        source or "unknown line",
+    )
     return ", ".join(place for place in places if place)
 
 

@@ -71,7 +71,7 @@ def test_what_mixes_tokens_is_gathered_and_said() -> None:
     graph = traced(Convolved(), 2, 8)
     said = gathered_operators(graph, context_parallel(graph, None, 2))
     assert said is not None
-    assert said.startswith("cp=2: every rank gathers all tokens for 1 × aten.conv1d.default")
+    assert said.startswith("cp=2: every rank gathers all tokens for 1 × conv1d")
 
 
 def test_a_length_that_does_not_divide_is_computed_whole() -> None:
