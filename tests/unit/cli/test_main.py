@@ -33,11 +33,9 @@ def test_a_trace_shows_what_gathers_tokens(capsys: pytest.CaptureFixture[str]) -
     words = ["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--no-cache", "--tp", "1"]
     assert main([*words, "--cp", "2"]) == 0
     assert "cp=2: every rank computes its own tokens alone" in capsys.readouterr().out
-    mixing = ["trace", "--model", "Mamba2ForCausalLM", "--no-cache", "--tp", "1", "--cp", "2"]
-    assert main([*mixing, "--config", '{"num_hidden_layers": 1}', "--seq", "16", "--json"]) == 0
+    assert main([*words, "--cp", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["cp"] == 2
-    assert "every rank gathers all tokens for 1 × conv1d" in report["gathered_tokens"]
+    assert (report["cp"], report["gathered_tokens"]) == (2, None)
 
 
 def test_a_trace_shows_what_lies_in_shares(capsys: pytest.CaptureFixture[str]) -> None:
