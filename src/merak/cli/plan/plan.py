@@ -152,7 +152,7 @@ def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
     larger.global_batch = 2 * workload.global_batch
     for what, job, devices in (
         ("twice the devices", workload, _doubled(cluster)),
-        ("half the devices", workload, _halved(cluster)),
+        ("half the devices", workload, _fewer(cluster)),
         ("half the network", workload, _slower(cluster)),
         ("twice the batch", larger, cluster),
     ):
@@ -168,7 +168,7 @@ def _doubled(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(replace(n, count=2 * n.count) for n in cluster.nodes))
 
 
-def _halved(cluster: Cluster) -> Cluster:
+def _fewer(cluster: Cluster) -> Cluster:
     """Half of the nodes of every kind; where there is one, half of its devices."""
     return replace(cluster, nodes=tuple(_half(own) for own in cluster.nodes))
 
