@@ -8,6 +8,8 @@ import pytest
 
 from merak.arguments.planned import planned_arguments
 from merak.cli.main import main
+from merak.cli.plan.plan import commands
+from merak.plan.cluster.parse import parse_cluster
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.plan_file import read_plan
 
@@ -202,3 +204,36 @@ def test_notes_name_what_is_whole_and_what_is_slow(capsys):
     assert whole.startswith("tp=4 does not divide the outputs of k_proj.weight and v_proj.weight")
     assert "(2 pieces): every rank holds and computes them whole" in whole
     assert slow == "v100 multiplies bfloat16 as slowly as float32; float16 is faster there"
+
+
+MEET = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+STATIC = "--master-addr HOST --master-port 29500 train.py --plan plan.json"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ranks", "expected"),
+    [
+        ("h100:8", 8, ["--nproc-per-node 8 train.py --plan plan.json"]),
+        ("h100:8x4", 32, [f"--nnodes 4 --nproc-per-node 8 {MEET} train.py --plan plan.json"]),
+        ("h100:8x4", 16, [f"--nnodes 2 --nproc-per-node 8 {MEET} train.py --plan plan.json"]),
+        (
+            "h100:8x4",
+            12,
+            [
+                f"--nnodes 2 --node-rank 0 --nproc-per-node 8 {STATIC}  # h100-sxm",
+                f"--nnodes 2 --node-rank 1 --nproc-per-node 4 {STATIC}  # h100-sxm",
+            ],
+        ),
+        (
+            "h100:8x2+l40s:4x3",
+            28,
+            [
+                f"--nnodes 5 --node-rank {{0..1}} --nproc-per-node 8 {STATIC}  # h100-sxm",
+                f"--nnodes 5 --node-rank {{2..4}} --nproc-per-node 4 {STATIC}  # l40s",
+            ],
+        ),
+    ],
+)
+def test_commands_start_every_rank_where_it_was_planned(cluster, ranks, expected):
+    found = commands(parse_cluster(cluster), ranks, None)
+    assert found == [f"torchrun {own}" for own in expected]

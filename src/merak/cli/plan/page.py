@@ -54,7 +54,7 @@ def _page(planned: Planned, request: PlanRequest) -> str:
     plans = planned.ranking.plans
     best = plans[0]
     simulation = simulated_pipeline(planned.workload, planned.cluster, best.candidate)
-    title = escape(f"{request.model} on {request.cluster}")
+    title = escape(f"{request.model} on {planned.cluster_name}")
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',

@@ -21,7 +21,7 @@ from merak.launch.errors import CommandError
 if TYPE_CHECKING:
     import torch
 
-    from merak.plan.cluster.cluster import Cluster
+    from merak.plan.cluster.cluster import Cluster, Nodes
     from merak.plan.price.workload import Workload
 
 SCRIPT = "train.py"
@@ -52,7 +52,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
     planned = find_plans(request)
     best = planned.ranking.plans[0]
     if request.output is not None:
-        write_plan(request.output, plan_of(planned.workload, best, request.cluster))
+        write_plan(request.output, plan_of(planned.workload, best, planned.cluster_name))
     if request.page is not None:
         from merak.cli.plan.page import write_page
 
@@ -61,7 +61,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
     dtype, dollars = workload.autocast or workload.dtype, _dollars_per_hour(request, cluster)
     return PlanReport(
         model=type(workload.model).__name__,
-        cluster=request.cluster,
+        cluster=planned.cluster_name,
         devices=cluster.num_devices,
         global_batch=request.global_batch,
         sequence=workload.sequence,
@@ -91,17 +91,19 @@ def find_plans(request: PlanRequest) -> Planned:
     # Heavy imports wait until a command is known to be well formed.
     from merak.plan.cluster.parse import parse_cluster
     from merak.plan.search.degrees import check_degrees
-    from merak.plan.search.search import search
+    from merak.plan.search.node_order import order_of, search_orders
     from merak.plan.search.smallest import fits_nowhere
 
     cluster = parse_cluster(request.cluster)
     check_degrees(cluster.num_devices, request.global_batch, pinned)
     workload = _workload(request, cluster)
-    ranking = search(workload, cluster, pinned, top=request.top)
-    if not ranking.plans:
+    found = search_orders(workload, cluster, pinned, top=request.top)
+    if not found.ranking.plans:
         what = f"{request.model} with {samples(request.global_batch, workload.sequence)}"
-        raise PlanError(fits_nowhere(what, request.cluster, workload, cluster, pinned, ranking))
-    return Planned(workload, cluster, pinned, ranking)
+        why = fits_nowhere(what, request.cluster, workload, cluster, pinned, found.ranking)
+        raise PlanError(why)
+    name = order_of(found.cluster) if found.is_changed else request.cluster
+    return Planned(workload, found.cluster, name, pinned, found.ranking)
 
 
 def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
@@ -175,7 +177,7 @@ def _slower(cluster: Cluster) -> Cluster:
 
 
 def commands(cluster: Cluster, world_size: int, output: Path | None) -> list[str]:
-    """The commands that start a plan, one for each kind of node.
+    """The commands that start a plan, one for nodes with the same number of ranks and device.
 
     Args:
         cluster: the devices.
@@ -183,14 +185,40 @@ def commands(cluster: Cluster, world_size: int, output: Path | None) -> list[str
         output: file of the plan; None for a plan that was not written.
     """
     script = f"{SCRIPT} --plan {output or 'plan.json'}"
-    num_nodes = sum(own.count for own in cluster.nodes)
-    if world_size < cluster.num_devices or num_nodes == 1:
-        first = cluster.nodes[0].devices_per_node
-        if world_size <= first:
-            return [f"torchrun --nproc-per-node {world_size} {script}"]
-        num_nodes = -(-world_size // first)
-    meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    kinds = dict.fromkeys(own.devices_per_node for own in cluster.nodes)
-    return [
-        f"torchrun --nnodes {num_nodes} --nproc-per-node {size} {meet} {script}" for size in kinds
-    ]
+    runs = list(_runs(cluster, world_size))
+    num_nodes = sum(own.count for own in runs)
+    size = runs[0].devices_per_node
+    if num_nodes == 1:
+        return [f"torchrun --nproc-per-node {size} {script}"]
+    if len(runs) == 1:
+        meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        return [f"torchrun --nnodes {num_nodes} --nproc-per-node {size} {meet} {script}"]
+    return list(_numbered(runs, num_nodes, script))
+
+
+def _runs(cluster: Cluster, world_size: int) -> Iterator[Nodes]:
+    """The nodes that the ranks of a plan fill, the last one perhaps in part."""
+    left = world_size
+    for own in cluster.nodes:
+        count = min(own.count, left // own.devices_per_node)
+        left -= count * own.devices_per_node
+        if count:
+            yield replace(own, count=count)
+        if count < own.count:
+            if left:
+                yield replace(own, count=1, devices_per_node=left)
+            return
+
+
+def _numbered(runs: list[Nodes], num_nodes: int, script: str) -> Iterator[str]:
+    """Commands with numbers of nodes: a rendezvous would order unequal nodes as they come."""
+    first = 0
+    for own in runs:
+        last = first + own.count - 1
+        which = str(first) if last == first else f"{{{first}..{last}}}"
+        yield (
+            f"torchrun --nnodes {num_nodes} --node-rank {which} "
+            f"--nproc-per-node {own.devices_per_node} --master-addr HOST --master-port 29500 "
+            f"{script}  # {own.device.name}"
+        )
+        first = last + 1

@@ -18,12 +18,14 @@ class Planned:
 
     Args:
         workload: the job.
-        cluster: the devices.
+        cluster: the devices, in the order of the plans' ranks.
+        cluster_name: the devices as they were named, or in that order if it is another.
         pinned: choices of the request.
         ranking: the plans.
     """
 
     workload: Workload
     cluster: Cluster
+    cluster_name: str
     pinned: Pinned
     ranking: Ranking

@@ -92,6 +92,10 @@ class ContextParallel:
         graph = rewrite_tokens(own.graph, self.found[segment.index], self.degree)
         return replace(own, graph=graph), shards
 
+    def like(self, segment: Segment) -> Segment:
+        """The segment itself: no other is known to be rewritten in the same way."""
+        return segment
+
 
 LocalRewrite = TensorParallel | ContextParallel
 """What makes a model's segments those of one rank."""

@@ -261,15 +261,15 @@ def _named(like: Segment, segment: Segment, values: dict[str, TensorMeta]) -> Se
     """
     old = list(segment.graph.nodes)
     names = [node.name for node in old] if len(old) == len(like.graph.nodes) else None
-    labels = [node.meta["name"] for node in segment.graph.find_nodes(op="placeholder")]
+    read = labels(segment.graph)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for place, node in enumerate(like.graph.nodes):
         name = node.name if names is None else names[place]
         env[node] = new = _copied(graph, node, env, name)
         if node.op == "placeholder":
-            new.target = labels[place] if names is None else old[place].target
-            new.meta["name"] = labels[place]
+            new.target = read[place] if names is None else old[place].target
+            new.meta["name"] = read[place]
         elif names is not None and "module" in old[place].meta:
             new.meta["module"] = old[place].meta["module"]
     (output,) = graph.find_nodes(op="output")
@@ -279,6 +279,28 @@ def _named(like: Segment, segment: Segment, values: dict[str, TensorMeta]) -> Se
         if isinstance(result.meta["tensor"], TensorMeta):
             values[label] = result.meta["tensor"]
     return replace(segment, graph=graph)
+
+
+def labels(graph: fx.Graph) -> list[str]:
+    """Names of what a segment reads, in the order of its graph."""
+    return [node.meta["name"] for node in graph.find_nodes(op="placeholder")]
+
+
+def renamed(graph: fx.Graph, names: Mapping[str, str]) -> fx.Graph:
+    """Copy of a segment's graph that reads other values and parameters.
+
+    Args:
+        graph: of a segment; left as it is.
+        names: new names of what it reads, by the old ones; others stay.
+    """
+    copy = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        env[node] = new = _copied(copy, node, env, node.name)
+        if node.op == "placeholder":
+            name = node.meta["name"]
+            new.target, new.meta["name"] = node.target, names.get(name, name)
+    return copy
 
 
 def _prologue(

@@ -107,6 +107,16 @@ class TensorParallel:
         shards = {name: _shard(p, degree) for name, p in split.weights.items()}
         return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
 
+    def like(self, segment: Segment) -> Segment:
+        """The first segment of which this one's rewriting differs in names alone.
+
+        Args:
+            segment: of the graph that `fit` has seen.
+        """
+        if self.sequence_plan is not None:
+            return self.sequence_plan.segments[segment.index].like
+        return self.split(segment).like
+
     def split(self, segment: Segment) -> SegmentSharding:
         """Sharding of one segment's weights, and the collectives it runs."""
         own = {n: self.weights[n] for n in segment.parameters if n in self.weights}

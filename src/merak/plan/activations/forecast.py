@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -91,9 +91,13 @@ class Forecast:
             schedule: any that has the layout's stages.
             policy: what is saved, recomputed and offloaded; None for the layout's own policy.
         """
-        policy = self.policy if policy is None else policy
+        return tuple(self.each_rank(schedule, self.policy if policy is None else policy))
+
+    def each_rank(self, schedule: Schedule, policy: ActivationPolicy) -> Iterator[RankMemory]:
+        """Forecast memory of one pp rank after another; arguments as of `ranks`."""
         chosen = self.recomputing(schedule, policy.saved)
-        return self.memory.ranks(chosen, self._steps(chosen), policy)
+        steps = self._steps(chosen)
+        return (self.memory.rank(rank, chosen, steps, policy) for rank in range(self.mesh.pp))
 
     def _steps(self, schedule: Schedule) -> Sequence[Sequence[Step]]:
         """Steps of a schedule: those of the layout's own are there already."""

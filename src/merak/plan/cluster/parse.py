@@ -29,10 +29,12 @@ _FILES = (".yaml", ".yml", ".json")
 def parse_cluster(text_or_path: str, device: str | None = None) -> Cluster:
     """A cluster from "DEVICE", "DEVICE:PER_NODE", "DEVICE:PER_NODExNODES", or a file.
 
+    Nodes of several kinds are joined by "+".
+
     Args:
-        text_or_path: "h100" is one device, "h100:8" one node of eight, "h100:8x4" four such nodes;
-            else the path of a YAML or JSON file, whose fields docs/devices.md lists, or of a
-            profile.
+        text_or_path: "h100" is one device, "h100:8" one node of eight, "h100:8x4" four such nodes,
+            "h100:8x4+a100:8x2" two of another kind behind them; else the path of a YAML or JSON
+            file, whose fields docs/devices.md lists, or of a profile.
         device: name of the devices that are here; None where those of the cluster are not. A
             profile of others is warned of.
 
@@ -53,11 +55,15 @@ _MOST_DEVICES = 2**20
 
 
 def _from_text(text: str) -> Cluster:
+    return Cluster(tuple(_nodes_of_text(own) for own in text.split("+")))
+
+
+def _nodes_of_text(text: str) -> Nodes:
     found = _SHORT.fullmatch(text)
     if found is None:
         raise PlanError(
             f"cluster={text!r} is neither a file nor of the form DEVICE:PER_NODExNODES; "
-            "write for example h100:8x4."
+            "write for example h100:8x4, or h100:8x4+a100:8x2 for nodes of two kinds."
         )
     size, count = int(found["size"] or 1), int(found["count"] or 1)
     if not size or not count:
@@ -65,7 +71,7 @@ def _from_text(text: str) -> Cluster:
     name = sheet_name(found["device"])
     if name is None:
         raise PlanError(f"There is no device {found['device']!r}{_similar_device(found['device'])}")
-    return Cluster((_default_nodes(name, size, count),))
+    return _default_nodes(name, size, count)
 
 
 def link_of(name: str) -> Link:

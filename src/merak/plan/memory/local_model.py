@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -21,6 +22,7 @@ from merak.graph.program.program import (
     compile_segment,
     has_draws,
 )
+from merak.graph.segment.repeated import labels, renamed
 from merak.plan.cost.optimizer_memory import OptimizerMemories
 from merak.plan.cost.segment_memory import SegmentMemories
 from merak.plan.memory.measured import Measured
@@ -48,10 +50,11 @@ class LocalModel:
         self.rewrite = rewrite
         self._rewrites: list[Rewrite] = []
         self.graph = graph
+        fitted: LocalRewrite | None = None
         if rewrite is not None:
             self.graph, fitted = rewrite.fit(graph)
             self._rewrites = [fitted]
-        self._compiler = _CompilerOnce(self.graph)
+        self._compiler = _CompilerOnce(self.graph, fitted)
         self.split = SplitSegments(graph, self.graph, self._rewrites)
         self.device = device
         self.optimizers = optimizers
@@ -88,11 +91,20 @@ class LocalModel:
 
 
 class _CompilerOnce(Compiler):
-    """Compiler that compiles every segment of a graph once, under the same rewrites."""
+    """Compiler that compiles every segment of a graph once, under the same rewrites.
 
-    def __init__(self, graph: ModelGraph) -> None:
+    Of segments whose rewriting differs in names alone, one is rewritten and the others are copies.
+
+    Args:
+        graph: the whole model, of the rank's values between segments.
+        rewrite: the fitted rewrite of its segments; None without one.
+    """
+
+    def __init__(self, graph: ModelGraph, rewrite: LocalRewrite | None) -> None:
         super().__init__(graph)
+        self._rewrite = rewrite
         self._segments: dict[int, tuple[SegmentProgram, dict[str, ParameterShard]]] = {}
+        self._first: dict[int, tuple[Segment, Segment, dict[str, ParameterShard]]] = {}
         self._prologues: dict[frozenset[str], tuple[SegmentProgram, SegmentProgram]] = {}
 
     def segment(
@@ -104,13 +116,24 @@ class _CompilerOnce(Compiler):
         """Program of a segment, and how its parameters are split over tp."""
         assert selective is None, "a forecast has the operators that are saved apart"
         if segment.index not in self._segments:
-            local, shards = segment, dict[str, ParameterShard]()
-            for rewrite in rewrites:
-                local, split = rewrite(local)
-                shards |= split
+            local, shards = self._local(segment)
             draws, values = has_draws(segment), self.graph.values
             self._segments[segment.index] = compile_segment(local, values, draws, _lazy), shards
         return self._segments[segment.index]
+
+    def _local(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
+        """A segment as the rank runs it."""
+        if self._rewrite is None:
+            return segment, {}
+        key = id(self._rewrite.like(segment))
+        if key not in self._first:
+            self._first[key] = (segment, *self._rewrite(segment))
+        whole, local, shards = self._first[key]
+        if whole is segment:
+            return local, shards
+        names = dict(zip(labels(whole.graph), labels(segment.graph), strict=True))
+        graph = renamed(local.graph, names)
+        return replace(segment, graph=graph), {names[n]: shard for n, shard in shards.items()}
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
         """Prologues of a rank that reads some batch-only values."""

@@ -152,23 +152,6 @@ class MemoryModel:
         with pretended(replace(self.job.mesh, rank=0, device_mesh=None)):
             return self._measured.selective(segments, profile, self._device)
 
-    def ranks(
-        self,
-        schedule: Schedule,
-        steps: Sequence[Sequence[Step]],
-        policy: ActivationPolicy,
-    ) -> tuple[RankMemory, ...]:
-        """Memory of every pp rank.
-
-        Args:
-            schedule: with the recompute flags of its stages.
-            steps: its steps, lowered.
-            policy: what is saved, recomputed and offloaded.
-        """
-        return tuple(
-            self.rank(rank, schedule, steps, policy) for rank in range(len(self.job.programs))
-        )
-
     def rank(
         self,
         rank: int,
@@ -176,7 +159,14 @@ class MemoryModel:
         steps: Sequence[Sequence[Step]],
         policy: ActivationPolicy,
     ) -> RankMemory:
-        """Memory of one pp rank; arguments as of `ranks`."""
+        """Memory of one pp rank.
+
+        Args:
+            rank: the pp rank.
+            schedule: with the recompute flags of its stages.
+            steps: its steps, lowered.
+            policy: what is saved, recomputed and offloaded.
+        """
         job = self.job
         program = _with_policy(job.programs[rank], policy)
         state, taken = self._optimizers[rank]

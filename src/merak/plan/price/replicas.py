@@ -8,15 +8,17 @@ computation slows it down: its kernels take some of the device's units and of it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from merak.core.tensor_meta import TensorMeta
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import Group, group_of, send_link
 from merak.plan.layout import Layout
-from merak.plan.memory.zero import ZeroSharding, total_bytes
+from merak.plan.memory.zero import ZeroSharding
 from merak.plan.options import BUCKET_BYTES
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import Stage
@@ -81,23 +83,25 @@ def stage_exchange(
         zero: what replicas shard.
     """
     trained = {name: meta for name, meta in stage.parameters.items() if meta.requires_grad}
-    num_bytes = sum(zero.gradient_bytes(trained).values())
-    held = total_bytes(stage.parameters.values())
+    reduced = _buckets(trained, zero.gradient_bytes(trained))
+    held = {name: meta.num_bytes for name, meta in stage.parameters.items()}
     kind = "reduce_scatter" if candidate.zero else "all_reduce"
     replicas = group_of(cluster, candidate.dp, candidate.tp)
     slows = interference_of(replicas)
-    reduce_s = _bucketed(kind, num_bytes, replicas)
+    reduce_s = _one_by_one(kind, reduced, replicas)
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
         distance = (copies[1] - copies[0]) * candidate.dp * candidate.tp
         # A pair farther apart than half of the cluster is on two nodes just as that one is.
         pair = group_of(cluster, 2, min(distance, cluster.num_devices // 2))
-        reduce_s += math.log2(len(copies)) * _bucketed("all_reduce", num_bytes, pair)
-    num_buckets = max(1, math.ceil(num_bytes / BUCKET_BYTES))
+        reduce_s += math.log2(len(copies)) * _one_by_one("all_reduce", reduced, pair)
+    num_buckets = max(1, len(reduced))
     times = stage.whole
     beside = times.backward_s * (1 - 1 / num_buckets)
+    gather_s = 0.0
+    if zero.is_sharded:
+        gather_s = _one_by_one("all_gather", _buckets(stage.parameters, held), replicas)
     if zero.parameters:
-        gather_s = _bucketed("all_gather", held, replicas)
         return StageExchange(
             reduction_s=beside_s(0.0, reduce_s / num_buckets, slows),
             forward_s=beside_s(times.forward_s, gather_s, slows),
@@ -105,7 +109,6 @@ def stage_exchange(
             gather_s=0.0,
             unhidden_reduction_s=reduce_s,
         )
-    gather_s = _bucketed("all_gather", held, replicas) if zero.is_sharded else 0.0
     every = beside_s(times.backward_s, reduce_s, slows) if zero.gradients else 0.0
     last = reduce_s / num_buckets
     return StageExchange(
@@ -190,9 +193,28 @@ def _send_s(cluster: Cluster, source: int, target: int, num_bytes: float) -> flo
     return link.latency_s + num_bytes / link.bytes_per_s
 
 
-def _bucketed(kind: str, num_bytes: float, group: Group) -> float:
+def _buckets(metas: Mapping[str, TensorMeta], num_bytes: Mapping[str, int]) -> list[int]:
+    """Bytes of every bucket of some parameters, as the engine fills them.
+
+    Args:
+        metas: the parameters in the model's order; their gradients become final in the reverse one.
+        num_bytes: of each that is sent.
+    """
+    buckets: list[int] = []
+    size, dtype = BUCKET_BYTES, None
+    for name in reversed(list(metas)):
+        meta = metas[name]
+        if size >= BUCKET_BYTES or meta.dtype != dtype:
+            buckets.append(0)
+            size, dtype = 0, meta.dtype
+        buckets[-1] += num_bytes[name]
+        size += meta.num_bytes
+    return buckets
+
+
+def _one_by_one(kind: str, buckets: Sequence[int], group: Group) -> float:
     """Seconds of a collective that goes in buckets, one after another."""
-    if group.size == 1 or not num_bytes:
-        return 0.0
-    count = math.ceil(num_bytes / BUCKET_BYTES)
-    return count * collective_seconds(kind, num_bytes / count, group)
+    return sum(
+        count * collective_seconds(kind, num_bytes, group)
+        for num_bytes, count in Counter(buckets).items()
+    )

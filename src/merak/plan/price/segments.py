@@ -6,7 +6,7 @@ Segments with equal graphs, such as the blocks of a model, are priced once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from torch import fx
@@ -48,6 +48,8 @@ class SegmentPrice:
         launch_s: of the forward and the backward, overheads of kernels.
         kernels: what runs.
         seconds: of every kernel of a recomputation.
+        forward_s: of a forward.
+        backward_s: of a backward without recomputation.
     """
 
     graph: fx.Graph
@@ -58,16 +60,13 @@ class SegmentPrice:
     launch_s: float
     kernels: SegmentKernels
     seconds: tuple[Step, ...]
+    forward_s: float = field(init=False)
+    backward_s: float = field(init=False)
 
-    @property
-    def forward_s(self) -> float:
-        """Seconds of a forward."""
-        return pass_seconds(self.forward)
-
-    @property
-    def backward_s(self) -> float:
-        """Seconds of a backward without recomputation."""
-        return pass_seconds(self.backward)
+    def __post_init__(self) -> None:
+        """Sum the seconds up, once for all that ask."""
+        object.__setattr__(self, "forward_s", pass_seconds(self.forward))
+        object.__setattr__(self, "backward_s", pass_seconds(self.backward))
 
     @property
     def parameters(self) -> Mapping[str, TensorMeta]:

@@ -117,19 +117,22 @@ def price(
 
 
 def price_if_fits(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price | Misfit:
-    """Price one way to lay a job out, unless its first pp rank has not the memory.
+    """Price one way to lay a job out, unless one of its pp ranks has not the memory.
 
-    The first rank usually holds the most, and its memory takes a fraction of a price's time.
+    The first such rank ends it: their memory takes most of the time of a price.
     Arguments and errors are those of `price`.
     """
     arranged = _arrange(workload, cluster, candidate)
-    forecast, most = arranged.forecast, _usable(cluster, candidate)[0]
-    peak = forecast.peak(0, forecast.layout.schedule, forecast.policy)
-    if peak > most:
-        return Misfit(
-            candidate=_chosen(candidate, forecast), rank=0, peak_bytes=peak, device_bytes=most
-        )
-    return _price(workload, cluster, candidate, _with_memory(workload, candidate, arranged))
+    forecast, memory = arranged.forecast, []
+    ranks = forecast.each_rank(forecast.layout.schedule, forecast.policy)
+    for own, most in zip(ranks, _usable(cluster, candidate), strict=True):
+        memory.append(own)
+        peak = own.peak.total_bytes
+        if peak > most:
+            chosen = _chosen(candidate, forecast)
+            return Misfit(candidate=chosen, rank=own.rank, peak_bytes=peak, device_bytes=most)
+    laid = _with_memory(workload, candidate, arranged, tuple(memory))
+    return _price(workload, cluster, candidate, laid)
 
 
 def _price(workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid) -> Price:
@@ -175,7 +178,9 @@ def priced_stages(workload: Workload, cluster: Cluster, candidate: Candidate) ->
 
 def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Laid:
     """Arrange a candidate, and price its stages and memory."""
-    return _with_memory(workload, candidate, _arrange(workload, cluster, candidate))
+    arranged = _arrange(workload, cluster, candidate)
+    memory = arranged.forecast.ranks(arranged.forecast.layout.schedule)
+    return _with_memory(workload, candidate, arranged, memory)
 
 
 def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arranged:
@@ -200,8 +205,10 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
     return _Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
 
 
-def _with_memory(workload: Workload, candidate: Candidate, arranged: _Arranged) -> _Laid:
-    """Price the stages and the memory of a candidate that is arranged."""
+def _with_memory(
+    workload: Workload, candidate: Candidate, arranged: _Arranged, memory: tuple[RankMemory, ...]
+) -> _Laid:
+    """Price the stages of a candidate that is arranged, whose memory is known."""
     forecast, devices, segments = arranged.forecast, arranged.devices, arranged.segments
     layout = forecast.layout
     ranks = layout.stage_rank
@@ -213,7 +220,7 @@ def _with_memory(workload: Workload, candidate: Candidate, arranged: _Arranged) 
         forecast.policy,
         candidate.sub_pipelining == "on" and candidate.tp > 1,
     )
-    return _Laid(forecast, devices, segments, stages, forecast.ranks(layout.schedule))
+    return _Laid(forecast, devices, segments, stages, memory)
 
 
 def _partition(
@@ -237,7 +244,10 @@ def _partition(
         return Partition(num_segments, ())
     graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
     sizes = boundary_bytes(graph, Partition(num_segments, tuple(range(1, num_segments))))
-    kinds = {id(own): tuple((one.forward_s, one.backward_s) for one in own) for own in prices}
+    different = {id(own): own for own in prices}
+    kinds = {
+        key: tuple((one.forward_s, one.backward_s) for one in own) for key, own in different.items()
+    }
     differs = len(set(kinds.values())) > 1 or (len(set(links)) > 1 and len(set(sizes)) > 1)
     times = tuple(kinds[id(own)] for own in prices)
     key = ("balance", times, tuple(links) if differs else (), sizes, candidate.num_microbatches)

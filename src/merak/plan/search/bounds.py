@@ -97,7 +97,7 @@ class _State:
     Args:
         parameters: all of them.
         without_master: those of which ZeRO 3 holds a shard besides the master's.
-        gradients: of the trained ones.
+        gradients: of the trained ones, as they are accumulated and reduced.
         optimizer: states, masters included.
     """
 
@@ -112,6 +112,7 @@ class _State:
         metas: Mapping[str, TensorMeta],
         states: Mapping[TensorMeta, int],
         master_bytes: int,
+        gradient_bytes: int,
     ) -> _State:
         """State of some parameters.
 
@@ -119,6 +120,7 @@ class _State:
             metas: by name.
             states: bytes of the optimizer's states by kind, without `requires_grad`.
             master_bytes: of a master of one element.
+            gradient_bytes: of one element of a lower precision; 0 for those of the parameter.
         """
         trained = [meta for meta in metas.values() if meta.requires_grad]
         optimizer = sum(states[replace(meta, requires_grad=False)] for meta in trained)
@@ -127,7 +129,7 @@ class _State:
         return cls(
             parameters=float(parameters),
             without_master=float(parameters - sum(meta.num_bytes for meta in mastered)),
-            gradients=float(sum(meta.num_bytes for meta in trained)),
+            gradients=float(sum(_gradient_bytes(meta, gradient_bytes) for meta in trained)),
             optimizer=float(optimizer + master_bytes * sum(math.prod(m.shape) for m in mastered)),
         )
 
@@ -136,6 +138,11 @@ class _State:
         held = self.without_master / dp if zero == 3 else self.parameters
         held += self.gradients / (dp if zero >= 2 else 1)
         return held + self.optimizer / (dp if zero else 1)
+
+
+def _gradient_bytes(meta: TensorMeta, of_low: int) -> int:
+    is_low = of_low and meta.dtype in LOW_PRECISION
+    return math.prod(meta.shape) * of_low if is_low else meta.num_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -237,7 +244,9 @@ class JobPricing:
             in_flight = candidate.num_microbatches
         in_flight = min(in_flight, candidate.num_microbatches)
         activations = scale * (held * in_flight / candidate.pp + own.largest)
-        return self.state_bytes(candidate) + activations
+        # Sharded gradients are sent from copies, and those of a segment are whole before.
+        copies = min(candidate.zero, 2) * self._state(candidate.tp)[1].gradients
+        return self.state_bytes(candidate) + activations + copies
 
     def _held(self, tp: int, sequence_parallel: bool) -> Held:
         key = (tp, sequence_parallel)
@@ -260,7 +269,10 @@ class JobPricing:
             sizes = optimizer_memory(self.workload.optimizer, kinds, device).state_bytes
             states = dict(zip(kinds, sizes, strict=True))
             master_bytes = 4 if self.workload.master_weights else 0
-            found = [_State.of(own, states, master_bytes) for own in (every, *segments)]
+            gradient_bytes = 4 if self.workload.kernels.float32_gradients else 0
+            found = [
+                _State.of(own, states, master_bytes, gradient_bytes) for own in (every, *segments)
+            ]
             largest = max(found[1:], key=lambda own: own.held(1, 0), default=found[0])
             self._states[tp] = found[0], largest
         return self._states[tp]

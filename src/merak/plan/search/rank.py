@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +11,7 @@ from merak.core.errors import MerakError
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Misfit, Price
 from merak.plan.search.bounds import Pricing
+from merak.plan.search.neighbours import Neighbours
 from merak.plan.search.prune import (
     FitSet,
     MisfitSet,
@@ -22,6 +24,13 @@ from merak.plan.search.space import RECOMPUTES
 
 MOST_PRICED = 32
 """Candidates that a search prices; what is left then is said."""
+
+_FIRST, _LAST = 3 / 8, 3 / 4
+"""Parts of them that are priced in the order of estimates before the best plan's neighbours are,
+and behind them in all; a search of few candidates prices every one."""
+
+_WORTH_PRICING = 1.15
+"""Neighbours that are estimated slower than the best plan by more than this are not priced."""
 
 
 @dataclass(slots=True)
@@ -54,37 +63,98 @@ def rank(
         top: plans that are wanted.
         most_priced: candidates that may be priced; the first plan is proved where they suffice.
     """
-    found = Ranked()
-    misfits, fitting = MisfitSet(), FitSet()
+    run = _Run(pricing, top, most_priced)
     waiting: list[Candidate] = []
-    unpriced: list[Candidate] = []
     for candidate in candidates:
         rejection = state_rejection(candidate, pricing)
         if rejection is None:
             waiting.append(candidate)
         else:
-            found.rejections.append(rejection)
-    for candidate in _in_order(waiting, pricing, found):
-        slowest_s = found.plans[top - 1].step_s if len(found.plans) >= top else float("inf")
-        rejection = (
-            misfits.find(candidate)
-            or fitting.find(candidate)
-            or slower_rejection(candidate, pricing, slowest_s, found.num_priced >= most_priced)
-        )
+            run.found.rejections.append(rejection)
+    in_order = list(_in_order(waiting, pricing, run.found))
+    run.take(in_order, math.ceil(_FIRST * most_priced))
+    run.climb(Neighbours(in_order))
+    is_small = len(in_order) <= most_priced
+    run.take(in_order, most_priced if is_small else math.ceil(_LAST * most_priced))
+    run.finish(in_order)
+    return run.found
+
+
+@dataclass(slots=True)
+class _Run:
+    """One ranking, candidate by candidate.
+
+    Args:
+        pricing: prices and bounds.
+        top: plans that are wanted.
+        most_priced: candidates that may be priced.
+    """
+
+    pricing: Pricing
+    top: int
+    most_priced: int
+    found: Ranked = field(default_factory=Ranked)
+    _misfits: MisfitSet = field(default_factory=MisfitSet)
+    _fitting: FitSet = field(default_factory=FitSet)
+    _seen: set[int] = field(default_factory=set)
+    _best: Candidate | None = None
+
+    def take(self, candidates: Iterable[Candidate], most: int) -> None:
+        """Price or reject candidates, one after another, until so many are priced in all."""
+        for candidate in candidates:
+            if self.found.num_priced >= most:
+                return
+            if id(candidate) not in self._seen:
+                self._seen.add(id(candidate))
+                self._consider(candidate)
+
+    def climb(self, neighbours: Neighbours) -> None:
+        """Go from the best plan to the first neighbour that is better, until there is none."""
+        before = None
+        while self._best is not before:
+            before = self._best
+            assert before is not None
+            most_s = _WORTH_PRICING * self.pricing.rough_s(before)
+            for own in neighbours.of(before):
+                if self._best is before and self.pricing.rough_s(own) <= most_s:
+                    self.take([own], self.most_priced)
+
+    def finish(self, candidates: Iterable[Candidate]) -> None:
+        """Leave out the candidates for which no price is left."""
+        found, pricing = self.found, self.pricing
+        unpriced = []
+        for candidate in (own for own in candidates if id(own) not in self._seen):
+            rejection = self._rejection(candidate, quick=True)
+            if rejection is None:
+                unpriced.append(candidate)
+            else:
+                found.rejections.append(rejection)
+        if not found.plans and found.misfits:  # else the model or the options refuse all of them
+            unpriced = _until_one_fits(unpriced, pricing, found, self._misfits)
+        for candidate in unpriced:
+            _leave_out(candidate, pricing, found)
+        found.rejections += [_behind(own) for own in found.plans[self.top :]]
+        del found.plans[self.top :]
+
+    def _consider(self, candidate: Candidate) -> None:
+        rejection = self._rejection(candidate, quick=False)
         if rejection is not None:
-            found.rejections.append(rejection)
-            continue
-        if found.num_priced >= most_priced:
-            unpriced.append(candidate)
-        elif _price(candidate, pricing, found, misfits):
-            fitting.add(candidate)
-    if not found.plans and found.misfits:  # else the model or the options refuse what was priced
-        unpriced = _until_one_fits(unpriced, pricing, found, misfits)
-    for candidate in unpriced:
-        _leave_out(candidate, pricing, found)
-    found.rejections += [_behind(own) for own in found.plans[top:]]
-    del found.plans[top:]
-    return found
+            self.found.rejections.append(rejection)
+            return
+        fastest = self.found.plans[0] if self.found.plans else None
+        if _price(candidate, self.pricing, self.found, self._misfits):
+            self._fitting.add(candidate)
+            if self.found.plans[0] is not fastest:
+                self._best = candidate
+
+    def _rejection(self, candidate: Candidate, quick: bool) -> Rejection | None:
+        plans = self.found.plans
+        slowest_s = plans[self.top - 1].step_s if len(plans) >= self.top else float("inf")
+        return (
+            self._misfits.find(candidate)
+            or self._fitting.find(candidate)
+            or slower_rejection(candidate, self.pricing, slowest_s, quick)
+        )
 
 
 def _in_order(waiting: list[Candidate], pricing: Pricing, found: Ranked) -> Iterable[Candidate]:

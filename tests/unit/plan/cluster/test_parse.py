@@ -143,6 +143,7 @@ def test_texts_that_are_no_cluster_are_refused(tmp_path):
         ("h100:8x0", "has no devices; write for example h100:8x4"),
         ("h100:8x1000000", "has 8,000,000 devices; use at most 1,048,576"),
         ("", "neither a file nor of the form"),
+        ("h100:8+", "neither a file nor of the form"),
         ("h100:8x4x2", "neither a file nor of the form DEVICE:PER_NODExNODES"),
         ("none.yaml", "none.yaml cannot be read: No such file or directory; name another"),
     ):
@@ -151,3 +152,13 @@ def test_texts_that_are_no_cluster_are_refused(tmp_path):
     (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="is no YAML"):
         parse_cluster(str(tmp_path / "bad.yaml"))
+
+
+def test_nodes_of_several_kinds_are_joined_in_the_order_of_ranks():
+    cluster = parse_cluster("h100:8x2+rtx-4090:4")
+    assert [(own.device.name, own.devices_per_node, own.count) for own in cluster.nodes] == [
+        ("h100-sxm", 8, 2),
+        ("rtx-4090", 4, 1),
+    ]
+    assert cluster.place(15)[0].device.name == "h100-sxm"
+    assert cluster.place(16)[0].device.name == "rtx-4090"

@@ -8,7 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from merak.core.mesh import Mesh
 from merak.engine.build import forecast_of
+from merak.graph.ir.structure import structural_key
 from merak.graph.segment.build import GraphSource
+from merak.graph.segment.repeated import labels
 from merak.plan.cost.device import preset
 from merak.plan.engine_options import EngineOptions
 from merak.plan.partition import from_sizes
@@ -78,6 +80,23 @@ def test_memory_is_that_of_the_forecast(llama: Workload, candidate: Candidate) -
     new = llama.forecast(candidate, partition, device_profile=preset("h100-sxm"))
     schedule = old.layout.schedule
     assert new.ranks(schedule, old.policy) == old.ranks(schedule, old.policy)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_copies_of_a_rewritten_segment_are_what_rewriting_each_gives(
+    llama: Workload, sequence: bool
+) -> None:
+    graph = llama.graph(2)
+    model, own = llama.rewrite(2, 2, sequence).fit(graph)
+    found = llama.local_graph(2, 2, sequence)
+    copied = 0
+    for segment, copy in zip(model.segments, found.segments, strict=True):
+        local, _ = own(segment)
+        copied += own.like(segment) is not segment
+        assert structural_key(copy.graph) == structural_key(local.graph)
+        assert labels(copy.graph) == labels(local.graph)
+        assert (copy.inputs, copy.outputs) == (segment.inputs, segment.outputs)
+    assert copied >= 2
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from merak.core.errors import PlanError
+from merak.plan.search.neighbours import Neighbours
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.search import search_job
 from merak.plan.search.space import RECOMPUTES, SCHEDULES, space_of
@@ -64,6 +65,40 @@ def test_what_is_not_priced_is_said():
     found = search_job(job_of(), Double(), Pinned(), 3, 3)
     assert found.num_priced == 3 and not found.is_proved
     assert any(own.what == "not priced" for own in found.rejected)
+
+
+@pytest.mark.parametrize("budget", [24, 40])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_neighbour_of_the_first_plan_is_faster(seed, budget):
+    """Estimates that know nothing of what a larger microbatch saves mislead; prices do not."""
+    draw = random.Random(seed)
+    double = Double((0.05, 0.02, 0.3, draw.uniform(5.0, 20.0), 0.01), draw.choice((60.0, 120.0)))
+    job = job_of(8, 64, 9)
+    found = search_job(job, double, Pinned(), 3, budget)
+    assert found.num_priced <= budget
+    (best, *_) = found.plans
+    for own in Neighbours(space_of(job, Pinned()).candidates).of(best.candidate):
+        price = double.price(own)
+        assert not price.fits or price.step_s >= best.step_s, own
+
+
+def test_neighbours_are_one_step_away():
+    space = space_of(job_of(8, 64, 9), Pinned()).candidates
+    wanted = (2, 2, 2, 2, 1, "1f1b", "selective", "off", False)
+    names = ("dp", "tp", "pp", "microbatch", "zero", "schedule", "recompute", "sub_pipelining")
+    own = next(
+        c for c in space
+        if (*(getattr(c, name) for name in names), c.sequence_parallel) == wanted
+    )  # fmt: skip
+    found = list(Neighbours(space).of(own))
+    assert len(set(map(id, found))) == len(found) and own not in found
+    sizes = {(c.dp, c.tp, c.pp, c.microbatch, c.recompute) for c in found}
+    assert {(2, 2, 2, 4, "selective"), (2, 2, 2, 4, "full"), (2, 2, 2, 1, "off")} <= sizes
+    assert {(4, 1, 2, 2, "selective"), (1, 2, 4, 2, "selective")} <= sizes  # zero=0 where dp=1
+    assert all(c.dp * c.microbatch * c.num_microbatches == 64 for c in found)
+    others = [c for c in found if (c.dp, c.tp, c.microbatch, c.recompute) == (2, 2, 2, "selective")]
+    assert {c.zero for c in others} == {0, 1, 2, 3}
+    assert {c.schedule for c in others} >= {"1f1b", "interleaved_1f1b", "zero_bubble_v"}
 
 
 def test_a_job_fits_nowhere_only_where_every_candidate_was_looked_at():

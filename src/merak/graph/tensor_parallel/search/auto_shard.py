@@ -55,11 +55,13 @@ class SegmentSharding:
         weights: the split parameters it reads, by name.
         inside: operators on whole values that every rank runs for its own part of the gradient.
         transfers: the collectives it then runs.
+        like: the first segment with the same sharding, which differs in names alone.
     """
 
     weights: WeightPlacements
     inside: frozenset[fx.Node]
     transfers: tuple[Transfer, ...]
+    like: Segment
 
 
 class AutoSharder:
@@ -82,7 +84,7 @@ class AutoSharder:
             search = Search(task.segment, self.parameters, self.degree, task.replicated, task.given)
             found = search.run(task.heads)
             weights = {n: p for n, p in found.weights.items() if isinstance(p, WeightPlacement)}
-            split = SegmentSharding(weights, found.inside, found.transfers)
+            split = SegmentSharding(weights, found.inside, found.transfers, task.segment)
             self._known[key] = (task.segment, split)
         return _carried_over(*self._known[key], task.segment)
 
@@ -184,4 +186,5 @@ def _carried_over(like: Segment, split: SegmentSharding, segment: Segment) -> Se
     names = dict(zip(like.parameters, segment.parameters, strict=True))
     nodes = dict(zip(like.graph.nodes, segment.graph.nodes, strict=True))
     weights = {names[n]: replace(p, origin=names[n]) for n, p in split.weights.items()}
-    return SegmentSharding(weights, frozenset(nodes[n] for n in split.inside), split.transfers)
+    inside = frozenset(nodes[n] for n in split.inside)
+    return SegmentSharding(weights, inside, split.transfers, like)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -65,18 +66,25 @@ class SegmentSequencePlan:
     """Sequence parallelism of one segment.
 
     Args:
-        propagated: placements of its values.
+        propagate: gives the placements of its values, when they are first asked for.
         transfers: the collectives it runs.
         cost: what was minimised.
         choice: what was chosen.
+        like: the first segment with the same plan, which differs in names alone.
         leaving: the results that leave sharded, by name.
     """
 
-    propagated: SequencePropagation
+    propagate: Callable[[], SequencePropagation]
     transfers: tuple[Transfer, ...]
     cost: float
     choice: SequenceChoice
+    like: Segment
     leaving: Mapping[str, Shard] = field(default_factory=dict)
+
+    @property
+    def propagated(self) -> SequencePropagation:
+        """Placements of its values."""
+        return self.propagate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,7 @@ class _Planner:
         self.longest_first = longest_first
         self.returned = frozenset(model.outputs.values())
         self.values: dict[str, Shard] = {}
-        self._known: dict[Any, tuple[Segment, SequenceChoice]] = {}
+        self._known: dict[Any, SegmentSequencePlan] = {}
 
     def run(self) -> SequencePlan:
         found: dict[int, SegmentSequencePlan] = {}
@@ -155,14 +163,20 @@ class _Planner:
             judge.likeness(),
             *structure_of(SegmentTask(segment, judge.split.weights, frozenset())),
         )
-        if key in self._known:
-            like, choice = self._known[key]
-            found = judge(_carried_over(choice, like, segment))
-            assert found is not None
-        else:
-            found = judge.best()
-            self._known[key] = (segment, found.choice)
-        return replace(found, leaving=judge.leaving(found.propagated.propagation))
+        if key not in self._known:
+            best = judge.best()
+            own = judge.leaving(best.propagated.propagation)
+            self._known[key] = replace(best, leaving=own)
+            return self._known[key]
+        found = self._known[key]
+        choice = _carried_over(found.choice, found.like, segment)
+        names = dict(zip(found.like.outputs, segment.outputs, strict=True))
+        return replace(
+            found,
+            propagate=cache(lambda: judge.propagated(choice)),
+            choice=choice,
+            leaving={names[name]: placed for name, placed in found.leaving.items()},
+        )
 
 
 class _Judge:
@@ -212,14 +226,22 @@ class _Judge:
     def __call__(self, choice: SequenceChoice) -> SegmentSequencePlan | None:
         """Cost of a choice; None where it is impossible."""
         try:
-            propagated = propagate_sequence(
-                self.graph, self.split, self.entering, choice, self.degree, self.crossing
-            )
+            propagated = self.propagated(choice)
             needed = tuple(transfers(self.graph, propagated.propagation))
         except ShardError:
             return None
         cost = sum(map(self.price, needed)) + sum(self.weight_of_whole(propagated))
-        return SegmentSequencePlan(propagated, needed, cost, choice)
+        return SegmentSequencePlan(lambda: propagated, needed, cost, choice, self.segment)
+
+    def propagated(self, choice: SequenceChoice) -> SequencePropagation:
+        """Placements of the segment's values under a choice.
+
+        Raises:
+            ShardError: it is impossible.
+        """
+        return propagate_sequence(
+            self.graph, self.split, self.entering, choice, self.degree, self.crossing
+        )
 
     def runs(self, found: SegmentSequencePlan) -> bool:
         """Whether the operators run on their shards."""

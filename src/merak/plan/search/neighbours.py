@@ -1,0 +1,110 @@
+"""Neighbours of a candidate: those that differ from it by one step in one choice.
+
+Estimates do not know how much faster a larger microbatch or another split computes; a price does.
+So the search also prices the neighbours of the best plan, until none is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from merak.plan.price.candidate import Candidate
+from merak.plan.search.space import RECOMPUTES
+
+_FREE = {
+    "schedule": "schedule",
+    "schedule_options": "schedule",
+    "zero": "zero",
+    "sequence_parallel": "tensor parallelism",
+    "sub_pipelining": "tensor parallelism",
+}
+"""Fields whose other values are all one step away, and the choice that each is part of."""
+
+
+class Neighbours:
+    """Neighbours of candidates within a space.
+
+    Args:
+        candidates: the space.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate]) -> None:
+        self._known = {_key(own): own for own in candidates}
+        self._variants: dict[Any, list[Candidate]] = {}
+        for own in self._known.values():
+            self._variants.setdefault(_key(own, _FREE), []).append(own)
+
+    def of(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Those of one candidate: other microbatches and degrees first, then other options."""
+        for own in (*_microbatches(candidate), *_degrees(candidate), *_recomputes(candidate)):
+            if _key(own) in self._known:
+                yield self._known[_key(own)]
+        for own in self._variants.get(_key(candidate, _FREE), ()):
+            if _distance(own, candidate) == 1:
+                yield own
+
+
+def _microbatches(own: Candidate) -> Iterator[Candidate]:
+    """Twice the microbatch, perhaps with more recomputed, and half of it."""
+    samples = own.microbatch * own.num_microbatches
+    for size, more in ((2 * own.microbatch, 1), (own.microbatch // 2, -1)):
+        if size and samples % size == 0:
+            other = replace(own, microbatch=size, num_microbatches=samples // size)
+            yield other
+            yield from _recomputing(other, more)
+
+
+def _degrees(own: Candidate) -> Iterator[Candidate]:
+    """Twice of one degree and half of another."""
+    batch = own.dp * own.microbatch * own.num_microbatches
+    for more in ("pp", "dp", "tp"):
+        for less in ("pp", "dp", "tp"):
+            if more != less and getattr(own, less) % 2 == 0:
+                degrees = {more: 2 * getattr(own, more), less: getattr(own, less) // 2}
+                other = replace(own, **degrees)
+                if batch % (other.dp * other.microbatch) == 0:
+                    count = batch // (other.dp * other.microbatch)
+                    yield _without_idle(replace(other, num_microbatches=count))
+
+
+def _without_idle(own: Candidate) -> Candidate:
+    """The same without what its degrees leave nothing to do for."""
+    if own.dp == 1:
+        own = replace(own, zero=0)
+    if own.tp == 1:
+        own = replace(own, sequence_parallel=False, sub_pipelining="off")
+    if own.pp == 1:
+        own = replace(own, schedule="1f1b", schedule_options=MappingProxyType({}))
+    return own
+
+
+def _recomputes(own: Candidate) -> Iterator[Candidate]:
+    for more in (1, -1):
+        yield from _recomputing(own, more)
+
+
+def _recomputing(own: Candidate, more: int) -> Iterator[Candidate]:
+    """The same with so many levels more of recomputation."""
+    if own.recompute in RECOMPUTES:
+        level = RECOMPUTES.index(own.recompute) + more
+        if 0 <= level < len(RECOMPUTES):
+            yield replace(own, recompute=RECOMPUTES[level])
+
+
+def _distance(one: Candidate, other: Candidate) -> int:
+    """Number of free choices in which two candidates differ."""
+    differ = (name for name in _FREE if getattr(one, name) != getattr(other, name))
+    return len({_FREE[name] for name in differ})
+
+
+def _key(own: Candidate, without: Container[str] = ()) -> tuple[Any, ...]:
+    """Choices of a candidate, hashable."""
+    values = {
+        part.name: getattr(own, part.name) for part in fields(own) if part.name not in without
+    }
+    if "schedule_options" in values:
+        values["schedule_options"] = tuple(sorted(values["schedule_options"].items()))
+    return tuple(values.values())
