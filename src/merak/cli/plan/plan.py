@@ -107,6 +107,7 @@ def find_plans(request: PlanRequest) -> Planned:
 
 
 def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
+    from merak.plan.price.kernels import KernelChoice
     from merak.zoo.batches.batch import DEFAULT_SEQUENCE
     from merak.zoo.workload import reads_sequence
 
@@ -117,13 +118,15 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
             f"the time of {source.name} depends on the tokens of a sequence; add --seq, such as "
             f"--seq {DEFAULT_SEQUENCE}."
         )
-    return model_workload(
+    workload = model_workload(
         request,
         source,
         global_batch=request.global_batch,
         optimizer=optimizer_factory(request.optimizer),
         master_weights=request.master_weights,
     )
+    workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")
+    return workload
 
 
 def _slow_types(cluster: Cluster, dtype: torch.dtype) -> Iterator[str]:
