@@ -59,7 +59,7 @@ def charges(calls: Iterable[Call], mesh: Mesh, cluster: Cluster) -> tuple[Charge
 def seconds_inside(
     calls: Iterable[Call], mesh: Mesh, cluster: Cluster, actions: Mapping[Place, int]
 ) -> dict[Place, float]:
-    """Mean seconds of tensor parallel collectives inside an action, by kind and stage.
+    """Mean seconds of collectives over tp and cp inside an action, by kind and stage.
 
     Args:
         calls: of one rank in one step.
@@ -69,7 +69,7 @@ def seconds_inside(
     """
     totals = dict.fromkeys(actions, 0.0)
     for call in calls:
-        if call.action is not None and axis_of(call, mesh) == "tp":
+        if call.action is not None and axis_of(call, mesh) in ("tp", "cp"):
             totals[call.action.kind, call.action.stage] += call_seconds(call, cluster)
     return {place: total / actions[place] for place, total in totals.items()}
 

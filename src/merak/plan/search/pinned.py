@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from merak.core.elastic import GivenDegrees
 from merak.plan.price.candidate import Candidate
 
 
@@ -18,6 +19,8 @@ class Pinned:
         dp: data parallel degree.
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
+        cp: context parallel degree.
+        ep: expert parallel degree.
         microbatch: samples of one microbatch on one replica.
         schedule: name of the schedule.
         schedule_options: options of that schedule's builder.
@@ -32,6 +35,8 @@ class Pinned:
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
     microbatch: int | None = None
     schedule: str | None = None
     schedule_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -53,23 +58,18 @@ def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, Mapping) and not value)
 
 
-def pinned_options(
-    options: Any, degrees: tuple[int | None, int | None, int | None], microbatch: int | None
-) -> Pinned:
+def pinned_options(options: Any, degrees: GivenDegrees, microbatch: int | None) -> Pinned:
     """The choices that options make which are not at their default.
 
     Args:
         options: with the fields of `merak.plan.options.ParallelOptions`.
-        degrees: dp, tp and pp.
+        degrees: of the job; None for those that are searched.
         microbatch: samples of a microbatch.
     """
-    dp, tp, pp = degrees
     own = options.schedule_options
     is_usual = options.schedule == "1f1b" and not own
     return Pinned(
-        dp=dp,
-        tp=tp,
-        pp=pp,
+        **degrees._asdict(),
         microbatch=microbatch,
         schedule=None if is_usual else options.schedule,
         schedule_options=dict(own) if isinstance(own, Mapping) else {},
