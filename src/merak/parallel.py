@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -289,7 +289,7 @@ def parallelize(
             an error on all ranks, "skip" leaves the parameters as they are, "ignore" steps the
             optimizer all the same.
         locate_nan: run such a step once more, and name the source line where it appeared.
-        plan: "auto" searches the layout: num_microbatches, and options at their default. A step
+        plan: "auto" searches the layout: num_microbatches, and options that are left out. A step
             has `example_batch` of every replica; of every rank where `merak.init` got no dp.
         cluster: the devices of plan="auto", as of `MerakArguments`.
         **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
@@ -307,9 +307,9 @@ def parallelize(
     not_finite = _not_finite(nan_policy, locate_nan)
     columns, plain = split_non_tensors(example_batch)
     source = GraphSource(model, loss_fn, fixed=plain, device=device, autocast=autocast)
-    options |= {"num_microbatches": num_microbatches, "optimizer": optimizer}
-    chosen = EngineOptions(**_todays_options(options))
-    engine, num_microbatches = _build(source, columns, chosen, plan, cluster)
+    given = _todays_options(options)
+    chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
+    engine, num_microbatches = _build(source, columns, chosen, plan, cluster, given.keys())
     scaler = LossScale() if autocast == torch.float16 else None
     if engine.updates_inside:
         _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
@@ -342,13 +342,14 @@ def _build(
     options: EngineOptions,
     plan: str | None,
     cluster: str | None,
+    named: Collection[str],
 ) -> tuple[Engine, int]:
     """The engine, with the plan that is searched if one is to be, and its microbatches."""
     mesh = current_mesh()
     if _searches_plan(plan, mesh, options.num_microbatches):
         cache = Path(default_trace_cache()) if default_trace_cache() else None
         batch = samples_of(columns, signature(columns).columns)
-        mesh, options, sample = plan_loop(mesh, source, batch, options, cluster, cache)
+        mesh, options, sample = plan_loop(mesh, source, batch, options, cluster, cache, named)
     else:
         sample = signature(split_batch(columns, options.num_microbatches)[0]).columns
     engine = build_engine(source, sample, mesh, options)

@@ -55,6 +55,7 @@ def gradients(
     counts: list[int],
     cache: Path,
     recompute: Recompute = None,
+    cp: int = 1,
 ) -> Any:
     """Losses, gradients and their shards of one step, per schedule and number of microbatches.
 
@@ -64,9 +65,10 @@ def gradients(
         counts: microbatches of a replica's step.
         cache: of the trace, which is the same for all schedules.
         recompute: what recomputes.
+        cp: ranks that share the tokens of a sample.
     """
     dp, tp, pp = degrees
-    mesh = init(dp=dp, tp=tp, pp=pp)
+    mesh = init(dp=dp, tp=tp, pp=pp, cp=cp)
     found = {}
     for schedule in schedules:
         options = EngineOptions(
@@ -158,4 +160,23 @@ def test_all_schedules_run_beside_data_and_tensor_parallelism(pool, tmp_path, de
             assert float(total) == pytest.approx(float(losses.sum()), rel=1e-6)
             for replica in range(dp):
                 own = [r[2:] for i, r in enumerate(ranks) if i // tp % dp == replica]
+                assert_gradients_close(whole(own), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "recompute"), [(1, None), (1, "full"), (2, None)])
+def test_all_schedules_run_where_ranks_share_tokens(pool, tmp_path, tp, recompute):
+    """On 4 ranks, and on 8 with tensor parallelism."""
+    counts, cp = [4, 1], 2
+    (reference,) = pool.run(gradients, 1, ["1f1b"], (1, 1, 1), counts, tmp_path)
+    arguments = (list(SYNCHRONOUS), (1, tp, 2), counts, tmp_path, recompute, cp)
+    by_rank = pool.run(gradients, 2 * tp * cp, *arguments)
+    for schedule in SYNCHRONOUS:
+        for step, (losses, norm, expected, _, _) in enumerate(reference["1f1b"]):
+            ranks = [rank[schedule][step] for rank in by_rank]
+            assert [rank[1] for rank in ranks] == pytest.approx([norm] * len(ranks), rel=1e-5)
+            for rank in ranks:
+                assert torch.allclose(rank[0], losses, rtol=1e-5), schedule
+            for share in range(cp):
+                own = [r[2:] for i, r in enumerate(ranks) if i // tp % cp == share]
                 assert_gradients_close(whole(own), expected)

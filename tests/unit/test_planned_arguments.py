@@ -101,6 +101,44 @@ def test_a_step_has_as_many_samples_whatever_is_chosen() -> None:
     assert pinned == Pinned(tp=2, microbatch=4, zero=1, recompute="0.5")
 
 
+def test_arguments_that_are_given_at_their_default_are_pinned() -> None:
+    mesh = Mesh(4, 1, 1, 0, torch.device("cpu"), None, given=GivenDegrees())
+    usual: dict[str, object] = {"zero": 0, "schedule": "1f1b", "sequence_parallel": False}
+    for name, value in usual.items():
+        args = open_arguments(GivenDegrees(), **{name: value})
+        assert pinned_arguments(args, mesh) == Pinned(**{name: value})  # type: ignore[arg-type]
+        assert pinned_arguments(copy.deepcopy(args), mesh) == pinned_arguments(args, mesh)
+    none_said = open_arguments(
+        GivenDegrees(), recompute=None, partition=None, sub_pipelining="auto"
+    )
+    assert pinned_arguments(none_said, mesh) == Pinned()
+
+
+@pytest.mark.parametrize(
+    ("line", "pinned"),
+    [
+        ("", Pinned()),
+        ("--zero 0", Pinned(zero=0)),
+        ("--schedule=1f1b --zero 1", Pinned(schedule="1f1b", zero=1)),
+        ("--sequence-parallel False", Pinned(sequence_parallel=False)),
+    ],
+)
+def test_the_command_line_says_what_is_given(
+    line: str, pinned: Pinned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--output_dir", "out", *line.split()])
+    mesh = Mesh(4, 1, 1, 0, torch.device("cpu"), None, given=GivenDegrees())
+    with meshes.pretended(mesh):
+        (args,) = HfArgumentParser(merak.MerakArguments).parse_args_into_dataclasses()
+    assert pinned_arguments(args, mesh) == pinned
+
+
+def test_a_default_that_is_given_may_not_contradict_the_plan(path: str) -> None:
+    assert arguments(path).zero == 1
+    with pytest.raises(ArgumentsError, match=r"zero=0 contradicts the plan .*, which has 1; leave"):
+        arguments(path, zero=0)
+
+
 def test_a_layout_that_is_chosen_is_set_once() -> None:
     args = open_arguments(GivenDegrees(), plan="auto")
     set_layout(args, CANDIDATE)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from transformers import TrainingArguments
 
@@ -55,6 +56,26 @@ else:
             return AutoBatch() if text == AUTO else int(text)
 
 
+_GIVEN = "_given"
+"""Attribute of arguments: the names of those that are given."""
+
+
+def given_arguments(arguments: TrainingFields) -> frozenset[str]:
+    """Names of the arguments that a user gives, at their default or not.
+
+    Args:
+        arguments: made by keywords, a recipe, or `transformers.HfArgumentParser` of the command
+            line.
+    """
+    given: frozenset[str] = vars(arguments).get(_GIVEN, frozenset())
+    return given
+
+
+def _on_command_line() -> set[str]:
+    options = (word[2:].partition("=")[0] for word in sys.argv[1:] if word.startswith("--"))
+    return {option.replace("-", "_") for option in options}
+
+
 def own(default: Any, help: str, **metadata: Any) -> Any:
     """Field with a default, a sentence for people, and what else a parser reads."""
     return field(default=default, metadata={"help": help, **metadata})
@@ -67,6 +88,15 @@ class TrainingFields(TrainingArguments):
     `merak.plan.options` has the defaults and the help of those that are taken from there. Types are
     here what `transformers.HfArgumentParser` can parse.
     """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Make arguments that know which of them are given, for `given_arguments`."""
+        made = super().__new__(cls)
+        names = [own.name for own in fields(cls) if own.init]
+        given = {*names[: len(values)], *named}
+        # transformers.HfArgumentParser gives all, with the defaults of what a command line lacks.
+        vars(made)[_GIVEN] = frozenset(_on_command_line() if given.issuperset(names) else given)
+        return made
 
     # Fields that the command line may give as a JSON string; transformers parses them.
     _VALID_DICT_FIELDS = [  # noqa: RUF012
@@ -82,8 +112,8 @@ class TrainingFields(TrainingArguments):
             "schedule, partition, recomputation, ZeRO and the rest of the layout are set from it, "
             "and what is set besides may not contradict it. merak.init(plan=…) takes its degrees "
             "from the same file. Not for another model or another number of ranks. Or 'auto': the "
-            "trainer searches the fastest plan for the devices that are there; what is not at its "
-            "default stays as it is."
+            "trainer searches the fastest plan for the devices that are there; what is given "
+            "stays as it is."
         },
     )
     cluster: str | None = own(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from merak.arguments.fields import AUTO, AutoBatch, TrainingFields
+from merak.arguments.fields import AUTO, AutoBatch, TrainingFields, given_arguments
 from merak.core.elastic import AUTO_PLAN, GivenDegrees
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
@@ -42,10 +42,12 @@ def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
     plan = read_plan(Path(path))
     _check_degrees(plan.candidate, mesh, path)
     _check_global_batch(arguments, plan, path)
+    named = given_arguments(arguments)
     defaults = {own.name: own.default for own in dataclasses.fields(TrainingFields)}
     for name, value in planned_arguments(plan).items():
         given = getattr(arguments, name)
-        is_free = isinstance(given, AutoBatch) or given in (defaults[name], value)
+        is_left_out = name not in named or given in (None, AUTO)
+        is_free = isinstance(given, AutoBatch) or (is_left_out and given == defaults[name])
         if not is_free and not _same(given, value):
             raise ArgumentsError(
                 f"{name}={given!r} contradicts the plan {path}, which has {value!r}; leave it out, "
@@ -75,6 +77,7 @@ def planned_arguments(plan: PlanFile) -> dict[str, Any]:
         "bf16": plan.autocast == "bfloat16",
         "fp16": plan.autocast == "float16",
         "master_weights": plan.master_weights,
+        "gradient_sums": plan.gradient_sums,
         **layout_arguments(plan.candidate),
     }
 
@@ -208,7 +211,7 @@ def step_samples(arguments: TrainingFields, mesh: Mesh) -> int:
 
 
 def pinned_arguments(arguments: TrainingFields, mesh: Mesh) -> Pinned:
-    """Choices that a search leaves as they are: arguments that are not at their default.
+    """Choices that a search leaves as they are: arguments that are given.
 
     Args:
         arguments: as the user gives them.
@@ -217,7 +220,7 @@ def pinned_arguments(arguments: TrainingFields, mesh: Mesh) -> Pinned:
     given_degrees = mesh.degrees if mesh.given is None else mesh.given
     given = arguments.per_device_train_batch_size
     microbatch = None if isinstance(given, AutoBatch) else int(given)
-    return pinned_options(arguments, given_degrees, microbatch)
+    return pinned_options(arguments, given_degrees, microbatch, given_arguments(arguments))
 
 
 def given_layout(arguments: TrainingFields, mesh: Mesh) -> Candidate:

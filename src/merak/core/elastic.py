@@ -77,6 +77,14 @@ class GivenDegrees(NamedTuple):
                 f"{self} does not fit {num_ranks} ranks; use degrees whose product "
                 f"{'divides' if None in axes else 'is'} that number, or leave them to the plan."
             )
+        if self.tp is not None:
+            check_expert_degree(self.ep, self.tp)
+        elif self.ep is not None and num_ranks % self.ep:
+            raise MeshError(
+                f"ep={self.ep} does not divide the number of ranks ({num_ranks}), of which "
+                f"tp={self.ep} have the experts of a layer between them; use a divisor, or leave "
+                "ep to the plan."
+            )
 
 
 def check_expert_degree(ep: object, tp: int) -> int:

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from merak.arguments.planned import planned_arguments
 from merak.cli.main import main
 from merak.cli.plan.plan import commands
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.search.pinned import Pinned
+from merak.plan.search.plan_file import read_plan
 
 TINY = (
     '{"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16, '
@@ -38,6 +40,7 @@ def test_the_report_has_the_fields_of_the_contract(capsys, tmp_path):
     assert all(set(own) >= {"what", "why"} for own in report["rejected"])
     assert [own["what"] for own in report["what_if"]] == [
         "twice the devices",
+        "half the devices",
         "half the network",
         "twice the batch",
     ]
@@ -46,6 +49,20 @@ def test_the_report_has_the_fields_of_the_contract(capsys, tmp_path):
     drawn = page.read_text()
     assert 'name="viewport"' in drawn and "prefers-color-scheme:dark" in drawn
     assert drawn.count("<svg") == 3 and "http" not in drawn.replace("http://www.w3.org/", "")
+
+
+def test_sums_in_the_own_type_take_half_the_memory_and_are_in_the_plan(capsys, tmp_path):
+    peaks = {}
+    for sums in ("float32", "own"):
+        plan = tmp_path / f"{sums}.json"
+        words = ["--pp", "1", "--dp", "2", "--sub-pipelining", "off", "--dtype", "bfloat16"]
+        words += ["--schedule", "1f1b", "--gradient-sums", sums, "--output", str(plan), "--json"]
+        assert main([*SMALL, *words]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["plans"]
+        (peaks[sums],) = row["peak_memory_bytes"]
+        assert read_plan(plan).gradient_sums == sums
+        assert planned_arguments(read_plan(plan))["gradient_sums"] == sums
+    assert peaks["own"] < peaks["float32"]
 
 
 def test_people_get_a_ranking_with_reasons_in_80_columns(capsys):
@@ -108,6 +125,10 @@ def test_pinned_choices_are_named_also_where_they_switch_something_off():
         (["--recompute", "foo"], "recompute='foo' is no choice of what to recompute"),
         (["--dtype", "int8"], "--dtype int8 is no type of parameters"),
         (["--sub-pipelining", "yes"], "--sub-pipelining yes is none; use on or off."),
+        (
+            ["--gradient-sums", "half"],
+            "--gradient-sums half is no type of sums; use float32 or own.",
+        ),
         (["--price-per-device-hour", "nan"], "nan is no price; use 0 or more."),
     ],
 )

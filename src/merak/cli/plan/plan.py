@@ -107,6 +107,7 @@ def find_plans(request: PlanRequest) -> Planned:
 
 
 def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
+    from merak.plan.price.kernels import KernelChoice
     from merak.zoo.batches.batch import DEFAULT_SEQUENCE
     from merak.zoo.workload import reads_sequence
 
@@ -117,13 +118,15 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
             f"the time of {source.name} depends on the tokens of a sequence; add --seq, such as "
             f"--seq {DEFAULT_SEQUENCE}."
         )
-    return model_workload(
+    workload = model_workload(
         request,
         source,
         global_batch=request.global_batch,
         optimizer=optimizer_factory(request.optimizer),
         master_weights=request.master_weights,
     )
+    workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")
+    return workload
 
 
 def _slow_types(cluster: Cluster, dtype: torch.dtype) -> Iterator[str]:
@@ -143,7 +146,7 @@ def _dollars_per_hour(request: PlanRequest, cluster: Cluster) -> float | None:
 
 
 def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
-    """The best plans with more devices, a slower network, and a larger batch."""
+    """The best plans with more devices, fewer, a slower network, and a larger batch."""
     from merak.core.errors import MerakError
     from merak.plan.search.search import search
 
@@ -152,6 +155,7 @@ def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
     larger.global_batch = 2 * workload.global_batch
     for what, job, devices in (
         ("twice the devices", workload, _doubled(cluster)),
+        ("half the devices", workload, _fewer(cluster)),
         ("half the network", workload, _slower(cluster)),
         ("twice the batch", larger, cluster),
     ):
@@ -165,6 +169,17 @@ def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
 
 def _doubled(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(replace(n, count=2 * n.count) for n in cluster.nodes))
+
+
+def _fewer(cluster: Cluster) -> Cluster:
+    """Half of the nodes of every kind; where there is one, half of its devices."""
+    return replace(cluster, nodes=tuple(_half(own) for own in cluster.nodes))
+
+
+def _half(own: Nodes) -> Nodes:
+    if own.count > 1:
+        return replace(own, count=own.count // 2)
+    return replace(own, devices_per_node=max(1, own.devices_per_node // 2))
 
 
 def _slower(cluster: Cluster) -> Cluster:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.options import json_output, option
+from merak.cli.options import json_output, option, shared
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -73,9 +73,13 @@ class PlanRequest:
     master_weights: bool = option(
         False, "--master-weights", "", "Float32 masters of parameters of a lower precision."
     )
+    gradient_sums: str = shared("gradient_sums")
     top: int = option(5, "--top", "K", "Plans to show.")
     what_if: bool = option(
-        False, "--what-if", "", "Plan again with more devices, a slower network, a larger batch."
+        False,
+        "--what-if",
+        "",
+        "Plan again with more devices, fewer, a slower network, a larger batch.",
     )
     price_per_device_hour: float | None = option(
         None, "--price-per-device-hour", "DOLLARS", "Of one device; the cluster file may have it."
@@ -105,6 +109,10 @@ def pinned_of(request: PlanRequest) -> Pinned:
         raise CommandError(f"--option {request.options[0]} is of a schedule; name --schedule too.")
     if request.zero not in (None, 0, 1, 2, 3):
         raise CommandError(f"--zero {request.zero} is no stage of ZeRO; use 0, 1, 2 or 3.")
+    if request.gradient_sums not in ("float32", "own"):
+        raise CommandError(
+            f"--gradient-sums {request.gradient_sums} is no type of sums; use float32 or own."
+        )
     if request.sub_pipelining not in (None, "on", "off"):
         raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
     if request.sub_pipelining == "on" and request.sequence_parallel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def plan_loop(
     options: EngineOptions,
     cluster: str | None,
     cache: Path | None,
+    named: Collection[str] = (),
 ) -> tuple[Mesh, EngineOptions, Signature]:
     """Search the fastest plan of a loop, and lay the ranks out; all ranks call it together.
 
@@ -31,9 +33,10 @@ def plan_loop(
         mesh: of `merak.init`.
         source: the model.
         batch: of one replica, where each rank is one unless dp is given.
-        options: as the user gives them; those at their default are chosen.
+        options: as the user gives them.
         cluster: the devices, as of `parse_cluster`; None to find them out.
         cache: folder of profiles; None for none.
+        named: options that the user gives, which are pinned also at their default.
 
     Returns:
         The mesh, the options of the plan, and the columns of its microbatches.
@@ -55,7 +58,7 @@ def plan_loop(
     )
     devices = devices_here(mesh, cluster, cache, options.memory_budget)
     job = Job(workload, devices, lambda _: None)
-    chosen = choose_plan(mesh, job, pinned_options(options, given, None))
+    chosen = choose_plan(mesh, job, pinned_options(options, given, None, named))
     planned = replace(options, num_microbatches=chosen.num_microbatches, **planned_options(chosen))
     laid = lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
     return laid, planned, batch.of(chosen.microbatch)

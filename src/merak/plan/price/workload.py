@@ -102,6 +102,11 @@ class Workload:
         return not exact and any(p.dtype in LOW_PRECISION for p in parameters)
 
     @property
+    def gradient_sums(self) -> str:
+        """Type in which gradients of a lower precision are summed, as the option of that name."""
+        return "float32" if self.kernels.float32_gradients else "own"
+
+    @property
     def autocast(self) -> torch.dtype | None:
         """Type of mixed precision."""
         return self.source.autocast
@@ -234,7 +239,7 @@ class Workload:
             sub_pipelining=candidate.sub_pipelining,
             master_weights=self.master_weights,
             tied_gradients=self.tied_gradients,
-            gradient_sums="float32" if self.kernels.float32_gradients else "own",
+            gradient_sums=self.gradient_sums,
             optimizer=self.optimizer,
             memory_budget=memory_budget,
             device_profile=device_profile,

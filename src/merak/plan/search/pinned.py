@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -58,16 +58,23 @@ def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, Mapping) and not value)
 
 
-def pinned_options(options: Any, degrees: GivenDegrees, microbatch: int | None) -> Pinned:
-    """The choices that options make which are not at their default.
+def pinned_options(
+    options: Any,
+    degrees: GivenDegrees,
+    microbatch: int | None,
+    given: Collection[str] = (),
+) -> Pinned:
+    """The choices that options make which are given, or not at their default.
 
     Args:
         options: with the fields of `merak.plan.options.ParallelOptions`.
         degrees: of the job; None for those that are searched.
         microbatch: samples of a microbatch.
+        given: names of options that the user gives, at their default or not.
     """
     own = options.schedule_options
-    is_usual = options.schedule == "1f1b" and not own
+    is_usual = options.schedule == "1f1b" and not own and "schedule" not in given
+    shards = options.sequence_parallel or "sequence_parallel" in given
     return Pinned(
         **degrees._asdict(),
         microbatch=microbatch,
@@ -75,8 +82,8 @@ def pinned_options(options: Any, degrees: GivenDegrees, microbatch: int | None) 
         schedule_options=dict(own) if isinstance(own, Mapping) else {},
         recompute=_spec(options.recompute),
         offload=_spec(options.offload_activations),
-        zero=options.zero or None,
-        sequence_parallel=options.sequence_parallel or None,
+        zero=options.zero if options.zero or "zero" in given else None,
+        sequence_parallel=bool(options.sequence_parallel) if shards else None,
         sub_pipelining=None if options.sub_pipelining == "auto" else options.sub_pipelining,
         partition=None if options.partition is None else tuple(options.partition),
     )

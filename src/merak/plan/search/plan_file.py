@@ -35,6 +35,7 @@ class PlanFile:
         master_weights: whether parameters of a lower precision have float32 masters.
         sequence: tokens of a sequence; None where there are none.
         optimizer: name of its class; None where no state was forecast.
+        gradient_sums: type in which gradients of a lower precision are summed.
     """
 
     model: Mapping[str, Any]
@@ -45,6 +46,7 @@ class PlanFile:
     master_weights: bool = False
     sequence: int | None = None
     optimizer: str | None = None
+    gradient_sums: str = "float32"
 
     @property
     def global_batch(self) -> int:
@@ -77,6 +79,7 @@ def plan_of(workload: Workload, price: Price, cluster: str = "") -> PlanFile:
         workload.master_weights,
         workload.sequence,
         optimizer_name(workload.optimizer),
+        workload.gradient_sums,
     )
 
 
@@ -93,7 +96,9 @@ def optimizer_name(factory: OptimizerFactory | None) -> str | None:
     return None
 
 
-_OF_THE_JOB = ("cluster", "autocast", "master_weights", "sequence", "optimizer")
+_OF_THE_JOB = (
+    "cluster", "autocast", "master_weights", "sequence", "optimizer", "gradient_sums",
+)  # fmt: skip
 
 
 def write_plan(path: Path, plan: PlanFile) -> None:
@@ -137,7 +142,8 @@ def read_plan(path: Path) -> PlanFile:
         if candidate.world_size != content["world_size"]:
             raise ValueError(f"its degrees are not for world_size={content['world_size']}")
         names = ("model", "price", *_OF_THE_JOB)
-        return PlanFile(candidate=candidate, **{name: content[name] for name in names})
+        named = {"gradient_sums": "float32"} | content  # files before it was an option
+        return PlanFile(candidate=candidate, **{name: named[name] for name in names})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(
             f"the plan {path} has an error ({error}); plan again with `merak plan`."

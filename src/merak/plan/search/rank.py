@@ -29,7 +29,7 @@ _FIRST, _LAST = 3 / 8, 3 / 4
 """Parts of them that are priced in the order of estimates before the best plan's neighbours are,
 and behind them in all; a search of few candidates prices every one."""
 
-_NEAR = 1.15
+_WORTH_PRICING = 1.15
 """Neighbours that are estimated slower than the best plan by more than this are not priced."""
 
 
@@ -114,7 +114,7 @@ class _Run:
         while self._best is not before:
             before = self._best
             assert before is not None
-            most_s = _NEAR * self.pricing.rough_s(before)
+            most_s = _WORTH_PRICING * self.pricing.rough_s(before)
             for own in neighbours.of(before):
                 if self._best is before and self.pricing.rough_s(own) <= most_s:
                     self.take([own], self.most_priced)

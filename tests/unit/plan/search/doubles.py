@@ -22,8 +22,9 @@ BUBBLES = {"1f1b": 1.0, "zero_bubble_h1": 0.4, "zero_bubble_v": 0.1}
 def workload_of(model: nn.Module, autocast: torch.dtype | None = None) -> Workload:
     """What a plan file takes of a workload."""
     own = SimpleNamespace(
-        model=model, autocast=autocast, master_weights=False, sequence=12, optimizer=torch.optim.SGD
-    )
+        model=model, autocast=autocast, master_weights=False, sequence=12,
+        optimizer=torch.optim.SGD, gradient_sums="float32",
+    )  # fmt: skip
     return cast(Workload, own)
 
 
