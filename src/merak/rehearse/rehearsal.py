@@ -124,7 +124,7 @@ def rehearse(
     stages = priced_stages(workload, cluster, chosen)
     traffic = Traffic()
     measured, forecast = _run(workload, cluster, chosen, mesh, batch, traffic, steps)
-    inside = seconds_inside(measured.calls, mesh, cluster, measured.actions)
+    inside = seconds_inside(measured.calls, mesh, cluster, measured.actions, chosen.zero)
     known = {
         number: _known(stages[number], measured, inside, number, chosen)
         for number in {stage for _, stage in measured.action_s}

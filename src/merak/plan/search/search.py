@@ -52,11 +52,15 @@ def search(
 
     Raises:
         PlanError: what is pinned contradicts the devices or the batch.
+        ShardError: a pinned cp or ep does not fit the model.
         TraceError: the model cannot be traced.
     """
     pinned = Pinned() if pinned is None else pinned
     check_degrees(cluster.num_devices, workload.global_batch, pinned)  # before anything is traced
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
+    workload.rewrite(  # refuses pinned degrees that the model cannot have, whatever the rest
+        Form(pricing.base, pinned.ep or 1, cp=pinned.cp or 1, ep=pinned.ep or 1)
+    )
     job = job_of(workload, cluster, pinned)
     found = search_job(job, pricing, pinned, top, most_priced, refusal)
     if not found.plans and found.refusal is None and pinned.cp is None:

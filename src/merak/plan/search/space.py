@@ -144,9 +144,6 @@ def _within_stages(job: Job, pinned: Pinned, space: Space) -> Iterator[tuple[int
     ep = pinned.ep or 1
     cps = job.cps if pinned.cp is None else (pinned.cp,)
     for tp, cp in itertools.product(searched_tp(job, pinned), cps):
-        if ep not in (1, tp):
-            space.reject(f"tp={tp}", f"ep={ep} has whole experts on the ranks of tp={ep}")
-            continue
         if pinned.tp is None and cp > 1 and job.num_devices % (tp * cp):
             continue
         problem = job.problem(tp, cp, ep)
