@@ -61,11 +61,18 @@ def search(
 def _undivided(workload: Workload, job: Job, pinned: Pinned) -> Iterator[str]:
     """What the degrees of tensor parallelism that are searched leave whole on every rank."""
     base = pinned.microbatch or 1
+    degrees = dict[str, list[str]]()
     for tp in searched_tp(job, pinned):
         if tp > 1 and job.tp_problem(tp) is None:
-            note = undivided_weights(workload.graph(base), workload.rewrite(base, tp))
-            if note is not None:
-                yield note
+            weights = undivided_weights(workload.graph(base), workload.rewrite(base, tp))
+            if weights is not None:
+                degrees.setdefault(weights, []).append(str(tp))
+    for weights, own in degrees.items():
+        several = f"{', '.join(own[:-1])} and {own[-1]} do" if len(own) > 1 else f"{own[0]} does"
+        yield (
+            f"tp={several} not divide the outputs of {weights}: every rank holds and computes "
+            "them whole"
+        )
 
 
 def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
