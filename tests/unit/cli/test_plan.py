@@ -40,6 +40,7 @@ def test_the_report_has_the_fields_of_the_contract(capsys, tmp_path):
     assert all(set(own) >= {"what", "why"} for own in report["rejected"])
     assert [own["what"] for own in report["what_if"]] == [
         "twice the devices",
+        "half the devices",
         "half the network",
         "twice the batch",
     ]

@@ -146,7 +146,7 @@ def _dollars_per_hour(request: PlanRequest, cluster: Cluster) -> float | None:
 
 
 def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
-    """The best plans with more devices, a slower network, and a larger batch."""
+    """The best plans with more devices, fewer, a slower network, and a larger batch."""
     from merak.core.errors import MerakError
     from merak.plan.search.search import search
 
@@ -155,6 +155,7 @@ def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
     larger.global_batch = 2 * workload.global_batch
     for what, job, devices in (
         ("twice the devices", workload, _doubled(cluster)),
+        ("half the devices", workload, _fewer(cluster)),
         ("half the network", workload, _slower(cluster)),
         ("twice the batch", larger, cluster),
     ):
@@ -168,6 +169,17 @@ def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
 
 def _doubled(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(replace(n, count=2 * n.count) for n in cluster.nodes))
+
+
+def _fewer(cluster: Cluster) -> Cluster:
+    """Half of the nodes of every kind; where there is one, half of its devices."""
+    return replace(cluster, nodes=tuple(_half(own) for own in cluster.nodes))
+
+
+def _half(own: Nodes) -> Nodes:
+    if own.count > 1:
+        return replace(own, count=own.count // 2)
+    return replace(own, devices_per_node=max(1, own.devices_per_node // 2))
 
 
 def _slower(cluster: Cluster) -> Cluster:

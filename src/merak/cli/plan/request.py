@@ -76,7 +76,10 @@ class PlanRequest:
     gradient_sums: str = shared("gradient_sums")
     top: int = option(5, "--top", "K", "Plans to show.")
     what_if: bool = option(
-        False, "--what-if", "", "Plan again with more devices, a slower network, a larger batch."
+        False,
+        "--what-if",
+        "",
+        "Plan again with more devices, fewer, a slower network, a larger batch.",
     )
     price_per_device_hour: float | None = option(
         None, "--price-per-device-hour", "DOLLARS", "Of one device; the cluster file may have it."
