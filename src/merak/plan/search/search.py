@@ -122,14 +122,20 @@ def _with_experts(
 def _undivided(workload: Workload, job: Job, pinned: Pinned) -> Iterator[str]:
     """What the degrees of tensor parallelism that are searched leave whole on every rank."""
     base = pinned.microbatch or 1
+    degrees = dict[str, list[str]]()
     for tp in searched_tp(job, pinned):
-        if tp > 1 and job.problem(tp, 1, _expert_degree(pinned, tp)) is None:
-            note = undivided_weights(
-                workload.graph(base),
-                workload.tensor_rewrite(Form(base, tp, ep=_expert_degree(pinned, tp))),
-            )
-            if note is not None:
-                yield note
+        ep = _expert_degree(pinned, tp)
+        if tp > 1 and job.problem(tp, 1, ep) is None:
+            rewrite = workload.tensor_rewrite(Form(base, tp, ep=ep))
+            weights = undivided_weights(workload.graph(base), rewrite)
+            if weights is not None:
+                degrees.setdefault(weights, []).append(str(tp))
+    for weights, own in degrees.items():
+        several = f"{', '.join(own[:-1])} and {own[-1]} do" if len(own) > 1 else f"{own[0]} does"
+        yield (
+            f"tp={several} not divide the outputs of {weights}: every rank holds and computes "
+            "them whole"
+        )
 
 
 def job_of(
