@@ -73,9 +73,11 @@ def rank(
             run.found.rejections.append(rejection)
     in_order = list(_in_order(waiting, pricing, run.found))
     run.take(in_order, math.ceil(_FIRST * most_priced))
-    run.climb(Neighbours(in_order))
+    neighbours = Neighbours(in_order)
+    run.climb(neighbours)
     is_small = len(in_order) <= most_priced
     run.take(in_order, most_priced if is_small else math.ceil(_LAST * most_priced))
+    run.climb(neighbours)
     run.finish(in_order)
     return run.found
 
